@@ -1,0 +1,65 @@
+"""What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from . import launch
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# A subclass may mean something else by every operation on it.
+_PLAIN_TYPES = (torch.Tensor, Parameter)
+_KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
+
+_tracing_state = torch._C._get_tracing_state
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is what it means: no subclass, no lazy negation."""
+    return type(tensor) in _PLAIN_TYPES and not tensor.is_neg()
+
+
+def transformed() -> bool:
+    """Whether somebody watches or rewrites every operation: functorch, forward-mode AD, torch.jit.trace, dispatch modes.
+
+    A kernel is invisible to them, so the operations they know must run.
+    """
+    return (
+        _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or _tracing_state() is not None
+        or _dispatch_modes() > 0
+    )
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels run on this device: CUDA (and ROCm), or the CPU in Triton's interpreter."""
+    return launch.AVAILABLE and device.type == _KERNEL_DEVICE
+
+
+def check_floating(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError unless `tensor` is a real floating point tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, found {type(tensor).__name__}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected a real floating point dtype, found {tensor.dtype}")
+
+
+# Calls that are not in the table yet; a None there means that the original forward runs.
+UNSEEN = object()
+_MAX_CALLS = 4096
+
+
+def remember(calls: dict, key, call):
+    """Puts what a call resolved to into the family's table and returns it.
+
+    A refusal inside a CUDA graph's capture is not kept: a proof could not run there.
+    """
+    if call is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    if len(calls) >= _MAX_CALLS:
+        calls.clear()
+    calls[key] = call
+    return call

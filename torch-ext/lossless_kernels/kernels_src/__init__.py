@@ -1,0 +1,1 @@
+"""Triton device code. Every `@triton.jit` function of the package lives here and nothing else does."""

@@ -1,0 +1,33 @@
+"""Elementwise operations whose last bit is the one eager PyTorch returns on CUDA."""
+
+import triton
+import triton.language as tl
+
+try:
+    from triton.language.extra import libdevice
+except ImportError:
+    from triton.language.extra.cuda import libdevice
+
+# Triton's interpreter knows neither libdevice nor inline assembly. What runs there instead differs from the GPU in the
+# last bit of the exponential; nothing else does.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def exp(x):
+    """e**x in fp32, as CUDA's `expf` (libdevice) rounds it; `tl.exp` is an approximation."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def divide(x, y):
+    """x / y in fp32, correctly rounded, subnormal results kept; Triton's `div_rn` flushes them to zero."""
+    if INTERPRETED:
+        return x / y
+    else:
+        return tl.inline_asm_elementwise(
+            "div.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )

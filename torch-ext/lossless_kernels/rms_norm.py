@@ -1,0 +1,308 @@
+"""RMSNorm with the bits of transformers' eager `LlamaRMSNorm`."""
+
+import functools
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Callable, Optional
+
+import torch
+
+from . import launch, proof
+from ._ops import add_op_namespace_prefix
+from .domain import FLOAT_DTYPES, UNSEEN, check_floating, is_plain, remember, runs_kernels, transformed
+from .layout import Output, rows_in_memory
+from .reduce_config import ROW_CLASSES, row_class, row_reduction
+
+if launch.AVAILABLE:
+    from .kernels_src.rms_norm import rms_norm_forward
+
+MIN_HIDDEN_SIZE = 64
+MAX_HIDDEN_SIZE = 32768
+
+
+def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square normalisation over the last dimension.
+
+    `weight * (h * rsqrt(mean(h**2, -1) + eps)).to(hidden_states.dtype)` with `h = hidden_states.to(torch.float32)`: bit
+    for bit what `LlamaRMSNorm.forward` of transformers returns on the same device and the same torch.
+
+    Args:
+        hidden_states: `[..., hidden_size]`, any real floating dtype.
+        weight: `[hidden_size]`, any real floating dtype, on the device of `hidden_states`.
+        eps: added to the mean of squares; finite and not negative.
+
+    Returns:
+        A tensor of the shape and strides that eager returns, of dtype `torch.promote_types(weight, hidden_states)`.
+
+    Raises:
+        TypeError: an argument is no tensor, not of a real floating dtype, or `eps` is no number.
+        ValueError: `weight` is not `[hidden_size]` or on another device, or `eps` is negative or not finite.
+
+    The kernel runs for fp32, fp16 and bf16 on CUDA with `hidden_size` a multiple of 4 from 64 to 32768; anything else is
+    computed by the formula above.
+    """
+    check_floating("hidden_states", hidden_states)
+    check_floating("weight", weight)
+    if hidden_states.dim() == 0:
+        raise ValueError("hidden_states: expected at least one dimension, found a 0-dimensional tensor")
+    if weight.shape != hidden_states.shape[-1:]:
+        raise ValueError(
+            f"weight: expected shape {list(hidden_states.shape[-1:])}, the last dimension of hidden_states "
+            f"{list(hidden_states.shape)}, found {list(weight.shape)}"
+        )
+    if weight.device != hidden_states.device:
+        raise ValueError(f"weight: expected device {hidden_states.device} of hidden_states, found {weight.device}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a number, found {type(eps).__name__}")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: expected a finite number that is not negative, found {eps}")
+    out = replacement(hidden_states, weight, eps, _eager_forward)
+    return eager(hidden_states, weight, eps) if out is None else out
+
+
+def eager(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The formula of `rms_norm` in torch operations, one rounding each."""
+    h = hidden_states.to(torch.float32)
+    return weight * (h * _eager_rstd(h, eps)).to(hidden_states.dtype)
+
+
+def _eager_rstd(h, eps):
+    return torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _eager_forward(module, hidden_states):
+    return eager(hidden_states, module.weight, module.variance_epsilon)
+
+
+def in_domain(dtype: torch.dtype, weight_dtype: torch.dtype, hidden_size: int) -> bool:
+    """Whether there is a kernel for these dtypes and this hidden size."""
+    return (
+        dtype in FLOAT_DTYPES
+        and weight_dtype in FLOAT_DTYPES
+        and hidden_size % 4 == 0
+        and MIN_HIDDEN_SIZE <= hidden_size <= MAX_HIDDEN_SIZE
+    )
+
+
+# The launch plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the forward kernel is launched for one hidden size and one class of row counts.
+
+    A program takes `rows_per_program` rows as tiles of `2**log2_steps` steps by `4 * width * height` columns.
+    """
+
+    rows_per_program: int
+    num_warps: int
+    log2_steps: int
+    width: int
+    height: int
+    vectorized: bool
+
+
+# Elements that a thread keeps in registers, and that a program takes at least (H200).
+_ELEMENTS_PER_THREAD = 64
+_MIN_ELEMENTS_PER_PROGRAM = 2048
+_MAX_WARPS = 16
+
+
+def launch_plan(rows: int, hidden_size: int) -> Plan:
+    """The plan for `rows` rows; rows of one `row_class` share it."""
+    order = row_reduction(rows, hidden_size)
+    log2_steps = (-(-hidden_size // order.columns) - 1).bit_length()
+    tile = order.columns << log2_steps
+    rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
+    warps = rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32)
+    return Plan(
+        rows_per_program, min(max(warps, 1), _MAX_WARPS), log2_steps, order.width, order.height, order.vectorized
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def _forward_launcher(dtype, weight_dtype, hidden_size, rows, stride_unit, device) -> launch.Launcher:
+    """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
+    plan = launch_plan(rows, hidden_size)
+    constants = {
+        "HIDDEN_SIZE": hidden_size,
+        "STRIDE_UNIT": stride_unit,
+        "ROWS": plan.rows_per_program,
+        "LOG2_STEPS": plan.log2_steps,
+        "WIDTH": plan.width,
+        "HEIGHT": plan.height,
+        "VECTORIZED": plan.vectorized,
+    }
+    return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
+
+
+def _stride_unit(row_stride: int, dtype: torch.dtype) -> int:
+    """The largest power of two that divides the row stride, up to 16 bytes: so many elements can be read at a time."""
+    return math.gcd(row_stride, 16 // dtype.itemsize)
+
+
+def _forward(
+    dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False
+) -> launch.Launch:
+    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd (or None)."""
+    unit = _stride_unit(row_stride, dtype)
+    launcher = _forward_launcher(dtype, weight_dtype, hidden_size, row_class(rows), unit, device.index or 0)
+    blocks = -(-rows // launcher.constants["ROWS"])
+    return launcher.bind(blocks, rows, row_stride // unit, int(store_rstd), eps)
+
+
+# From a call's tensors to a kernel
+
+
+class _Call:
+    """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
+
+    __slots__ = ("launch", "out", "like_input")
+
+    def __init__(self, launch: Optional[launch.Launch], out: Output):
+        self.launch = launch
+        self.out = out
+        self.like_input = out.like_input
+
+    def __call__(self, x, weight):
+        out = torch.empty_like(x) if self.like_input else self.out.empty(x)
+        if self.launch is not None:
+            self.launch(x, weight, out, None)
+        return out
+
+
+_calls = {}
+
+
+def replacement(
+    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, original: Callable
+) -> Optional[torch.Tensor]:
+    """What `original(module, hidden_states)` returns, from the kernel; None where the caller must compute it itself.
+
+    Args:
+        original: the forward that is replaced. Reads `weight` and `variance_epsilon` of the module it gets.
+    """
+    if torch.compiler.is_compiling():
+        return _compiled(hidden_states, weight, eps, original)
+    if not (is_plain(hidden_states) and is_plain(weight)) or transformed():
+        return None
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad):
+        return None
+    try:
+        key = (
+            original,
+            eps,
+            hidden_states.dtype,
+            hidden_states.shape,
+            hidden_states.stride(),
+            hidden_states.get_device(),
+            weight.dtype,
+            weight.shape,
+            weight.stride(),
+            weight.get_device(),
+        )
+    except RuntimeError:  # Sparse and nested tensors have no strides.
+        return None
+    call = _calls.get(key, UNSEEN)
+    if call is UNSEEN:
+        call = remember(_calls, key, _resolve(hidden_states, weight, eps, original))
+    return None if call is None else call(hidden_states, weight)
+
+
+def _resolve(x, weight, eps, original) -> Optional[_Call]:
+    """The call for these tensors, or None if they lie outside the domain or the kernel is not proved."""
+    if x.dim() == 0 or not runs_kernels(x.device) or weight.device != x.device:
+        return None
+    hidden_size = x.shape[-1]
+    if not in_domain(x.dtype, weight.dtype, hidden_size) or (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
+        return None
+    matrix = rows_in_memory(x.shape, x.stride())
+    if matrix is None:
+        return None
+    rows, row_stride, order = matrix
+    out = Output.of(functools.partial(eager, eps=0.0), x, weight)
+    if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
+        return None
+    if rows == 0:
+        return _Call(None, out)
+    if not _proved(original, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
+        return None
+    return _Call(_forward(x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps), out)
+
+
+def _proved(original, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
+    """Whether the forward kernel for such rows has proved to return the bits of `original`."""
+    rows = row_class(rows)
+    unit = _stride_unit(row_stride, dtype)
+    key = ("rms_norm", original, dtype, weight_dtype, hidden_size, rows, unit, device)
+    subject = (
+        f"{original.__qualname__} on {device}, activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, "
+        f"{rows}{' or more' if rows == ROW_CLASSES[-1] else ''} rows,"
+    )
+    # Rows of the same alignment, with elements in between that must not count.
+    row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
+    comparisons = functools.partial(
+        _comparisons, original, dtype, weight_dtype, hidden_size, rows, row_stride, device
+    )
+    return proof.admits(key, subject, device, comparisons)
+
+
+# Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12.
+_PROOF_ROWS = 128
+
+
+def _comparisons(original, dtype, weight_dtype, hidden_size, rows, row_stride, device):
+    generator = proof.generator(device, seed=hidden_size)
+    make = functools.partial(torch.randn, device=device, generator=generator)
+    calls, rows = (1, _PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-_PROOF_ROWS // rows), rows)
+    eps = 0.0123
+    forward = _forward(dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
+    for _ in range(calls):
+        x = make(rows, row_stride).to(dtype)[:, :hidden_size]
+        weight = make(hidden_size).to(weight_dtype)
+        expected = original(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
+        out = torch.full_like(expected, math.nan)
+        rstd = torch.full((rows, 1), math.nan, device=device)
+        forward(x, weight, out, rstd)
+        yield "the fp32 rstd", rstd, _eager_rstd(x.to(torch.float32), eps)
+        yield "the output", out, expected
+
+
+# torch.compile
+
+
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
+def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out = replacement(hidden_states, weight, eps, _eager_forward)
+    return eager(hidden_states, weight, eps) if out is None else out
+
+
+@_rms_norm_op.register_fake
+def _(hidden_states, weight, eps):
+    return eager(hidden_states, weight, eps)
+
+
+@torch.compiler.assume_constant_result
+def _proved_for_compile(original, dtype, weight_dtype, hidden_size, device_index) -> bool:
+    """Taken at trace time for all classes of row counts, since a graph with dynamic shapes meets them all."""
+    device = torch.device("cuda", device_index)
+    return all(
+        _proved(original, dtype, weight_dtype, hidden_size, rows, hidden_size, device) for rows in ROW_CLASSES
+    )
+
+
+def _compiled(hidden_states, weight, eps, original):
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
+    if not hidden_states.is_cuda or weight.device != hidden_states.device or hidden_states.dim() == 0:
+        return None
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad):
+        return None
+    hidden_size = hidden_states.shape[-1]
+    if not in_domain(hidden_states.dtype, weight.dtype, hidden_size) or weight.shape != (hidden_size,):
+        return None
+    if not _proved_for_compile(
+        original, hidden_states.dtype, weight.dtype, hidden_size, hidden_states.device.index or 0
+    ):
+        return None
+    return _rms_norm_op(hidden_states, weight, eps)
