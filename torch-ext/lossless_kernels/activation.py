@@ -9,10 +9,10 @@ import torch
 from . import launch, proof
 from ._ops import add_op_namespace_prefix
 from .domain import FLOAT_DTYPES, UNSEEN, check_floating, is_plain, remember, runs_kernels, transformed
-from .layout import Output, is_dense, rows_in_memory
+from .layout import Output, is_dense, is_same_order, rows_in_memory
 
 if launch.AVAILABLE:
-    from .kernels_src.activation import silu_forward
+    from .kernels_src.activation import silu_backward, silu_forward
 
 
 def silu(input: torch.Tensor) -> torch.Tensor:
@@ -43,10 +43,10 @@ _BLOCK = 2048
 _NUM_WARPS = 8
 
 
-@functools.lru_cache(maxsize=None)
-def _silu_launcher(dtype, unit, device) -> launch.Launcher:
+@functools.cache
+def _launcher(kernel, dtype, unit, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    return launch.Launcher(silu_forward, {"UNIT": unit, "BLOCK": _BLOCK}, _NUM_WARPS, device)
+    return launch.Launcher(kernel, {"UNIT": unit, "BLOCK": _BLOCK}, _NUM_WARPS, device)
 
 
 def _unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
@@ -55,15 +55,21 @@ def _unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
 
 
 def _silu(dtype, rows, columns, row_stride, device: torch.device) -> launch.Launch:
-    """The launch of the kernel, to be called with input and out."""
+    """The launch of the forward kernel, to be called with input and out."""
     unit = _unit(columns, row_stride, dtype)
     blocks_per_row = -(-columns // _BLOCK)
-    launcher = _silu_launcher(dtype, unit, device.index or 0)
+    launcher = _launcher(silu_forward, dtype, unit, device.index or 0)
     return launcher.bind(rows * blocks_per_row, columns // unit, row_stride // unit, blocks_per_row)
 
 
+def _silu_backward(dtype, numel, device: torch.device) -> launch.Launch:
+    """The launch of the backward kernel, to be called with dy, input and dx, all dense and alike."""
+    unit = _unit(numel, numel, dtype)
+    return _launcher(silu_backward, dtype, unit, device.index or 0).bind(-(-numel // _BLOCK), numel // unit)
+
+
 class _Call:
-    """All that follows from the shape, strides, dtype and device of a call."""
+    """All that follows from the shapes, strides, dtype and device of a call: of `silu` or of its gradient."""
 
     __slots__ = ("launch", "out", "like_input")
 
@@ -72,10 +78,10 @@ class _Call:
         self.out = out
         self.like_input = out.like_input
 
-    def __call__(self, x):
-        out = torch.empty_like(x) if self.like_input else self.out.empty(x)
+    def __call__(self, *inputs):
+        out = torch.empty_like(inputs[0]) if self.like_input else self.out.empty(inputs[0])
         if self.launch is not None:
-            self.launch(x, out)
+            self.launch(*inputs, out)
         return out
 
 
@@ -86,29 +92,32 @@ def replacement(input: torch.Tensor, original: Callable) -> Optional[torch.Tenso
     """What `original(module, input)` returns, from the kernel; None where the caller must compute it itself."""
     if torch.compiler.is_compiling():
         return _compiled(input, original)
-    if not is_plain(input) or transformed() or (torch.is_grad_enabled() and input.requires_grad):
+    if not is_plain(input) or transformed():
         return None
+    needs_grad = torch.is_grad_enabled() and input.requires_grad
     try:
-        key = (original, input.dtype, input.shape, input.stride(), input.get_device())
+        key = (original, needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
     except RuntimeError:  # Sparse and nested tensors have no strides.
         return None
     call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(input, original))
-    return None if call is None else call(input)
+        call = remember(_calls, key, _resolve(input, original, needs_grad))
+    if call is None:
+        return None
+    return _Differentiable.apply(input, call) if needs_grad else call(input)
 
 
-def _resolve(x, original) -> Optional[_Call]:
-    """The call for this tensor, or None if it lies outside the domain or the kernel is not proved."""
+def _resolve(x, original, needs_grad) -> Optional[_Call]:
+    """The call for this tensor, or None if it lies outside the domain or the kernels are not proved."""
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
         return None
     out = Output.of(torch.nn.functional.silu, x)
     shape, strides = x.shape, x.stride()
     if x.numel() == 0:
-        return _Call(None, out)
+        return None if needs_grad else _Call(None, out)
     if is_dense(shape, strides):
         rows, columns, row_stride = 1, x.numel(), x.numel()
-        same_order = all(size == 1 or ours == eagers for size, ours, eagers in zip(shape, strides, out.strides))
+        same_order = is_same_order(shape, strides, out.strides)
     else:
         matrix = rows_in_memory(shape, strides)
         if matrix is None:
@@ -116,32 +125,89 @@ def _resolve(x, original) -> Optional[_Call]:
         rows, row_stride, order = matrix
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
-    if not same_order or not _proved(original, x.dtype, _unit(columns, row_stride, x.dtype), x.device):
+    unit = _unit(columns, row_stride, x.dtype)
+    if not same_order or not _proved("silu", _comparisons, original, x.dtype, unit, x.device):
+        return None
+    if needs_grad and not _proved("silu gradient", _gradient_comparisons, original, x.dtype, unit, x.device):
         return None
     return _Call(_silu(x.dtype, rows, columns, row_stride, x.device), out)
 
 
-def _proved(original, dtype, unit, device) -> bool:
-    key = ("silu", original, dtype, unit, device)
-    subject = f"{original.__qualname__} on {device}, {dtype},"
-    return proof.admits(key, subject, device, functools.partial(_comparisons, original, dtype, unit, device))
+_gradient_calls = {}
+
+
+def gradient(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """The gradient of `silu`: from the kernel if dy lies in memory as the input does, otherwise from ATen."""
+    if is_plain(dy) and is_plain(input) and not transformed():
+        key = (input.shape, input.stride(), dy.stride(), input.dtype, dy.dtype, input.get_device())
+        call = _gradient_calls.get(key, UNSEEN)
+        if call is UNSEEN:
+            call = remember(_gradient_calls, key, _resolve_gradient(dy, input))
+        if call is not None:
+            return call(dy, input)
+    return torch.ops.aten.silu_backward(dy, input)
+
+
+def _resolve_gradient(dy, x) -> Optional[_Call]:
+    if dy.stride() != x.stride() or dy.dtype != x.dtype or not is_dense(x.shape, x.stride()) or x.numel() == 0:
+        return None
+    out = Output.of(torch.ops.aten.silu_backward, dy, x)
+    if not is_same_order(x.shape, x.stride(), out.strides):
+        return None
+    return _Call(_silu_backward(x.dtype, x.numel(), x.device), out)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, call):
+        ctx.save_for_backward(input)
+        return call(input)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (input,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # Somebody differentiates the gradient.
+            return torch.ops.aten.silu_backward(dy, input), None
+        return gradient(dy, input), None
+
+
+# Proof
+
+
+def _proved(what, comparisons, original, dtype, unit, device) -> bool:
+    key = (what, original, dtype, unit, device)
+    subject = f"{original.__qualname__} ({what}) on {device}, {dtype},"
+    return proof.admits(key, subject, device, functools.partial(comparisons, original, dtype, unit, device))
+
+
+def _all_inputs(dtype, device):
+    """Every one of the 65,536 inputs of 16 bits; for fp32 as many, in every binade."""
+    bits = torch.arange(1 << 16, dtype=torch.int32, device=device)
+    if dtype != torch.float32:
+        return bits.to(torch.int16).view(dtype)
+    low = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=device, generator=proof.generator(device, 0))
+    return ((bits << 16) | low).view(dtype)
 
 
 def _comparisons(original, dtype, unit, device):
-    # Every one of the 65,536 inputs of 16 bits; for fp32 as many, in every binade.
-    bits = torch.arange(1 << 16, dtype=torch.int32, device=device)
-    if dtype == torch.float32:
-        low = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=device, generator=proof.generator(device, 0))
-        x = ((bits << 16) | low).view(dtype)
-    else:
-        x = bits.to(torch.int16).view(dtype)
     rows, columns = 256, 256
     padded = torch.zeros(rows, columns + unit, dtype=dtype, device=device)
-    padded[:, :columns] = x.view(rows, columns)
     x = padded[:, :columns]
+    x.copy_(_all_inputs(dtype, device).view(rows, columns))
     out = torch.full((rows, columns), math.nan, dtype=dtype, device=device)
     _silu(dtype, rows, columns, columns + unit, device)(x, out)
     yield "the output", out, original(None, x)
+
+
+def _gradient_comparisons(original, dtype, unit, device):
+    # `unit` elements more than a whole number of blocks.
+    x = torch.cat([_all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
+    dy = torch.randn(x.shape, device=device, generator=proof.generator(device, 1)).to(dtype)
+    dx = torch.full(x.shape, math.nan, dtype=dtype, device=device)
+    with torch.enable_grad():
+        (expected,) = torch.autograd.grad(original(None, x), x, dy)
+    _silu_backward(dtype, x.numel(), device)(dy, x.detach(), dx)
+    yield "the input's gradient", dx, expected
 
 
 # torch.compile
@@ -149,7 +215,8 @@ def _comparisons(original, dtype, unit, device):
 
 @torch.library.custom_op(add_op_namespace_prefix("silu"), mutates_args=())
 def _silu_op(input: torch.Tensor) -> torch.Tensor:
-    out = replacement(input, _eager_forward)
+    with torch.no_grad():
+        out = replacement(input, _eager_forward)
     return torch.nn.functional.silu(input) if out is None else out
 
 
@@ -158,16 +225,44 @@ def _(input):
     return torch.nn.functional.silu(input)
 
 
+@torch.library.custom_op(add_op_namespace_prefix("silu_backward"), mutates_args=())
+def _silu_backward_op(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return gradient(dy, input)
+
+
+@_silu_backward_op.register_fake
+def _(dy, input):
+    return torch.ops.aten.silu_backward(dy, input)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    return _silu_backward_op(dy, *ctx.saved_tensors)
+
+
+_silu_op.register_autograd(_backward, setup_context=_setup_context)
+
+
 @torch.compiler.assume_constant_result
-def _proved_for_compile(original, dtype, device_index) -> bool:
+def _proved_for_compile(original, dtype, device_index, training) -> bool:
     device = torch.device("cuda", device_index)
-    return all(_proved(original, dtype, 1 << power, device) for power in range(4) if dtype.itemsize << power <= 16)
+    proofs = [("silu", _comparisons)] + [("silu gradient", _gradient_comparisons)] * training
+    return all(
+        _proved(*proof_, original, dtype, 1 << power, device)
+        for proof_ in proofs
+        for power in range(4)
+        if dtype.itemsize << power <= 16
+    )
 
 
 def _compiled(input, original):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or (torch.is_grad_enabled() and input.requires_grad):
+    if not input.is_cuda or input.dtype not in FLOAT_DTYPES:
         return None
-    if not _proved_for_compile(original, input.dtype, input.device.index or 0):
+    training = torch.is_grad_enabled() and input.requires_grad
+    if not _proved_for_compile(original, input.dtype, input.device.index or 0, training):
         return None
     return _silu_op(input)

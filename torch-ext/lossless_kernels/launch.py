@@ -4,7 +4,7 @@ Triton's own call binds, specialises and looks up on every launch, which costs 1
 costs 7 to 9 (H200). So the first call goes through Triton, and later ones through the launcher of the kernel it compiled.
 """
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 
@@ -52,7 +52,7 @@ class Launcher:
         self.num_warps = num_warps
         self.device = device
         self.launch = None
-        self.fixed: Tuple = ()
+        self.fixed: tuple = ()
 
     def bind(self, blocks: int, *scalars) -> "Launch":
         """The launch of `blocks` programs with these scalars, to be called with the tensors."""
@@ -92,7 +92,7 @@ class Launch:
 
     __slots__ = ("_launcher", "_blocks", "_scalars", "_scalars_and_constants")
 
-    def __init__(self, launcher: Launcher, blocks: int, scalars: Tuple):
+    def __init__(self, launcher: Launcher, blocks: int, scalars: tuple):
         self._launcher = launcher
         self._blocks = blocks
         self._scalars = scalars

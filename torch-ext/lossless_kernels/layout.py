@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Callable, Tuple
+from typing import Callable
 
 import torch
 
@@ -37,6 +37,55 @@ def rows_in_memory(shape, strides):
     return rows, row_stride, tuple(order)
 
 
+def row_number_strides(shape, order):
+    """Strides over the leading dimensions that number the rows in `order`, from the slowest dimension to the fastest."""
+    strides = [1] * (len(shape) - 1)
+    rows = 1
+    for dim in reversed(order):
+        strides[dim] = rows
+        rows *= shape[dim]
+    return tuple(strides)
+
+
+_MAX_LEVELS = 3
+
+
+def row_levels(shape, order, *strides):
+    """How to find row r, counted in `order`, in several tensors whose own orders may differ.
+
+    Args:
+        shape: of all tensors, the row itself last.
+        order: the leading dimensions longer than 1, from the slowest to the fastest.
+        strides: for each tensor, those of the leading dimensions at least.
+
+    Returns:
+        `(levels, inner, middle, offsets)`: r falls into an outer, a middle and an inner index, `inner` and `middle` long;
+        `offsets` has the three strides of each tensor. With one level only the outer one counts. None where three levels
+        do not do.
+    """
+    merged = []
+    for dim in order:
+        steps = tuple(tensor[dim] for tensor in strides)
+        if merged:
+            _, slower = merged[-1]
+            if slower == tuple(step * shape[dim] for step in steps):
+                merged[-1] = (merged[-1][0] * shape[dim], steps)
+                continue
+        merged.append((shape[dim], steps))
+    if len(merged) > _MAX_LEVELS:
+        return None
+    nothing = (1, (0,) * len(strides))
+    if len(merged) <= 1:
+        (_, outer), middle, inner = (merged or [nothing])[0], nothing, nothing
+        levels = 1
+    else:
+        (_, outer), *rest = merged
+        middle, inner = rest if len(rest) == 2 else (nothing, *rest)
+        levels = _MAX_LEVELS
+    offsets = tuple(zip(outer, middle[1], inner[1]))
+    return levels, inner[0], middle[0], offsets
+
+
 def is_dense(shape, strides) -> bool:
     """Whether the elements fill a contiguous piece of memory, in whatever order of dimensions."""
     step = 1
@@ -47,12 +96,17 @@ def is_dense(shape, strides) -> bool:
     return True
 
 
+def is_same_order(shape, strides, others) -> bool:
+    """Whether two dense layouts put the elements into the same order."""
+    return all(size == 1 or ours == other for size, ours, other in zip(shape, strides, others))
+
+
 @dataclass(frozen=True)
 class Output:
     """Shape, strides and dtype of what eager returns for a call's arguments."""
 
-    shape: Tuple[int, ...]
-    strides: Tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     # Strides and dtype are the first argument's: a shorter call allocates it.
     like_input: bool

@@ -1,7 +1,8 @@
 """The mapping from transformers' layer names to the layers of this package."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import List, Optional, Sequence, Union
+from typing import Optional, Union
 
 _LAYERS = {"RMSNorm": "LlamaRMSNorm", "SiLU": "SiLUActivation"}
 
@@ -12,7 +13,7 @@ def kernel_mapping(
     revision: Optional[str] = None,
     local_path: Optional[Union[str, Path]] = None,
     devices: Sequence[str] = ("cuda", "rocm"),
-    trust_remote_code: Union[bool, List[str]] = True,
+    trust_remote_code: Union[bool, list[str]] = True,
 ) -> dict:
     """What `kernels.register_kernel_mapping` and `kernels.use_kernel_mapping` take, for every layer of this package.
 

@@ -11,7 +11,8 @@ import contextlib
 import os
 import threading
 import warnings
-from typing import Callable, Hashable, Iterable, Iterator, Tuple
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Callable
 
 import torch
 
@@ -62,12 +63,10 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-Comparison = Tuple[str, torch.Tensor, torch.Tensor]
+Comparison = tuple[str, torch.Tensor, torch.Tensor]
 
 
-def admits(
-    key: Hashable, subject: str, device: torch.device, comparisons: Callable[[], Iterable[Comparison]]
-) -> bool:
+def admits(key: Hashable, subject: str, device: torch.device, comparisons: Callable[[], Iterable[Comparison]]) -> bool:
     """Whether the kernel behind `key` has proved equal, proving it at the first call.
 
     Args:

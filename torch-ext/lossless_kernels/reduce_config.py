@@ -33,6 +33,7 @@ class RowReduction:
     four neighbouring elements.
     """
 
+    hidden_size: int
     width: int
     height: int
     vectorized: bool
@@ -41,6 +42,11 @@ class RowReduction:
     def columns(self) -> int:
         """Elements that one step of all lanes takes: each lane has four accumulators."""
         return _VECTOR * self.width * self.height
+
+    @property
+    def log2_steps(self) -> int:
+        """Steps of all lanes that cover a row, rounded up to a power of two, which this is the exponent of."""
+        return (-(-self.hidden_size // self.columns) - 1).bit_length()
 
 
 def row_reduction(rows: int, hidden_size: int) -> RowReduction:
@@ -54,4 +60,58 @@ def row_reduction(rows: int, hidden_size: int) -> RowReduction:
     width = min(dim0_pow2, _MAX_THREADS // height)
     values_per_thread = -(-hidden_size // width)
     shared = values_per_thread >= min(_MIN_VALUES_PER_THREAD * height, _MAX_VALUES_PER_THREAD)
-    return RowReduction(width, height if shared else 1, vectorized)
+    return RowReduction(hidden_size, width, height if shared else 1, vectorized)
+
+
+@dataclass(frozen=True)
+class ColumnReduction:
+    """A sum over the rows of a dense [rows, hidden_size]: `height * blocks` threads share one column.
+
+    Each has four accumulators, so that the rows fall into `chains` chains: row r belongs to chain r modulo `chains`, and a
+    chain is summed in sequence. `kernels_src/summation.py: column_sum` adds up the chains.
+    """
+
+    height: int
+    blocks: int
+
+    @property
+    def chains(self) -> int:
+        return _VECTOR * self.height * self.blocks
+
+
+def column_reduction(
+    rows: int, hidden_size: int, multiprocessors: int, threads_per_multiprocessor: int
+) -> ColumnReduction:
+    """The order in which ATen sums the rows of a dense [rows, hidden_size], hidden_size a multiple of 4, on such a GPU."""
+    max_threads = _MAX_THREADS // _VECTOR
+    columns = hidden_size // _VECTOR
+    columns_pow2 = min(last_power_of_two(columns), max_threads)
+    rows_pow2 = min(last_power_of_two(rows), max_threads)
+    width = min(columns_pow2, _WARP_SIZE)
+    height = min(rows_pow2, max_threads // width)
+    width = min(columns_pow2, max_threads // height)
+    if rows < min(_MIN_VALUES_PER_THREAD * height, _MAX_VALUES_PER_THREAD):
+        return ColumnReduction(1, 1)
+    values_per_thread = -(-rows // height)
+    grid = -(-columns // width)
+    target_grid = multiprocessors * (threads_per_multiprocessor // (width * height))
+    blocks = 1
+    if values_per_thread >= _MAX_VALUES_PER_THREAD and grid <= target_grid:
+        by_target = -(-target_grid // grid)
+        at_most = -(-values_per_thread // _MIN_VALUES_PER_THREAD)
+        at_least = -(-values_per_thread // _MAX_VALUES_PER_THREAD)
+        blocks = max(min(by_target, at_most), at_least)
+    return ColumnReduction(height, blocks)
+
+
+# ATen indexes a tensor with 32 bits if its last element starts below this many bytes.
+_MAX_32_BIT_OFFSET = (1 << 31) - 1
+
+
+def split_rows(rows: int, hidden_size: int, element_size: int) -> list[tuple[int, int]]:
+    """The parts `(first_row, rows)` that ATen sums one after the other: halves until each can be indexed with 32 bits."""
+    if rows * hidden_size * element_size - element_size + 1 <= _MAX_32_BIT_OFFSET:
+        return [(0, rows)]
+    half = rows // 2
+    second = split_rows(rows - half, hidden_size, element_size)
+    return split_rows(half, hidden_size, element_size) + [(half + first, count) for first, count in second]

@@ -8,10 +8,10 @@ from typing import Callable, Optional
 
 import torch
 
-from . import launch, proof
+from . import launch, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import FLOAT_DTYPES, UNSEEN, check_floating, is_plain, remember, runs_kernels, transformed
-from .layout import Output, rows_in_memory
+from .layout import Output, row_number_strides, rows_in_memory
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
 
 if launch.AVAILABLE:
@@ -90,17 +90,10 @@ def in_domain(dtype: torch.dtype, weight_dtype: torch.dtype, hidden_size: int) -
 
 @dataclass(frozen=True)
 class Plan:
-    """How the forward kernel is launched for one hidden size and one class of row counts.
-
-    A program takes `rows_per_program` rows as tiles of `2**log2_steps` steps by `4 * width * height` columns.
-    """
+    """How the forward kernel is launched for one hidden size and one class of row counts."""
 
     rows_per_program: int
     num_warps: int
-    log2_steps: int
-    width: int
-    height: int
-    vectorized: bool
 
 
 # Elements that a thread keeps in registers, and that a program takes at least (H200).
@@ -112,27 +105,25 @@ _MAX_WARPS = 16
 def launch_plan(rows: int, hidden_size: int) -> Plan:
     """The plan for `rows` rows; rows of one `row_class` share it."""
     order = row_reduction(rows, hidden_size)
-    log2_steps = (-(-hidden_size // order.columns) - 1).bit_length()
-    tile = order.columns << log2_steps
+    tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     warps = rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32)
-    return Plan(
-        rows_per_program, min(max(warps, 1), _MAX_WARPS), log2_steps, order.width, order.height, order.vectorized
-    )
+    return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _forward_launcher(dtype, weight_dtype, hidden_size, rows, stride_unit, device) -> launch.Launcher:
     """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
     plan = launch_plan(rows, hidden_size)
+    order = row_reduction(rows, hidden_size)
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "STRIDE_UNIT": stride_unit,
         "ROWS": plan.rows_per_program,
-        "LOG2_STEPS": plan.log2_steps,
-        "WIDTH": plan.width,
-        "HEIGHT": plan.height,
-        "VECTORIZED": plan.vectorized,
+        "LOG2_STEPS": order.log2_steps,
+        "WIDTH": order.width,
+        "HEIGHT": order.height,
+        "VECTORIZED": order.vectorized,
     }
     return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
 
@@ -158,18 +149,31 @@ def _forward(
 class _Call:
     """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
 
-    __slots__ = ("launch", "out", "like_input")
+    __slots__ = ("launch", "out", "like_input", "rstd_strides", "eps")
 
-    def __init__(self, launch: Optional[launch.Launch], out: Output):
+    def __init__(self, launch: Optional[launch.Launch], out: Output, rstd_strides, eps):
         self.launch = launch
         self.out = out
         self.like_input = out.like_input
+        # None in inference, where no statistics are kept.
+        self.rstd_strides = rstd_strides
+        self.eps = eps
 
     def __call__(self, x, weight):
+        if self.rstd_strides is not None:
+            # Eager's fp32 activations reach the sum by two edges, the product's and the mean's.
+            return _Differentiable.apply(x, x if x.dtype == torch.float32 else None, weight, self)
         out = torch.empty_like(x) if self.like_input else self.out.empty(x)
         if self.launch is not None:
             self.launch(x, weight, out, None)
         return out
+
+    def with_rstd(self, x, weight):
+        """The output and rstd, `[..., 1]`."""
+        out = self.out.empty(x)
+        rstd = torch.empty_strided((*x.shape[:-1], 1), self.rstd_strides, dtype=torch.float32, device=x.device)
+        self.launch(x, weight, out, rstd)
+        return out, rstd
 
 
 _calls = {}
@@ -187,16 +191,22 @@ def replacement(
         return _compiled(hidden_states, weight, eps, original)
     if not (is_plain(hidden_states) and is_plain(weight)) or transformed():
         return None
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad):
-        return None
+    needs_grad = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+    call = _call(hidden_states, weight, eps, original, needs_grad)
+    return None if call is None else call(hidden_states, weight)
+
+
+def _call(x, weight, eps, original, with_rstd: bool) -> Optional[_Call]:
+    """The call for these tensors, looked up; None if the original forward runs."""
     try:
         key = (
             original,
+            with_rstd,
             eps,
-            hidden_states.dtype,
-            hidden_states.shape,
-            hidden_states.stride(),
-            hidden_states.get_device(),
+            x.dtype,
+            x.shape,
+            x.stride(),
+            x.get_device(),
             weight.dtype,
             weight.shape,
             weight.stride(),
@@ -206,12 +216,11 @@ def replacement(
         return None
     call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(hidden_states, weight, eps, original))
-    return None if call is None else call(hidden_states, weight)
+        call = remember(_calls, key, _resolve(x, weight, eps, original, with_rstd))
+    return call
 
 
-def _resolve(x, weight, eps, original) -> Optional[_Call]:
-    """The call for these tensors, or None if they lie outside the domain or the kernel is not proved."""
+def _resolve(x, weight, eps, original, with_rstd) -> Optional[_Call]:
     if x.dim() == 0 or not runs_kernels(x.device) or weight.device != x.device:
         return None
     hidden_size = x.shape[-1]
@@ -224,11 +233,43 @@ def _resolve(x, weight, eps, original) -> Optional[_Call]:
     out = Output.of(functools.partial(eager, eps=0.0), x, weight)
     if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
         return None
-    if rows == 0:
-        return _Call(None, out)
+    if rows == 0 or (with_rstd and x.dim() == 1):  # Of a single row that is no matrix, eager sums no dweight.
+        return None if with_rstd else _Call(None, out, None, eps)
     if not _proved(original, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
         return None
-    return _Call(_forward(x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps), out)
+    if with_rstd and not _gradients_proved(original, x.dtype, weight.dtype, hidden_size, rows, x.device):
+        return None
+    launch = _forward(x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
+    return _Call(launch, out, (*row_number_strides(x.shape, order), 1) if with_rstd else None, eps)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, x_again, weight, call):
+        out, rstd = call.with_rstd(x, weight)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.eps = call.eps
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        needs_dx, _, needs_dweight, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # Somebody differentiates the gradients.
+            rstd = _eager_rstd(x.to(torch.float32), ctx.eps)
+            return *rms_norm_backward.formula(dy, x, weight, rstd, needs_dx, needs_dweight), None
+        return *rms_norm_backward.gradients(dy, x, weight, rstd, needs_dx, needs_dweight), None
+
+
+# Proof
+
+
+def _subject(original, device, dtype, weight_dtype, hidden_size, rows):
+    more = " or more" if rows == ROW_CLASSES[-1] else ""
+    return (
+        f"{original.__qualname__} on {device}, activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, "
+        f"{rows}{more} rows,"
+    )
 
 
 def _proved(original, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
@@ -236,14 +277,20 @@ def _proved(original, dtype, weight_dtype, hidden_size, rows, row_stride, device
     rows = row_class(rows)
     unit = _stride_unit(row_stride, dtype)
     key = ("rms_norm", original, dtype, weight_dtype, hidden_size, rows, unit, device)
-    subject = (
-        f"{original.__qualname__} on {device}, activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, "
-        f"{rows}{' or more' if rows == ROW_CLASSES[-1] else ''} rows,"
-    )
+    subject = _subject(original, device, dtype, weight_dtype, hidden_size, rows)
     # Rows of the same alignment, with elements in between that must not count.
     row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
+    comparisons = functools.partial(_comparisons, original, dtype, weight_dtype, hidden_size, rows, row_stride, device)
+    return proof.admits(key, subject, device, comparisons)
+
+
+def _gradients_proved(original, dtype, weight_dtype, hidden_size, rows, device) -> bool:
+    """Whether the backward kernels for such rows have proved to return the bits of autograd through `original`."""
+    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device)
+    key = ("rms_norm gradients", original, dtype, weight_dtype, hidden_size, row_class(rows), least, plan, device)
+    subject = _subject(original, device, dtype, weight_dtype, hidden_size, row_class(rows)) + " in training,"
     comparisons = functools.partial(
-        _comparisons, original, dtype, weight_dtype, hidden_size, rows, row_stride, device
+        _gradient_comparisons, original, dtype, weight_dtype, hidden_size, least, rows, device
     )
     return proof.admits(key, subject, device, comparisons)
 
@@ -269,13 +316,40 @@ def _comparisons(original, dtype, weight_dtype, hidden_size, rows, row_stride, d
         yield "the output", out, expected
 
 
+def _gradient_comparisons(original, dtype, weight_dtype, hidden_size, rows, like_rows, device):
+    generator = proof.generator(device, seed=hidden_size)
+    make = functools.partial(torch.randn, device=device, generator=generator)
+    eps = 0.0123
+    forward = _forward(dtype, weight_dtype, hidden_size, rows, hidden_size, device, eps, store_rstd=True)
+    for _ in range(-(-_PROOF_ROWS // rows)):
+        x = make(rows, hidden_size).to(dtype).requires_grad_()
+        weight = make(hidden_size).to(weight_dtype).requires_grad_()
+        dy = make(rows, hidden_size).to(torch.promote_types(weight_dtype, dtype))
+        with torch.enable_grad():
+            expected = original(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
+            dx, dweight = torch.autograd.grad(expected, (x, weight), dy)
+        x, weight = x.detach(), weight.detach()
+        rstd = torch.full((rows, 1), math.nan, device=device)
+        forward(x, weight, torch.empty_like(expected), rstd)
+        backward = rms_norm_backward.resolve(dy, x, weight, rstd, True, True, like_rows, statistics=True)
+        d_rstd = torch.full((rows, 1), math.nan, device=device)
+        dweight_sum = torch.full((hidden_size,), math.nan, device=device)
+        ours = backward(dy, x, weight, rstd, d_rstd, dweight_sum)
+        d_normalized = (dy * weight).to(dtype).to(torch.float32)
+        h = x.to(torch.float32)
+        yield "the fp32 gradient of rstd", d_rstd, (d_normalized * h).sum(-1, keepdim=True)
+        yield "the fp32 weight gradient", dweight_sum, (dy * (h * rstd).to(dtype)).sum(0, dtype=torch.float32)
+        yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
+        yield "the weight's gradient", ours.dweight, dweight
+
+
 # torch.compile
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    out = replacement(hidden_states, weight, eps, _eager_forward)
-    return eager(hidden_states, weight, eps) if out is None else out
+    call = _call(hidden_states, weight, eps, _eager_forward, with_rstd=False)
+    return eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
 @_rms_norm_op.register_fake
@@ -283,26 +357,88 @@ def _(hidden_states, weight, eps):
     return eager(hidden_states, weight, eps)
 
 
+# `again` is hidden_states once more where eager has two edges to it.
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm_with_rstd"), mutates_args=())
+def _rms_norm_with_rstd_op(
+    hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call(hidden_states, weight, eps, _eager_forward, with_rstd=True)
+    if call is None:
+        out, rstd = eager(hidden_states, weight, eps), _eager_rstd(hidden_states.to(torch.float32), eps)
+    else:
+        out, rstd = call.with_rstd(hidden_states, weight)
+    return out, rstd.contiguous()
+
+
+@_rms_norm_with_rstd_op.register_fake
+def _(hidden_states, again, weight, eps):
+    rstd = hidden_states.new_empty((*hidden_states.shape[:-1], 1), dtype=torch.float32)
+    return eager(hidden_states, weight, eps), rstd
+
+
+def _present(gradients, like):
+    """An operator returns tensors only: an empty one stands for a gradient that nobody needs."""
+    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm_backward"), mutates_args=())
+def _rms_norm_backward_op(
+    dy: torch.Tensor,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    needs_dx: bool,
+    needs_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _present(rms_norm_backward.gradients(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
+
+
+@_rms_norm_backward_op.register_fake
+def _(dy, hidden_states, weight, rstd, needs_dx, needs_dweight):
+    return _present(rms_norm_backward.formula(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
+
+
+def _setup_context(ctx, inputs, output):
+    hidden_states, _, weight, _ = inputs
+    ctx.save_for_backward(hidden_states, weight, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, d_rstd):
+    if dy is None:
+        return None, None, None, None
+    needs_dx, needs_again, needs_dweight, _ = ctx.needs_input_grad
+    dx, dx_mean, dweight = _rms_norm_backward_op(dy, *ctx.saved_tensors, needs_dx, needs_dweight)
+    return dx if needs_dx else None, dx_mean if needs_again else None, dweight if needs_dweight else None, None
+
+
+_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context)
+
+
 @torch.compiler.assume_constant_result
-def _proved_for_compile(original, dtype, weight_dtype, hidden_size, device_index) -> bool:
-    """Taken at trace time for all classes of row counts, since a graph with dynamic shapes meets them all."""
+def _proved_for_compile(original, dtype, weight_dtype, hidden_size, device_index, training) -> bool:
+    """Taken at trace time, for all classes of row counts, since a graph with dynamic shapes meets them all.
+
+    In training the operators prove more at their first call, as eager does, and compute the formula where that fails.
+    """
     device = torch.device("cuda", device_index)
     return all(
         _proved(original, dtype, weight_dtype, hidden_size, rows, hidden_size, device) for rows in ROW_CLASSES
-    )
+    ) and (not training or _gradients_proved(original, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], device))
 
 
 def _compiled(hidden_states, weight, eps, original):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if not hidden_states.is_cuda or weight.device != hidden_states.device or hidden_states.dim() == 0:
-        return None
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad):
+    if not hidden_states.is_cuda or weight.device != hidden_states.device or hidden_states.dim() < 2:
         return None
     hidden_size = hidden_states.shape[-1]
     if not in_domain(hidden_states.dtype, weight.dtype, hidden_size) or weight.shape != (hidden_size,):
         return None
-    if not _proved_for_compile(
-        original, hidden_states.dtype, weight.dtype, hidden_size, hidden_states.device.index or 0
-    ):
+    training = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+    device_index = hidden_states.device.index or 0
+    if not _proved_for_compile(original, hidden_states.dtype, weight.dtype, hidden_size, device_index, training):
         return None
-    return _rms_norm_op(hidden_states, weight, eps)
+    if not training:
+        return _rms_norm_op(hidden_states, weight, eps)
+    again = hidden_states if hidden_states.dtype == torch.float32 else None
+    return _rms_norm_with_rstd_op(hidden_states, again, weight, eps)[0]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp
+from .primitives import divide, exp, reciprocal
 
 
 @triton.jit(do_not_specialize=["column_units", "x_row_stride", "blocks_per_row"])
@@ -28,3 +28,18 @@ def silu_forward(
     x = tl.load(x_ptr + row * x_row_stride * UNIT + column, mask=mask, other=0.0).to(tl.float32)
     out = divide(x, 1.0 + exp(-x))
     tl.store(out_ptr + row * column_units * UNIT + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["units"])
+def silu_backward(dy_ptr, x_ptr, dx_ptr, units: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = (dy * s) * fma(x, 1 - s, 1) with s = 1 / (1 + exp(-x)), in fp32, rounded once; `units * UNIT` elements.
+
+    The FMA is ATen's: its source has a product and a sum, and nvcc contracts them.
+    """
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset // UNIT < units
+    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = reciprocal(1.0 + exp(-x))
+    dx = (dy * sigmoid) * tl.fma(x, 1.0 - sigmoid, 1.0)
+    tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)

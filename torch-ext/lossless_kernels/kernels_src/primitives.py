@@ -31,3 +31,12 @@ def divide(x, y):
         return tl.inline_asm_elementwise(
             "div.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x in fp32, correctly rounded, subnormal results kept."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .summation import row_sum
+from .summation import column_sum, row_sum
 
 
 @triton.jit(do_not_specialize=["rows", "x_row_stride", "store_rstd", "eps"])
@@ -50,3 +50,200 @@ def rms_norm_forward(
     out = weight.to(tl.float32)[None, :, :] * normalized.to(tl.float32)
     out_offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _row_offset(row, LEVELS: tl.constexpr, inner, middle, outer_stride, middle_stride, inner_stride):
+    """Where a row starts. Rows in an order that is not the tensor's own have an index of three levels."""
+    if LEVELS == 1:
+        return row * outer_stride
+    else:
+        outer_and_middle = row // inner
+        outer = outer_and_middle // middle
+        return (
+            outer * outer_stride
+            + (outer_and_middle - outer * middle) * middle_stride
+            + (row - outer_and_middle * inner) * inner_stride
+        )
+
+
+# fmt: off
+_ROW_STRIDES = [
+    "inner", "middle",
+    "dy_outer_stride", "dy_middle_stride", "dy_inner_stride",
+    "x_outer_stride", "x_middle_stride", "x_inner_stride",
+    "rstd_outer_stride", "rstd_middle_stride", "rstd_inner_stride",
+]
+_DX_STRIDES = ["dx_outer_stride", "dx_middle_stride", "dx_inner_stride"]
+# fmt: on
+
+
+@triton.jit(do_not_specialize=["store_d_rstd", "first_row", "rows", "chains", *_ROW_STRIDES, *_DX_STRIDES])
+def rms_norm_backward(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dx_mean_ptr,
+    d_rstd_ptr,
+    partial_ptr,
+    store_d_rstd: tl.int32,
+    first_row: tl.int64,
+    rows: tl.int64,
+    chains: tl.int64,
+    inner: tl.int64,
+    middle: tl.int64,
+    dy_outer_stride: tl.int64,
+    dy_middle_stride: tl.int64,
+    dy_inner_stride: tl.int64,
+    x_outer_stride: tl.int64,
+    x_middle_stride: tl.int64,
+    x_inner_stride: tl.int64,
+    rstd_outer_stride: tl.int64,
+    rstd_middle_stride: tl.int64,
+    rstd_inner_stride: tl.int64,
+    dx_outer_stride: tl.int64,
+    dx_middle_stride: tl.int64,
+    dx_inner_stride: tl.int64,
+    HIDDEN_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG2_STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    VECTORIZED: tl.constexpr,
+    TWO_EDGES: tl.constexpr,
+    SUM_CHAINS: tl.constexpr,
+):
+    """dx of `rms_norm_forward` and, in passing, the sums of dweight's chains.
+
+    Rows are numbered in the memory order of eager's dy * normalized. One program takes the rows first_row + q,
+    first_row + q + chains, ... for ROWS neighbouring q. With SUM_CHAINS these are ATen's chains, and partial[q]
+    ([chains, HIDDEN_SIZE] fp32) becomes the sum of their dy * normalized. With TWO_EDGES the two terms of dx, through
+    the product and through the mean, are stored apart. The fp32 gradient of rstd is stored if `store_d_rstd` is 1.
+    """
+    STEPS: tl.constexpr = 1 << LOG2_STEPS
+    COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
+    chain = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    in_row = column < HIDDEN_SIZE
+    input_dtype = x_ptr.dtype.element_ty
+    output_dtype = dy_ptr.dtype.element_ty
+    # Division by a scalar is a multiplication by its reciprocal in ATen.
+    reciprocal = tl.div_rn(1.0, tl.cast(HIDDEN_SIZE, tl.float32))
+
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+    if SUM_CHAINS:
+        partial = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
+    for start in range(0, rows, chains):
+        in_range = (chain < chains) & (start + chain < rows)
+        mask = in_range[:, None, None] & in_row[None, :, :]
+        row = first_row + start + chain
+        dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
+        x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
+        rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+        dx_row = _row_offset(row, LEVELS, inner, middle, dx_outer_stride, dx_middle_stride, dx_inner_stride)
+        dy = tl.load(dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
+        dy = dy.to(tl.float32)
+        h = x.to(tl.float32)
+
+        d_normalized = (dy * weight.to(tl.float32)[None, :, :]).to(output_dtype).to(input_dtype).to(tl.float32)
+        d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+        tl.store(d_rstd_ptr + row, d_rstd, mask=in_range & (store_d_rstd != 0))
+        d_variance = (-0.5 * d_rstd) * ((rstd * rstd) * rstd)
+        d_square = d_variance * reciprocal
+        dx = d_normalized * rstd[:, None, None]
+        dx_mean = d_square[:, None, None] * (2.0 * h)
+        dx_offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
+        if TWO_EDGES:
+            tl.store(dx_ptr + dx_offset, dx, mask=mask)
+            tl.store(dx_mean_ptr + dx_offset, dx_mean, mask=mask)
+        else:
+            tl.store(dx_ptr + dx_offset, (dx + dx_mean).to(input_dtype), mask=mask)
+        if SUM_CHAINS:
+            normalized = (h * rstd[:, None, None]).to(input_dtype).to(tl.float32)
+            partial += (dy * normalized).to(output_dtype).to(tl.float32)
+    if SUM_CHAINS:
+        offset = (chain * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
+        tl.store(partial_ptr + offset, partial, mask=(chain < chains)[:, None, None] & in_row[None, :, :])
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "chains", *_ROW_STRIDES])
+def rms_norm_sum_chains(
+    dy_ptr,
+    x_ptr,
+    rstd_ptr,
+    partial_ptr,
+    first_row: tl.int64,
+    rows: tl.int64,
+    chains: tl.int64,
+    inner: tl.int64,
+    middle: tl.int64,
+    dy_outer_stride: tl.int64,
+    dy_middle_stride: tl.int64,
+    dy_inner_stride: tl.int64,
+    x_outer_stride: tl.int64,
+    x_middle_stride: tl.int64,
+    x_inner_stride: tl.int64,
+    rstd_outer_stride: tl.int64,
+    rstd_middle_stride: tl.int64,
+    rstd_inner_stride: tl.int64,
+    HIDDEN_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The sums of dweight's chains alone, as `rms_norm_backward` leaves them in `partial`, COLUMNS at a time."""
+    column_blocks: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0).to(tl.int64)
+    chain = program // column_blocks * ROWS + tl.arange(0, ROWS)
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = column < HIDDEN_SIZE
+    input_dtype = x_ptr.dtype.element_ty
+    output_dtype = dy_ptr.dtype.element_ty
+    partial = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, rows, chains):
+        in_range = (chain < chains) & (start + chain < rows)
+        mask = in_range[:, None] & in_row[None, :]
+        row = first_row + start + chain
+        dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
+        x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
+        rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+        dy = tl.load(dy_ptr + dy_row[:, None] * STRIDE_UNIT + column[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + x_row[:, None] * STRIDE_UNIT + column[None, :], mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
+        normalized = (x.to(tl.float32) * rstd[:, None]).to(input_dtype).to(tl.float32)
+        partial += (dy.to(tl.float32) * normalized).to(output_dtype).to(tl.float32)
+    offset = (chain * HIDDEN_SIZE)[:, None] + column[None, :]
+    tl.store(partial_ptr + offset, partial, mask=(chain < chains)[:, None] & in_row[None, :])
+
+
+@triton.jit(do_not_specialize=["blocks", "accumulate", "store_sum"])
+def rms_norm_combine_chains(
+    partial_ptr,
+    sum_ptr,
+    dweight_ptr,
+    blocks: tl.int64,
+    accumulate: tl.int32,
+    store_sum: tl.int32,
+    HIDDEN_SIZE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dweight from the sums of its chains, [4, blocks, HEIGHT, HIDDEN_SIZE] fp32.
+
+    Of a product too large for 32-bit indexing ATen sums part after part: `sum` (fp32) carries the parts before this one,
+    is added if `accumulate` is 1 and written if `store_sum` is 1.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < HIDDEN_SIZE
+    total = column_sum(partial_ptr, blocks, column, mask, HIDDEN_SIZE, HEIGHT, COLUMNS)
+    # A sum that starts from +0 is never -0, so that adding 0 to it changes nothing.
+    total = tl.load(sum_ptr + column, mask=mask & (accumulate != 0), other=0.0) + total
+    tl.store(sum_ptr + column, total, mask=mask & (store_sum != 0))
+    tl.store(dweight_ptr + column, total.to(dweight_ptr.dtype.element_ty), mask=mask)

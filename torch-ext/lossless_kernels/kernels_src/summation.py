@@ -71,3 +71,28 @@ def row_sum(
     by_x = tl.permute(tl.reshape(lanes, [ROWS, HEIGHT, WIDTH]), [0, 2, 1])
     by_y = tl.reshape(_sum_halves(by_x, ROWS, WIDTH, HEIGHT), [ROWS, HEIGHT, 1])
     return tl.reshape(_sum_halves(by_y, ROWS, HEIGHT, 1), [ROWS])
+
+
+@triton.jit
+def column_sum(
+    partial_ptr, blocks, column, mask, HIDDEN_SIZE: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The sum of a column's chains as ATen's reduction over rows combines them.
+
+    partial: [4, blocks, HEIGHT, HIDDEN_SIZE] fp32, the sums of the chains: accumulator, block and thread of the block. A
+    thread adds its accumulators up, a block halves over its threads; with several blocks, thread y of the last one takes
+    the sums of the blocks y, y + HEIGHT, ... in sequence and the halving is done again. Returns [COLUMNS] fp32.
+    """
+    lane = tl.arange(0, HEIGHT)
+    accumulator_stride = blocks * HEIGHT * HIDDEN_SIZE
+    total = tl.zeros([1, HEIGHT, COLUMNS], dtype=tl.float32)
+    for first_block in range(0, blocks, HEIGHT):
+        block = first_block + lane
+        offset = (block[:, None, None] * HEIGHT + lane[None, :, None]) * HIDDEN_SIZE + column[None, None, :]
+        in_range = (block < blocks)[:, None, None] & mask[None, None, :]
+        chains = partial_ptr + offset
+        thread = tl.load(chains, mask=in_range, other=0.0)
+        for accumulator in tl.static_range(1, 4):
+            thread = thread + tl.load(chains + accumulator * accumulator_stride, mask=in_range, other=0.0)
+        total = total + tl.reshape(_sum_halves(thread, HEIGHT, HEIGHT, COLUMNS), [1, HEIGHT, COLUMNS])
+    return tl.reshape(_sum_halves(total, 1, HEIGHT, COLUMNS), [COLUMNS])

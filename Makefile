@@ -1,0 +1,44 @@
+# PYTHON=/path/to/python make ... runs that interpreter with what is installed there and installs nothing.
+# Without it .venv is made from requirements.txt, by whichever target needs it first.
+VENV := .venv
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build test test-gpu demo lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "PYTHON=/path/to/python make ... uses that interpreter instead of $(VENV)"
+
+setup: $(READY) ## make .venv from requirements.txt
+
+$(VENV)/.installed: requirements.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.txt needs Python 3.11 or newer")'
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --no-input --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+build: $(READY) ## build/torch-{cuda,rocm,cpu}, what the Hub ships
+	$(PY) scripts/build_kernel.py
+
+test: lint build ## everything that needs no GPU
+	$(PY) -m pytest -m "not gpu and not gpu2"
+
+test-gpu: build ## everything that needs a GPU
+	$(PY) -m pytest -m "gpu or gpu2"
+
+demo: build ## kernelize a Llama and compare: make demo ARGS="--help"
+	$(PY) examples/kernelize_llama.py $(ARGS)
+
+lint: $(READY) ## ruff
+	$(PY) -m ruff check .
+
+clean: ## remove what was built and cached, but not .venv
+	rm -rf build .build-* .hypothesis .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

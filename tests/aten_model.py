@@ -1,0 +1,419 @@
+"""The arithmetic of PyTorch's CUDA kernels, in plain torch ops: every rounding and every order.
+
+CUDA eager adds in an order of its own, and CPU eager in another. This file states CUDA's, so that
+a kernel can be held to the same bits where there is no GPU. Only elementwise fp32 `+`, `*`, `/`
+and dtype casts are used (and exact fp64 in the one FMA): each is rounded once, to nearest even,
+and gives the same bits on a CPU and on a GPU. Sequential sums run step by step, whole tensors wide.
+
+Sources: ATen/native/cuda/Reduce.cuh (in every torch wheel, under torch/include) for the sums,
+ATen/TensorIterator.cpp for the halving of very large tensors, ReduceMomentKernel.cu for the mean,
+ActivationSiluKernel.cu for SiLU, tools/autograd/derivatives.yaml for the gradients.
+`rsqrt` and `exp` have no such guarantee: a CPU's differ from a GPU's in the last bit, so they are
+arguments, or their results are.
+"""
+
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+INT32_MAX = 2**31 - 1
+WARP_SIZE = 32
+# Accumulators of one thread (vt0), the width of a vector load of fp32 and of an output vector.
+ACCUMULATORS = 4
+
+
+@dataclass(frozen=True)
+class Device:
+    """What ATen asks of a GPU before it shares one output among several blocks."""
+
+    sms: int
+    threads_per_sm: int
+
+
+H200 = Device(sms=132, threads_per_sm=2048)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """How one sum is cut up: `width` x `height` threads a block, `ctas` blocks an output.
+
+    `shared` is true where the `height` warps of a block work on the same output.
+    """
+
+    width: int
+    height: int
+    shared: bool
+    ctas: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of one block that share an output."""
+        return self.height if self.shared else 1
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _floor_power_of_two(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def _block_shape(dim0: int, dim1: int, max_threads: int) -> tuple[int, int]:
+    """`set_block_dimension`: threads along the fastest dimension and along the other one."""
+    dim0 = min(_floor_power_of_two(dim0), max_threads)
+    dim1 = min(_floor_power_of_two(dim1), max_threads)
+    width = min(dim0, WARP_SIZE)
+    height = min(dim1, max_threads // width)
+    width = min(dim0, max_threads // height)
+    return width, height
+
+
+def _tree(
+    width: int,
+    height: int,
+    inputs: int,
+    lanes_per_input: int,
+    outputs: int,
+    lanes_per_output: int,
+    device: Device,
+) -> Tree:
+    """The rest of `setReduceConfig`: do warps share an output, do blocks?"""
+    values_per_thread = _ceil_div(inputs, lanes_per_input)
+    shared = values_per_thread >= min(height * 16, 256)
+    if shared:
+        values_per_thread = _ceil_div(inputs, lanes_per_input * height)
+    else:
+        lanes_per_output *= height
+    grid = _ceil_div(outputs, lanes_per_output)
+    target_grid = device.sms * (device.threads_per_sm // (width * height))
+    ctas = 1
+    if shared and values_per_thread >= 256 and grid <= target_grid:
+        ctas = max(
+            min(_ceil_div(target_grid, grid), _ceil_div(values_per_thread, 16)),
+            _ceil_div(values_per_thread, 256),
+        )
+    return Tree(width, height, shared, ctas)
+
+
+def row_tree(rows: int, hidden_size: int, device: Device = H200) -> Tree:
+    """The tree of an fp32 sum over the last dimension of [rows, hidden_size], contiguous."""
+    vectorized = hidden_size >= 128
+    dim0 = hidden_size // ACCUMULATORS if vectorized else hidden_size
+    width, height = _block_shape(dim0, rows, 512)
+    return _tree(width, height, hidden_size, width, rows, 1, device)
+
+
+def column_tree(rows: int, hidden_size: int, device: Device = H200) -> Tree:
+    """The tree of a sum over the rows of [rows, hidden_size], contiguous, any of the dtypes."""
+    vectors = hidden_size // ACCUMULATORS
+    width, height = _block_shape(vectors, rows, 512 // ACCUMULATORS)
+    return _tree(width, height, rows, 1, vectors, width, device)
+
+
+def _chain_sums(values: Tensor, chains: int, dim: int) -> Tensor:
+    """Sums of every `chains`-th value along `dim`, each in sequence from 0, in fp32.
+
+    A chain that has run out adds nothing. (Nothing is not -0: a sum that began at +0 is never -0.)
+    """
+    size = values.shape[dim]
+    shape = list(values.shape)
+    shape[dim] = chains
+    sums = torch.zeros(shape, dtype=torch.float32, device=values.device)
+    for start in range(0, size, chains):
+        step = values.narrow(dim, start, min(chains, size - start)).float()
+        sums.narrow(dim, 0, step.shape[dim]).add_(step)
+    return sums
+
+
+def _combine_accumulators(values: Tensor, dim: int) -> Tensor:
+    a0, a1, a2, a3 = values.unbind(dim)
+    return ((a0 + a1) + a2) + a3
+
+
+def _halving_sum(values: Tensor, dim: int) -> Tensor:
+    """Tree over a power of two: the upper half is added to the lower until one is left."""
+    while values.shape[dim] > 1:
+        half = values.shape[dim] // 2
+        values = values.narrow(dim, 0, half) + values.narrow(dim, half, half)
+    return values.squeeze(dim)
+
+
+def _check_matrix(values: Tensor, name: str) -> None:
+    if values.dim() != 2:
+        raise ValueError(f"{name} must be [rows, hidden_size], got shape {tuple(values.shape)}")
+    if values.shape[1] == 0 or values.shape[1] % ACCUMULATORS:
+        # An unaligned head and tail, or narrower output vectors: another arithmetic.
+        raise ValueError(f"hidden_size must be a multiple of 4, got {values.shape[1]}")
+
+
+def row_sum(values: Tensor, total_rows: Optional[int] = None, device: Device = H200) -> Tensor:
+    """`values.sum(-1)` of a contiguous fp32 [rows, hidden_size] as CUDA adds it: fp32 [rows].
+
+    A row's order depends on how many rows come with it. `total_rows` names that number where
+    `values` holds only some of them.
+    """
+    _check_matrix(values, "values")
+    if values.dtype != torch.float32:
+        raise TypeError(f"values must be float32, got {values.dtype}")
+    rows, hidden_size = values.shape
+    if rows == 0:
+        return values.new_zeros(0)
+    total_rows = rows if total_rows is None else total_rows
+    tree = row_tree(total_rows, hidden_size, device)
+    if hidden_size >= 131072 and not _fits_32bit_indexing(total_rows, hidden_size, 4, INT32_MAX):
+        # The rows are halved first, and with rows this long the blocks per row depend on how many.
+        raise NotImplementedError("rows of 131072 values and more, in over 2 GiB")
+
+    lanes = tree.width * tree.warps * tree.ctas
+    sums = _chain_sums(values, ACCUMULATORS * lanes, dim=1)
+    if hidden_size >= 128:
+        # A lane loads vectors of four neighbours and keeps one accumulator per position.
+        sums = _combine_accumulators(sums.view(rows, lanes, ACCUMULATORS), dim=2)
+    else:
+        sums = _combine_accumulators(sums.view(rows, ACCUMULATORS, lanes), dim=1)
+    sums = sums.view(rows, tree.ctas, tree.warps, tree.width)
+    sums = _halving_sum(_halving_sum(sums, dim=3), dim=2)
+    if tree.ctas == 1:
+        return sums.view(rows)
+    # The last block to finish sums all blocks' results, now over the warps first.
+    sums = _chain_sums(sums, tree.width * tree.height, dim=1)
+    sums = sums.view(rows, tree.height, tree.width)
+    return _halving_sum(_halving_sum(sums, dim=1), dim=1)
+
+
+def _fits_32bit_indexing(rows: int, hidden_size: int, element_size: int, limit: int) -> bool:
+    """`TensorIterator::can_use_32bit_indexing`: is the last element's byte offset, plus 1, in range?
+
+    So exactly 2 GiB still fit.
+    """
+    return 1 + (rows * hidden_size - 1) * element_size <= limit
+
+
+def _column_sum_of_part(values: Tensor, device: Device) -> Tensor:
+    rows, hidden_size = values.shape
+    tree = column_tree(rows, hidden_size, device)
+    step = tree.warps * tree.ctas
+    sums = _chain_sums(values, ACCUMULATORS * step, dim=0)
+    sums = _combine_accumulators(sums.view(ACCUMULATORS, step, hidden_size), dim=0)
+    sums = _halving_sum(sums.view(tree.ctas, tree.warps, hidden_size), dim=1)
+    if tree.ctas > 1:
+        sums = _chain_sums(sums, tree.height, dim=0)
+        sums = _halving_sum(sums, dim=0)
+    return sums.view(hidden_size)
+
+
+def column_sum(
+    values: Tensor,
+    device: Device = H200,
+    element_size: Optional[int] = None,
+    indexing_limit: int = INT32_MAX,
+) -> Tensor:
+    """`values.sum(0)` of a contiguous [rows, hidden_size] as CUDA adds it: fp32 [hidden_size].
+
+    The result is not yet rounded to the dtype of `values`. `element_size` is the size in bytes of
+    the elements ATen reads, where `values` is a widened copy of them. Above `indexing_limit` bytes
+    ATen halves the rows, sums each part by itself and adds the parts in order.
+    """
+    _check_matrix(values, "values")
+    element_size = values.element_size() if element_size is None else element_size
+    rows, hidden_size = values.shape
+    if rows == 0:
+        return torch.zeros(hidden_size, dtype=torch.float32, device=values.device)
+
+    def parts(part: Tensor):
+        if _fits_32bit_indexing(part.shape[0], hidden_size, element_size, indexing_limit):
+            yield part
+        else:
+            half = part.shape[0] // 2
+            yield from parts(part[:half])
+            yield from parts(part[half:])
+
+    total = None
+    for part in parts(values):
+        part_sum = _column_sum_of_part(part, device)
+        total = part_sum if total is None else total + part_sum
+    return total
+
+
+def mean_factor(rows: int, hidden_size: int) -> Tensor:
+    """The fp32 factor that turns a row's sum into its mean: float(rows) / float(rows * hidden_size).
+
+    Both conversions round, so beyond 2^24 elements it need not be fp32(1 / hidden_size).
+    """
+    outputs = torch.tensor(rows, dtype=torch.int64).float()
+    inputs = torch.tensor(rows * hidden_size, dtype=torch.int64).float()
+    return outputs / inputs
+
+
+class RowStatistics(NamedTuple):
+    """Of each row of x [..., hidden_size], fp32 [...]."""
+
+    sum: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+
+def rms_norm_statistics(
+    x: Tensor,
+    eps: float,
+    total_rows: Optional[int] = None,
+    rsqrt: Callable[[Tensor], Tensor] = torch.rsqrt,
+    device: Device = H200,
+) -> RowStatistics:
+    """sum = sum of h*h, mean = h.pow(2).mean(-1), rstd = rsqrt(mean + eps), with h = x.float()."""
+    hidden_size = x.shape[-1]
+    hidden_states = x.float().reshape(-1, hidden_size)
+    total_rows = hidden_states.shape[0] if total_rows is None else total_rows
+    sums = row_sum(hidden_states * hidden_states, total_rows, device).view(x.shape[:-1])
+    if x.numel() == 0:
+        return RowStatistics(sums, sums, sums)
+    mean = sums * mean_factor(total_rows, hidden_size).to(x.device)
+    eps_fp32 = torch.tensor(eps, dtype=torch.float32, device=x.device)
+    return RowStatistics(sums, mean, rsqrt(mean + eps_fp32))
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """`a * b` of any two of fp32, fp16, bf16: an fp32 product, rounded to the promoted dtype."""
+    return (a.float() * b.float()).to(torch.promote_types(a.dtype, b.dtype))
+
+
+def normalize(x: Tensor, rstd: Tensor) -> Tensor:
+    """(x.float() * rstd) rounded to the dtype of x; x [..., hidden_size], rstd fp32 [...]."""
+    return (x.float() * rstd.unsqueeze(-1)).to(x.dtype)
+
+
+def scale(normalized: Tensor, weight: Tensor) -> Tensor:
+    """weight * normalized, in promote_types(weight.dtype, normalized.dtype)."""
+    return _multiply(weight, normalized)
+
+
+def rms_norm_given_rstd(x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    """Eager LlamaRMSNorm from the root on: y in promote_types(weight.dtype, x.dtype)."""
+    return scale(normalize(x, rstd), weight)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    total_rows: Optional[int] = None,
+    rsqrt: Callable[[Tensor], Tensor] = torch.rsqrt,
+    device: Device = H200,
+) -> Tensor:
+    """Eager LlamaRMSNorm: x [..., hidden_size], weight [hidden_size], each fp32, fp16 or bf16."""
+    rstd = rms_norm_statistics(x, eps, total_rows, rsqrt, device).rstd
+    return rms_norm_given_rstd(x, weight, rstd)
+
+
+def rms_norm_input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    total_rows: Optional[int] = None,
+    device: Device = H200,
+) -> tuple[Tensor, ...]:
+    """What autograd adds to the gradient of x, one tensor for each time that it adds.
+
+    A 16-bit x receives one gradient, rounded once from the fp32 sum of the two terms. For an fp32
+    x `x.to(float32)` is x itself, so both terms reach its accumulator, one after the other.
+    """
+    hidden_size = x.shape[-1]
+    hidden_states = x.float()
+    rstd = rstd.unsqueeze(-1)
+    grad_normalized = _multiply(dy, weight).to(x.dtype).float()
+    grad_rstd = row_sum((grad_normalized * hidden_states).reshape(-1, hidden_size), total_rows, device).view(rstd.shape)
+    grad_mean = (-0.5 * grad_rstd) * ((rstd * rstd) * rstd)
+    # ATen divides by a host scalar by multiplying with its reciprocal.
+    reciprocal = torch.ones(()) / torch.tensor(float(hidden_size), dtype=torch.float32)
+    grad_squares = grad_mean * reciprocal.to(x.device)
+    through_product = grad_normalized * rstd
+    through_mean = grad_squares * (2.0 * hidden_states)
+    if x.dtype == torch.float32:
+        return through_product, through_mean
+    return ((through_product + through_mean).to(x.dtype),)
+
+
+def _rows_in_memory_order(values: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """[..., hidden_size] as [rows, hidden_size], the rows in the order that `strides` lays them."""
+    leading = sorted(range(values.dim() - 1), key=lambda dim: -strides[dim])
+    return values.permute(*leading, values.dim() - 1).reshape(-1, values.shape[-1])
+
+
+def rms_norm_weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    device: Device = H200,
+    indexing_limit: int = INT32_MAX,
+) -> Tensor:
+    """sum over the rows of dy * normalized: [hidden_size], in the dtype of weight.
+
+    The product is rounded to promote_types(dy.dtype, x.dtype), and so is the sum.
+    """
+    normalized = normalize(x, rstd)
+    product = _multiply(dy, normalized)
+    if product.dim() == 1:
+        # The shape is the weight's already, so autograd sums nothing.
+        return product.to(weight.dtype)
+    # TensorIterator sums in memory order, and the product is laid out like dy before x.
+    strides = (dy * normalized).stride()
+    sums = column_sum(_rows_in_memory_order(product, strides), device, indexing_limit=indexing_limit)
+    return sums.to(product.dtype).to(weight.dtype)
+
+
+class Gradients(NamedTuple):
+    """dx: the one tensor, or for an fp32 x the two, that autograd adds up. dweight [hidden_size]."""
+
+    dx: tuple[Tensor, ...]
+    dweight: Tensor
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, device: Device = H200) -> Gradients:
+    """Both gradients of eager LlamaRMSNorm; dy in promote_types(weight.dtype, x.dtype)."""
+    return Gradients(
+        rms_norm_input_gradient(dy, x, weight, rstd, device=device),
+        rms_norm_weight_gradient(dy, x, weight, rstd, device=device),
+    )
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """fp32 a * b + c, rounded once.
+
+    The product is exact in fp64; the sum is rounded there to *odd*, which keeps what the second
+    rounding, to fp32, needs to know (Boldo and Melquiond, "Emulation of FMA and correctly rounded
+    sums: proved algorithms using rounding to odd", 2008).
+    """
+    product = a.double() * b.double()
+    addend = c.double()
+    total = product + addend
+    # Knuth's TwoSum: total + error is the exact sum.
+    addend_part = total - product
+    error = (product - (total - addend_part)) + (addend - addend_part)
+    bits = total.view(torch.int64)
+    to_odd = (error != 0) & torch.isfinite(total) & (bits & 1 == 0)
+    away_from_zero = (error > 0) == (total > 0)
+    neighbour = torch.where(away_from_zero, bits + 1, bits - 1)
+    return torch.where(to_odd, neighbour, bits).view(torch.float64).float()
+
+
+def silu(x: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
+    """x / (1 + exp(-x)) in fp32, rounded to the dtype of x. `exp` is called once, with -x in fp32."""
+    x_fp32 = x.float()
+    return (x_fp32 / (exp(-x_fp32) + 1.0)).to(x.dtype)
+
+
+def silu_backward(dy: Tensor, x: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
+    """(dy * s) * fma(x, 1 - s, 1) with s = 1 / (1 + exp(-x)), in fp32, in the dtype of x.
+
+    nvcc contracts ATen's `1 + x * (1 - s)` into an FMA; there is no other one.
+    """
+    x_fp32 = x.float()
+    ones = torch.ones_like(x_fp32)
+    sigmoid = ones / (exp(-x_fp32) + ones)
+    slope = fused_multiply_add(x_fp32, ones - sigmoid, ones)
+    return ((dy.float() * sigmoid) * slope).to(x.dtype)

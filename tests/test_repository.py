@@ -1,0 +1,126 @@
+"""What the repository must look like for kernel-builder and for the Hub."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "torch-ext/lossless_kernels"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def parse(path):
+    # Feature versions are checked as far as the running Python knows them: `match` is refused, for one.
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path), feature_version=(3, 9))
+
+
+def name_of(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def test_build_toml_opens_and_has_no_compiled_kernel():
+    rust = pytest.importorskip("kernels._rust", reason="only kernels 0.17 and newer read build.toml")
+    build = rust.Build.open(ROOT)
+    assert [str(backend) for backend in build.general.backends] == ["cuda", "rocm", "cpu"]
+    assert not re.search(r"^\s*\[+\s*kernel\b", (ROOT / "build.toml").read_text(), re.MULTILINE)
+
+
+def test_flake_parses():
+    nix = shutil.which("nix-instantiate")
+    if nix is None:
+        pytest.skip("nix-instantiate is not installed, so flake.nix cannot be parsed")
+    done = subprocess.run([nix, "--parse", "flake.nix"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_src_leads_to_the_device_code():
+    link = ROOT / "kernels_src"
+    assert link.is_symlink()
+    assert link.resolve() == PACKAGE / "kernels_src"
+    assert link.is_dir()
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "setup.py", "setup.cfg"])
+def test_kernel_builder_writes_the_packaging(name):
+    assert not (ROOT / name).exists()
+
+
+def imports(tree):
+    """(top-level name, whether inside a function) of each absolute import."""
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module]
+        else:
+            continue
+        for name in names:
+            yield name.split(".")[0], id(node) in inside
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_import_only_torch_triton_and_the_standard_library(path):
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
+    for name, inside in imports(parse(path)):
+        if name == "kernels":
+            assert path.name == "mapping.py" and inside, "kernels may be imported by a function of mapping.py alone"
+        else:
+            assert name in allowed, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_are_python_3_9(path):
+    parse(path)
+    # Annotations are expressions to the grammar, so `X | Y` passes it and fails when 3.9 imports the module.
+    future = "from __future__ import annotations" in path.read_text(encoding="utf-8")
+    for node in ast.walk(parse(path)):
+        annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        for annotation in filter(None, annotations):
+            unions = [part for part in ast.walk(annotation) if isinstance(part, ast.BinOp)]
+            assert future or not unions, f"{path.name}:{annotation.lineno}: {ast.unparse(annotation)} is not Python 3.9"
+
+
+def test_public_names_can_be_read_without_running():
+    """The card lists them from the source: `__all__` must be a list of literals, `layers` in it."""
+    for node in parse(PACKAGE / "__init__.py").body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            assert isinstance(node.value, ast.List)
+            assert "layers" in ast.literal_eval(node.value)
+            return
+    pytest.fail("torch-ext/lossless_kernels/__init__.py defines no __all__")
+
+
+def test_card_renders():
+    jinja2 = pytest.importorskip("jinja2", reason="jinja2 is not installed, so CARD.md cannot be rendered")
+    # As kernel-builder sets up its own engine.
+    template = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined).from_string(
+        (ROOT / "CARD.md").read_text()
+    )
+    card = template.render(
+        repo_id="someone/something",
+        version=7,
+        functions=["a_function"],
+        layers=["ALayer"],
+        has_benchmark=True,
+        upstream=None,
+        source=None,
+        license="apache-2.0",
+    )
+    assert card.startswith("---\nlibrary_name: kernels\nlicense: apache-2.0\n")
+    for word in ("someone/something", "version=7", "`a_function`", "`ALayer`"):
+        assert word in card
+    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert code
+    for block in code:
+        ast.parse(block)

@@ -1,0 +1,308 @@
+"""The gradients of RMSNorm with the bits of eager autograd through transformers' `LlamaRMSNorm`."""
+
+import functools
+import math
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import torch
+
+from . import launch
+from .domain import UNSEEN, is_plain, remember, transformed
+from .layout import contiguous_strides, row_levels, rows_in_memory
+from .reduce_config import column_reduction, row_class, row_reduction, split_rows
+
+if launch.AVAILABLE:
+    from .kernels_src.rms_norm import rms_norm_backward, rms_norm_combine_chains, rms_norm_sum_chains
+
+
+class Gradients(NamedTuple):
+    """What flows back. Eager's fp32 activations receive two gradients, one after the other: `dx` and then `dx_mean`."""
+
+    dx: Optional[torch.Tensor]
+    dx_mean: Optional[torch.Tensor]
+    dweight: Optional[torch.Tensor]
+
+
+def formula(dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
+    """The gradients in torch operations, one rounding each, as autograd computes them; differentiable in turn.
+
+    Args:
+        dy: the gradient of the output, `[..., hidden_size]`.
+        rstd: fp32, `[..., 1]`.
+    """
+    h = hidden_states.to(torch.float32)
+    dx = dx_mean = dweight = None
+    if needs_dx:
+        d_normalized = (dy * weight).to(hidden_states.dtype).to(torch.float32)
+        d_variance = (-0.5 * (d_normalized * h).sum(-1, keepdim=True)) * rstd.pow(3)
+        dx = d_normalized * rstd
+        dx_mean = d_variance / h.shape[-1] * (2 * h)
+        if hidden_states.dtype != torch.float32:
+            dx, dx_mean = (dx + dx_mean).to(hidden_states.dtype), None
+    if needs_dweight:
+        dweight = (dy * (h * rstd).to(hidden_states.dtype)).sum_to_size(weight.shape).to(weight.dtype)
+    return Gradients(dx, dx_mean, dweight)
+
+
+# The launch plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the backward kernels are launched.
+
+    Fused, one kernel walks the chains of dweight and computes dx on the way. Otherwise dx has a program for every
+    `rows_per_program` rows, and the chains are summed `columns` columns at a time by a kernel of their own.
+    """
+
+    fused: bool
+    rows_per_program: int
+    num_warps: int
+    chain_rows: int
+    chain_columns: int
+
+
+_MAX_FUSED_TILE = 8192
+_FUSED_ELEMENTS_PER_THREAD = 16
+_ELEMENTS_PER_THREAD = 32
+_MIN_ELEMENTS_PER_PROGRAM = 2048
+_MAX_WARPS = 16
+_CHAIN_TILE = 256
+_CHAIN_WARPS = 1
+_COMBINE_COLUMNS = 32
+_COMBINE_WARPS = 4
+
+
+def launch_plan(rows: int, hidden_size: int, chains: int, multiprocessors: int) -> Plan:
+    """The plan for `rows` rows whose dweight has `chains` chains (0 if it is not needed)."""
+    order = row_reduction(rows, hidden_size)
+    tile = order.columns << order.log2_steps
+    rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
+    fused = tile * rows_per_program <= _MAX_FUSED_TILE and chains // rows_per_program >= 2 * multiprocessors
+    per_thread = _FUSED_ELEMENTS_PER_THREAD if fused else _ELEMENTS_PER_THREAD
+    warps = min(max(rows_per_program * tile // (per_thread * 32), 1), _MAX_WARPS)
+    columns = min(_CHAIN_TILE, 1 << (hidden_size - 1).bit_length())
+    return Plan(fused, rows_per_program, warps, _CHAIN_TILE // columns, columns)
+
+
+def proof_class(rows: int, hidden_size: int, device: torch.device) -> tuple[int, Plan]:
+    """The fewest rows whose chains are shared and combined as those of `rows` rows are, and the plan of `rows` rows."""
+    gpu = _multiprocessors(device)
+    columns = column_reduction(rows, hidden_size, *gpu)
+    least = row_class(rows)
+    while True:
+        found = column_reduction(least, hidden_size, *gpu)
+        if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
+            return least, launch_plan(rows, hidden_size, columns.chains, gpu[0])
+        least *= 2
+
+
+@functools.cache
+def _backward_launcher(dtypes, hidden_size, rows, unit, levels, plan: Plan, device) -> launch.Launcher:
+    order = row_reduction(rows, hidden_size)
+    constants = {
+        "HIDDEN_SIZE": hidden_size,
+        "STRIDE_UNIT": unit,
+        "LEVELS": levels,
+        "ROWS": plan.rows_per_program,
+        "LOG2_STEPS": order.log2_steps,
+        "WIDTH": order.width,
+        "HEIGHT": order.height,
+        "VECTORIZED": order.vectorized,
+        "TWO_EDGES": dtypes[0] == torch.float32,
+        "SUM_CHAINS": plan.fused,
+    }
+    return launch.Launcher(rms_norm_backward, constants, plan.num_warps, device)
+
+
+@functools.cache
+def _chains_launcher(dtypes, hidden_size, unit, levels, plan: Plan, device) -> launch.Launcher:
+    constants = {
+        "HIDDEN_SIZE": hidden_size,
+        "STRIDE_UNIT": unit,
+        "LEVELS": levels,
+        "ROWS": plan.chain_rows,
+        "COLUMNS": plan.chain_columns,
+    }
+    return launch.Launcher(rms_norm_sum_chains, constants, _CHAIN_WARPS, device)
+
+
+@functools.cache
+def _combine_launcher(weight_dtype, hidden_size, height, device) -> launch.Launcher:
+    constants = {"HIDDEN_SIZE": hidden_size, "HEIGHT": height, "COLUMNS": _COMBINE_COLUMNS}
+    return launch.Launcher(rms_norm_combine_chains, constants, _COMBINE_WARPS, device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of the GPU and threads per multiprocessor; an H200's for Triton's interpreter."""
+    if device.type == "cpu":
+        return 132, 2048
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.max_threads_per_multi_processor
+
+
+# From a call's tensors to launches
+
+
+def _layout(dy, x, weight):
+    """Strides of eager's dx and of its product dy * normalized, found out without data or device."""
+    if dy.stride() == x.stride() == contiguous_strides(x.shape):
+        return x.stride(), x.stride()
+    with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        dy, x, weight = (
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (dy, x, weight)
+        )
+        x.requires_grad_()
+        h = x.to(torch.float32)
+        normalized = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True))).to(x.dtype)
+        (dx,) = torch.autograd.grad(weight * normalized, x, dy)
+        return dx.stride(), (dy * normalized.detach()).stride()
+
+
+class _Part(NamedTuple):
+    """The launches for the rows that ATen sums at once; None for what is not needed."""
+
+    dx: Optional[launch.Launch]
+    sum_chains: Optional[launch.Launch]
+    combine_chains: Optional[launch.Launch]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients of all calls of the same shapes, strides, dtypes and device."""
+
+    parts: list[_Part]
+    dx_strides: Optional[tuple[int, ...]]
+    two_edges: bool
+    dweight_dtype: Optional[torch.dtype]
+    chains: int
+    # Strides to copy dy to first, unless it can be read as it is.
+    dy_strides: Optional[tuple[int, ...]]
+
+    def __call__(self, dy, x, weight, rstd, d_rstd=None, dweight_sum=None) -> Gradients:
+        """Args:
+        d_rstd, dweight_sum: fp32, written if the launches were resolved with `statistics`.
+        """
+        if self.dy_strides is not None:
+            dy = torch.empty_strided(x.shape, self.dy_strides, dtype=dy.dtype, device=x.device).copy_(dy)
+        dx = dx_mean = partial = dweight = None
+        if self.dx_strides is not None:
+            dx = torch.empty_strided(x.shape, self.dx_strides, dtype=x.dtype, device=x.device)
+            if self.two_edges:
+                dx_mean = torch.empty_like(dx)
+        if self.dweight_dtype is not None:
+            partial = torch.empty(self.chains, x.shape[-1], dtype=torch.float32, device=x.device)
+            dweight = torch.empty(x.shape[-1], dtype=self.dweight_dtype, device=x.device)
+            if len(self.parts) > 1:
+                dweight_sum = torch.empty(x.shape[-1], dtype=torch.float32, device=x.device)
+        for part in self.parts:
+            if part.dx is not None:
+                part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, partial)
+            if part.sum_chains is not None:
+                part.sum_chains(dy, x, rstd, partial)
+            if part.combine_chains is not None:
+                part.combine_chains(partial, dweight_sum, dweight)
+        return Gradients(dx, dx_mean, dweight)
+
+
+def resolve(
+    dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, like_rows: Optional[int] = None, statistics=False
+) -> Optional[Backward]:
+    """The launches for these tensors, or None where `formula` must run.
+
+    Args:
+        rstd: fp32, `[..., 1]`, with the strides that the forward gave it.
+        like_rows: use the plan for so many rows: a proof runs the very kernels of a larger call.
+        statistics: whether the fp32 gradient of rstd and the fp32 dweight are written too.
+    """
+    hidden_size = x.shape[-1]
+    if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1 or dy.dtype != torch.promote_types(x.dtype, weight.dtype):
+        return None
+    dx_strides, product_strides = _layout(dy, x, weight)
+    matrix = rows_in_memory(x.shape, product_strides)
+    if matrix is None or dx_strides[-1] != 1:
+        return None
+    rows, _, order = matrix
+    copies_dy = dy.stride(-1) != 1 or rows_in_memory(x.shape, dy.stride()) is None
+    dy_strides = product_strides if copies_dy else dy.stride()
+    found = row_levels(x.shape, order, dy_strides, x.stride(), rstd.stride(), dx_strides)
+    if found is None:
+        return None
+    levels, inner, middle, (dy_offsets, x_offsets, rstd_offsets, dx_offsets) = found
+    unit = math.gcd(*dy_offsets, *x_offsets, *dx_offsets, 16 // max(dy.element_size(), x.element_size()))
+
+    def in_units(offsets):
+        return tuple(offset // unit for offset in offsets)
+
+    walk = (inner, middle, *in_units(dy_offsets), *in_units(x_offsets), *rstd_offsets)
+    device = x.device.index or 0
+    multiprocessors, threads = _multiprocessors(x.device)
+    dtypes = (x.dtype, weight.dtype)
+    both = needs_dx and needs_dweight
+    chains_of = functools.partial(
+        column_reduction,
+        hidden_size=hidden_size,
+        multiprocessors=multiprocessors,
+        threads_per_multiprocessor=threads,
+    )
+    parts = []
+    ranges = split_rows(rows, hidden_size, dy.element_size())
+    for index, (first_row, count) in enumerate(ranges):
+        columns = chains_of(count)
+        planned_rows = count if like_rows is None else like_rows
+        plan = launch_plan(planned_rows, hidden_size, chains_of(planned_rows).chains if both else 0, multiprocessors)
+        dx = sum_chains = combine_chains = None
+        if needs_dx:
+            chains = columns.chains if plan.fused else count
+            launcher = _backward_launcher(dtypes, hidden_size, row_class(rows), unit, levels, plan, device)
+            blocks = -(-chains // plan.rows_per_program)
+            dx = launcher.bind(blocks, int(statistics), first_row, count, chains, *walk, *in_units(dx_offsets))
+        if needs_dweight:
+            if not plan.fused:
+                launcher = _chains_launcher(dtypes, hidden_size, unit, levels, plan, device)
+                blocks = -(-columns.chains // plan.chain_rows) * -(-hidden_size // plan.chain_columns)
+                sum_chains = launcher.bind(blocks, first_row, count, columns.chains, *walk)
+            launcher = _combine_launcher(weight.dtype, hidden_size, columns.height, device)
+            blocks = -(-hidden_size // _COMBINE_COLUMNS)
+            store_sum = statistics or index + 1 < len(ranges)
+            combine_chains = launcher.bind(blocks, columns.blocks, int(index > 0), int(store_sum))
+        parts.append(_Part(dx, sum_chains, combine_chains))
+    return Backward(
+        parts,
+        dx_strides if needs_dx else None,
+        x.dtype == torch.float32,
+        weight.dtype if needs_dweight else None,
+        max(chains_of(count).chains for _, count in ranges),
+        dy_strides if copies_dy else None,
+    )
+
+
+_resolved = {}
+
+
+def gradients(dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
+    """The gradients for `dy` from the kernels, or from `formula` where they cannot go."""
+    if is_plain(dy) and is_plain(x) and is_plain(weight) and not transformed():
+        needs = (needs_dx, needs_dweight)
+        key = (*needs, x.shape, dy.stride(), x.stride(), rstd.stride(), dy.dtype, x.dtype, weight.dtype, x.get_device())
+        backward = _resolved.get(key, UNSEEN)
+        if backward is UNSEEN:
+            return _first(key, dy, x, weight, rstd, *needs)
+        if backward is not None:
+            return backward(dy, x, weight, rstd)
+    return formula(dy, x, weight, rstd, needs_dx, needs_dweight)
+
+
+def _first(key, *arguments) -> Gradients:
+    """The first call of its kind, which may have to compile: whatever fails there, the formula still works."""
+    try:
+        backward = resolve(*arguments)
+        found = None if backward is None else backward(*arguments[:4])
+    except Exception as error:
+        warnings.warn(f"lossless-kernels: RMSNorm's gradients come from torch: {error}", RuntimeWarning, stacklevel=2)
+        backward = found = None
+    remember(_resolved, key, backward)
+    return formula(*arguments) if found is None else found
