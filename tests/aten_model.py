@@ -81,21 +81,18 @@ def _tree(
     device: Device,
 ) -> Tree:
     """The rest of `setReduceConfig`: do warps share an output, do blocks?"""
-    values_per_thread = _ceil_div(inputs, lanes_per_input)
-    shared = values_per_thread >= min(height * 16, 256)
-    if shared:
-        values_per_thread = _ceil_div(inputs, lanes_per_input * height)
-    else:
-        lanes_per_output *= height
+    if _ceil_div(inputs, lanes_per_input) < min(height * 16, 256):
+        return Tree(width, height, shared=False, ctas=1)
+    values_per_thread = _ceil_div(inputs, lanes_per_input * height)
     grid = _ceil_div(outputs, lanes_per_output)
     target_grid = device.sms * (device.threads_per_sm // (width * height))
     ctas = 1
-    if shared and values_per_thread >= 256 and grid <= target_grid:
+    if values_per_thread >= 256 and grid <= target_grid:
         ctas = max(
             min(_ceil_div(target_grid, grid), _ceil_div(values_per_thread, 16)),
             _ceil_div(values_per_thread, 256),
         )
-    return Tree(width, height, shared, ctas)
+    return Tree(width, height, shared=True, ctas=ctas)
 
 
 def row_tree(rows: int, hidden_size: int, device: Device = H200) -> Tree:

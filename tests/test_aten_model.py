@@ -198,11 +198,12 @@ class SimulatedReduction:
                     block[y][x] = block[y][x] + block[y + offset][x]
             offset //= 2
 
-    def run(self):
+    def run(self, grid=None):
+        """The sums, or only those of the first `grid` blocks and NaN for the others."""
         unset = np.full(self.output_vec_size, np.nan, np.float32)
         result = np.full(self.num_outputs, np.nan, np.float32)
         with np.errstate(all="ignore"):
-            for block_x in range(self.grid):
+            for block_x in range(grid or self.grid):
                 outputs, staging = {}, []
                 for block_y in range(self.ctas):
                     block = [[unset] * self.width for _ in range(self.height)]
@@ -316,6 +317,17 @@ def test_sums_on_a_small_gpu_equal_the_simulation():
     # More blocks of outputs than the grid that ATen aims at: no output is shared among blocks.
     assert column_tree(1100, 1280, Device(sms=1, threads_per_sm=1024)).ctas == 1
     _check_columns(1100, 1280, seed=4, device=Device(sms=1, threads_per_sm=1024))
+    assert column_tree(1100, 1024, Device(sms=1, threads_per_sm=1024)).ctas == 2
+    _check_columns(1100, 1024, seed=5, device=Device(sms=1, threads_per_sm=1024))
+
+
+def test_row_sum_of_more_blocks_than_a_warp_has_lanes():
+    # Only then do the warps of the last block, which come before its lanes, have something to add.
+    values = hashed_normal((16, 278528), seed=6)
+    assert row_tree(16, 278528) == aten_model.Tree(width=32, height=16, shared=True, ctas=33)
+    simulation = SimulatedReduction(values.numpy(), over_rows=False, device=H200)
+    first_rows = torch.from_numpy(simulation.run(grid=3))[:3]
+    assert_bits_equal(row_sum(values[:3], total_rows=16), first_rows)
 
 
 def test_sums_of_random_shapes_equal_the_simulation():
@@ -396,6 +408,9 @@ def test_mean_factor_is_formed_in_fp32():
     factor = aten_model.mean_factor(16429, 4100)
     assert factor.item() != np.float32(1) / np.float32(4100)
     assert factor.item() == np.float32(16429) / np.float32(16429 * 4100)
+    statistics = aten_model.rms_norm_statistics(hashed_normal((3, 4100), seed=1), 1e-6, total_rows=16429)
+    assert_bits_equal(statistics.mean, statistics.sum * factor)
+    assert not bits_equal(statistics.mean, statistics.sum / 4100)
 
 
 # --- Formulas: where every sum is exact, order does not matter and CPU eager is a reference --------
@@ -412,7 +427,9 @@ def _small_integers(shape, seed, dtype, largest=3):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_formulas_equal_eager_where_sums_are_exact(dtype, weight_dtype):
     x = _small_integers((2, 5, 64), 1, dtype).requires_grad_()
-    weight = _small_integers((64,), 2, weight_dtype).requires_grad_()
+    # Nine bits after the point: rounding the gradient to 16 bits matters, and sums stay exact.
+    weight = _small_integers((64,), 2, torch.float32) + _small_integers((64,), 5, torch.float32, 255) / 512
+    weight = weight.to(weight_dtype).requires_grad_()
     y = llama_rms_norm(x, weight, 1e-6)
     dy = _small_integers((2, 5, 64), 3, y.dtype)
     (dx,) = torch.autograd.grad(y, x, dy)

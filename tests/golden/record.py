@@ -91,7 +91,7 @@ def all_cases() -> list[Case]:
         for hidden_size in hidden_sizes[:-1] if rows == 3000 else hidden_sizes:
             add("row_sum", (rows, hidden_size), repeats=max(1, 32 // rows))
     # Blocks share a row.
-    for shape in ((1, 131072), (3, 150000), (4, 262144), (16, 131072)):
+    for shape in ((1, 131072), (3, 150000), (4, 262144), (16, 131072), (16, 278528)):
         add("row_sum", shape, repeats=2)
     # fp32 cannot hold rows * hidden_size, and the factor of the mean is not fp32(1 / hidden_size).
     add("row_sum", (16429, 4100))

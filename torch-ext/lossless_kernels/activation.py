@@ -5,10 +5,12 @@ import math
 from typing import Callable, Optional
 
 import torch
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
 
 from . import launch, proof
 from ._ops import add_op_namespace_prefix
-from .domain import FLOAT_DTYPES, UNSEEN, check_floating, is_plain, remember, runs_kernels, transformed
+from .domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, remember, runs_kernels
 from .layout import Output, is_dense, is_same_order, rows_in_memory
 
 if launch.AVAILABLE:
@@ -39,8 +41,8 @@ def _eager_forward(module, input):
     return torch.nn.functional.silu(input)
 
 
-_BLOCK = 2048
-_NUM_WARPS = 8
+_BLOCK = 1024
+_NUM_WARPS = 4
 
 
 @functools.cache
@@ -90,11 +92,11 @@ _calls = {}
 
 def replacement(input: torch.Tensor, original: Callable) -> Optional[torch.Tensor]:
     """What `original(module, input)` returns, from the kernel; None where the caller must compute it itself."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _compiled(input, original)
-    if not is_plain(input) or transformed():
+    if not are_plain(input, input):
         return None
-    needs_grad = torch.is_grad_enabled() and input.requires_grad
+    needs_grad = is_grad_enabled() and input.requires_grad
     try:
         key = (original, needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
     except RuntimeError:  # Sparse and nested tensors have no strides.
@@ -138,7 +140,7 @@ _gradient_calls = {}
 
 def gradient(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """The gradient of `silu`: from the kernel if dy lies in memory as the input does, otherwise from ATen."""
-    if is_plain(dy) and is_plain(input) and not transformed():
+    if are_plain(dy, input):
         key = (input.shape, input.stride(), dy.stride(), input.dtype, dy.dtype, input.get_device())
         call = _gradient_calls.get(key, UNSEEN)
         if call is UNSEEN:

@@ -8,7 +8,7 @@ from . import launch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A subclass may mean something else by every operation on it.
-_PLAIN_TYPES = (torch.Tensor, Parameter)
+_PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 _tracing_state = torch._C._get_tracing_state
@@ -16,21 +16,21 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is what it means: no subclass, no lazy negation."""
-    return type(tensor) in _PLAIN_TYPES and not tensor.is_neg()
+def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether kernels may be called on what these two tensors' memory holds.
 
-
-def transformed() -> bool:
-    """Whether somebody watches or rewrites every operation: functorch, forward-mode AD, torch.jit.trace, dispatch modes.
-
-    A kernel is invisible to them, so the operations they know must run.
+    Not on subclasses or lazily negated tensors, and not while somebody watches or rewrites every operation: functorch,
+    forward-mode AD, torch.jit.trace and dispatch modes do not see a kernel, so the operations they know must run.
     """
     return (
-        _functorch_level() is not None
-        or forward_ad._current_level >= 0
-        or _tracing_state() is not None
-        or _dispatch_modes() > 0
+        type(first) in _PLAIN_TYPES
+        and type(second) in _PLAIN_TYPES
+        and not first.is_neg()
+        and not second.is_neg()
+        and _functorch_level() is None
+        and forward_ad._current_level < 0
+        and _tracing_state() is None
+        and not _dispatch_modes()
     )
 
 

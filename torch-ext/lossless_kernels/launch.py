@@ -27,7 +27,6 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 if _KNOWN_INTERFACE:
     _runtime = triton.knobs.runtime
     _enter_hooks = _runtime.launch_enter_hook
-    _exit_hooks = _runtime.launch_exit_hook
 
 
 class Launcher:
@@ -60,8 +59,12 @@ class Launcher:
 
     def through_triton(self, blocks, tensors, scalars) -> None:
         """Launches by Triton's own call, and keeps the kernel that it compiled if that fits every later call."""
-        device = next(tensor.device for tensor in tensors if tensor is not None)
-        tensors = [torch.empty(1, dtype=torch.float32, device=device) if t is None else t for t in tensors]
+        device = tensors[0].device
+        left_out = len(self.kernel.arg_names) - len(self.constants) - len(scalars) - len(tensors)
+        tensors = [
+            torch.empty(1, dtype=torch.float32, device=device) if tensor is None else tensor
+            for tensor in (*tensors, *(None,) * left_out)
+        ]
         if INTERPRETED:
             self.kernel[(blocks,)](*tensors, *scalars, **self.constants)
             return
@@ -90,16 +93,22 @@ class Launcher:
 class Launch:
     """A launcher with the number of programs and the scalars fixed."""
 
-    __slots__ = ("_launcher", "_blocks", "_scalars", "_scalars_and_constants")
+    __slots__ = ("_launcher", "_blocks", "_scalars", "_arguments_after")
 
     def __init__(self, launcher: Launcher, blocks: int, scalars: tuple):
         self._launcher = launcher
         self._blocks = blocks
         self._scalars = scalars
-        self._scalars_and_constants = (*scalars, *launcher.constants.values())
+        constants = tuple(launcher.constants.values())
+        pointers = len(launcher.kernel.arg_names) - len(constants) - len(scalars)
+        # By the number of tensors given: null pointers for those left out, scalars, constants.
+        self._arguments_after = [(0,) * (pointers - given) + scalars + constants for given in range(pointers + 1)]
 
     def __call__(self, *tensors: Optional[torch.Tensor]) -> None:
-        """Launches on the current stream. None stands for an fp32 tensor that the kernel neither reads nor writes."""
+        """Launches on the device's current stream.
+
+        A tensor that is None, or left out at the end, stands for an fp32 one that the kernel neither reads nor writes.
+        """
         launcher = self._launcher
         launch = launcher.launch
         if (
@@ -107,9 +116,7 @@ class Launch:
             or _current_device() != launcher.device
             # A profiler, say, wants to see launches: Triton's own call tells it.
             or _runtime.launch_enter_hook is not _enter_hooks
-            or _runtime.launch_exit_hook is not _exit_hooks
             or _enter_hooks.calls
-            or _exit_hooks.calls
         ):
             return launcher.through_triton(self._blocks, tensors, self._scalars)
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -117,4 +124,4 @@ class Launch:
             if pointer & _ALIGNMENT_MASK:
                 return launcher.through_triton(self._blocks, tensors, self._scalars)
         stream = _current_stream(launcher.device)
-        launch(self._blocks, 1, 1, stream, *launcher.fixed, *pointers, *self._scalars_and_constants)
+        launch(self._blocks, 1, 1, stream, *launcher.fixed, *pointers, *self._arguments_after[len(tensors)])

@@ -68,7 +68,7 @@ class ColumnReduction:
     """A sum over the rows of a dense [rows, hidden_size]: `height * blocks` threads share one column.
 
     Each has four accumulators, so that the rows fall into `chains` chains: row r belongs to chain r modulo `chains`, and a
-    chain is summed in sequence. `kernels_src/summation.py: column_sum` adds up the chains.
+    chain is summed in sequence.
     """
 
     height: int

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Callable, Optional
 
 import torch
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
 
 from . import launch, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
-from .domain import FLOAT_DTYPES, UNSEEN, check_floating, is_plain, remember, runs_kernels, transformed
+from .domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, remember, runs_kernels
 from .layout import Output, row_number_strides, rows_in_memory
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
 
@@ -136,7 +138,7 @@ def _stride_unit(row_stride: int, dtype: torch.dtype) -> int:
 def _forward(
     dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False
 ) -> launch.Launch:
-    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd (or None)."""
+    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd."""
     unit = _stride_unit(row_stride, dtype)
     launcher = _forward_launcher(dtype, weight_dtype, hidden_size, row_class(rows), unit, device.index or 0)
     blocks = -(-rows // launcher.constants["ROWS"])
@@ -165,7 +167,7 @@ class _Call:
             return _Differentiable.apply(x, x if x.dtype == torch.float32 else None, weight, self)
         out = torch.empty_like(x) if self.like_input else self.out.empty(x)
         if self.launch is not None:
-            self.launch(x, weight, out, None)
+            self.launch(x, weight, out)
         return out
 
     def with_rstd(self, x, weight):
@@ -187,11 +189,11 @@ def replacement(
     Args:
         original: the forward that is replaced. Reads `weight` and `variance_epsilon` of the module it gets.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _compiled(hidden_states, weight, eps, original)
-    if not (is_plain(hidden_states) and is_plain(weight)) or transformed():
+    if not are_plain(hidden_states, weight):
         return None
-    needs_grad = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+    needs_grad = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
     call = _call(hidden_states, weight, eps, original, needs_grad)
     return None if call is None else call(hidden_states, weight)
 

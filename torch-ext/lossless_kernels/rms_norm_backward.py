@@ -9,12 +9,17 @@ from typing import NamedTuple, Optional
 import torch
 
 from . import launch
-from .domain import UNSEEN, is_plain, remember, transformed
+from .domain import UNSEEN, are_plain, remember
 from .layout import contiguous_strides, row_levels, rows_in_memory
 from .reduce_config import column_reduction, row_class, row_reduction, split_rows
 
 if launch.AVAILABLE:
-    from .kernels_src.rms_norm import rms_norm_backward, rms_norm_combine_chains, rms_norm_sum_chains
+    from .kernels_src.rms_norm import (
+        rms_norm_backward,
+        rms_norm_combine_chains,
+        rms_norm_sum_blocks,
+        rms_norm_sum_chains,
+    )
 
 
 class Gradients(NamedTuple):
@@ -54,25 +59,26 @@ class Plan:
     """How the backward kernels are launched.
 
     Fused, one kernel walks the chains of dweight and computes dx on the way. Otherwise dx has a program for every
-    `rows_per_program` rows, and the chains are summed `columns` columns at a time by a kernel of their own.
+    `rows_per_program` rows, and a kernel of its own sums the chains.
     """
 
     fused: bool
     rows_per_program: int
     num_warps: int
-    chain_rows: int
-    chain_columns: int
 
 
+# Beyond this tile the sums of a chain leave the registers (H200).
 _MAX_FUSED_TILE = 8192
-_FUSED_ELEMENTS_PER_THREAD = 16
 _ELEMENTS_PER_THREAD = 32
-_MIN_ELEMENTS_PER_PROGRAM = 2048
+_MIN_ELEMENTS_PER_PROGRAM = 1024
 _MAX_WARPS = 16
-_CHAIN_TILE = 256
-_CHAIN_WARPS = 1
-_COMBINE_COLUMNS = 32
+_CHAIN_COLUMNS = 64
+_CHAIN_WARPS = 4
+_COMBINE_COLUMNS = 256
 _COMBINE_WARPS = 4
+_SUM_COLUMNS = 32
+_SUM_LOG2_STEPS = 4
+_SUM_WARPS = 4
 
 
 def launch_plan(rows: int, hidden_size: int, chains: int, multiprocessors: int) -> Plan:
@@ -80,11 +86,9 @@ def launch_plan(rows: int, hidden_size: int, chains: int, multiprocessors: int) 
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
-    fused = tile * rows_per_program <= _MAX_FUSED_TILE and chains // rows_per_program >= 2 * multiprocessors
-    per_thread = _FUSED_ELEMENTS_PER_THREAD if fused else _ELEMENTS_PER_THREAD
-    warps = min(max(rows_per_program * tile // (per_thread * 32), 1), _MAX_WARPS)
-    columns = min(_CHAIN_TILE, 1 << (hidden_size - 1).bit_length())
-    return Plan(fused, rows_per_program, warps, _CHAIN_TILE // columns, columns)
+    fused = tile <= _MAX_FUSED_TILE and chains // rows_per_program >= 2 * multiprocessors
+    warps = min(max(rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32), 1), _MAX_WARPS)
+    return Plan(fused, rows_per_program, warps)
 
 
 def proof_class(rows: int, hidden_size: int, device: torch.device) -> tuple[int, Plan]:
@@ -118,21 +122,32 @@ def _backward_launcher(dtypes, hidden_size, rows, unit, levels, plan: Plan, devi
 
 
 @functools.cache
-def _chains_launcher(dtypes, hidden_size, unit, levels, plan: Plan, device) -> launch.Launcher:
+def _sum_chains_launcher(dtypes, hidden_size, unit, levels, height, device) -> launch.Launcher:
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "STRIDE_UNIT": unit,
         "LEVELS": levels,
-        "ROWS": plan.chain_rows,
-        "COLUMNS": plan.chain_columns,
+        "HEIGHT": height,
+        "COLUMNS": _CHAIN_COLUMNS,
     }
     return launch.Launcher(rms_norm_sum_chains, constants, _CHAIN_WARPS, device)
 
 
 @functools.cache
-def _combine_launcher(weight_dtype, hidden_size, height, device) -> launch.Launcher:
+def _combine_chains_launcher(hidden_size, height, device) -> launch.Launcher:
     constants = {"HIDDEN_SIZE": hidden_size, "HEIGHT": height, "COLUMNS": _COMBINE_COLUMNS}
     return launch.Launcher(rms_norm_combine_chains, constants, _COMBINE_WARPS, device)
+
+
+@functools.cache
+def _sum_blocks_launcher(weight_dtype, hidden_size, height, device) -> launch.Launcher:
+    constants = {
+        "HIDDEN_SIZE": hidden_size,
+        "HEIGHT": height,
+        "COLUMNS": _SUM_COLUMNS,
+        "LOG2_STEPS": _SUM_LOG2_STEPS,
+    }
+    return launch.Launcher(rms_norm_sum_blocks, constants, _SUM_WARPS, device)
 
 
 @functools.cache
@@ -168,6 +183,7 @@ class _Part(NamedTuple):
     dx: Optional[launch.Launch]
     sum_chains: Optional[launch.Launch]
     combine_chains: Optional[launch.Launch]
+    sum_blocks: Optional[launch.Launch]
 
 
 @dataclass(frozen=True)
@@ -179,6 +195,7 @@ class Backward:
     two_edges: bool
     dweight_dtype: Optional[torch.dtype]
     chains: int
+    blocks: int
     # Strides to copy dy to first, unless it can be read as it is.
     dy_strides: Optional[tuple[int, ...]]
 
@@ -188,13 +205,15 @@ class Backward:
         """
         if self.dy_strides is not None:
             dy = torch.empty_strided(x.shape, self.dy_strides, dtype=dy.dtype, device=x.device).copy_(dy)
-        dx = dx_mean = partial = dweight = None
+        dx = dx_mean = dweight = partial = block_sums = None
         if self.dx_strides is not None:
             dx = torch.empty_strided(x.shape, self.dx_strides, dtype=x.dtype, device=x.device)
             if self.two_edges:
                 dx_mean = torch.empty_like(dx)
         if self.dweight_dtype is not None:
-            partial = torch.empty(self.chains, x.shape[-1], dtype=torch.float32, device=x.device)
+            if self.chains:
+                partial = torch.empty(self.chains, x.shape[-1], dtype=torch.float32, device=x.device)
+            block_sums = torch.empty(self.blocks, x.shape[-1], dtype=torch.float32, device=x.device)
             dweight = torch.empty(x.shape[-1], dtype=self.dweight_dtype, device=x.device)
             if len(self.parts) > 1:
                 dweight_sum = torch.empty(x.shape[-1], dtype=torch.float32, device=x.device)
@@ -202,9 +221,11 @@ class Backward:
             if part.dx is not None:
                 part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, partial)
             if part.sum_chains is not None:
-                part.sum_chains(dy, x, rstd, partial)
+                part.sum_chains(dy, x, rstd, block_sums)
             if part.combine_chains is not None:
-                part.combine_chains(partial, dweight_sum, dweight)
+                part.combine_chains(partial, block_sums)
+            if part.sum_blocks is not None:
+                part.sum_blocks(block_sums, dweight_sum, dweight)
         return Gradients(dx, dx_mean, dweight)
 
 
@@ -249,33 +270,41 @@ def resolve(
         threads_per_multiprocessor=threads,
     )
     parts = []
+    chains = blocks = 0
     ranges = split_rows(rows, hidden_size, dy.element_size())
     for index, (first_row, count) in enumerate(ranges):
         columns = chains_of(count)
         planned_rows = count if like_rows is None else like_rows
         plan = launch_plan(planned_rows, hidden_size, chains_of(planned_rows).chains if both else 0, multiprocessors)
-        dx = sum_chains = combine_chains = None
+        dx = sum_chains = combine_chains = sum_blocks = None
         if needs_dx:
-            chains = columns.chains if plan.fused else count
+            step = columns.chains if plan.fused else count
             launcher = _backward_launcher(dtypes, hidden_size, row_class(rows), unit, levels, plan, device)
-            blocks = -(-chains // plan.rows_per_program)
-            dx = launcher.bind(blocks, int(statistics), first_row, count, chains, *walk, *in_units(dx_offsets))
+            programs = -(-step // plan.rows_per_program)
+            dx = launcher.bind(programs, int(statistics), first_row, count, step, *walk, *in_units(dx_offsets))
         if needs_dweight:
-            if not plan.fused:
-                launcher = _chains_launcher(dtypes, hidden_size, unit, levels, plan, device)
-                blocks = -(-columns.chains // plan.chain_rows) * -(-hidden_size // plan.chain_columns)
-                sum_chains = launcher.bind(blocks, first_row, count, columns.chains, *walk)
-            launcher = _combine_launcher(weight.dtype, hidden_size, columns.height, device)
-            blocks = -(-hidden_size // _COMBINE_COLUMNS)
+            blocks = max(blocks, columns.blocks)
+            if plan.fused:
+                chains = max(chains, columns.chains)
+                launcher = _combine_chains_launcher(hidden_size, columns.height, device)
+                programs = columns.blocks * -(-hidden_size // _COMBINE_COLUMNS)
+                combine_chains = launcher.bind(programs, columns.blocks)
+            else:
+                launcher = _sum_chains_launcher(dtypes, hidden_size, unit, levels, columns.height, device)
+                programs = columns.blocks * -(-hidden_size // _CHAIN_COLUMNS)
+                sum_chains = launcher.bind(programs, first_row, count, columns.blocks, *walk)
+            launcher = _sum_blocks_launcher(weight.dtype, hidden_size, columns.height, device)
             store_sum = statistics or index + 1 < len(ranges)
-            combine_chains = launcher.bind(blocks, columns.blocks, int(index > 0), int(store_sum))
-        parts.append(_Part(dx, sum_chains, combine_chains))
+            programs = -(-hidden_size // _SUM_COLUMNS)
+            sum_blocks = launcher.bind(programs, columns.blocks, int(index > 0), int(store_sum))
+        parts.append(_Part(dx, sum_chains, combine_chains, sum_blocks))
     return Backward(
         parts,
         dx_strides if needs_dx else None,
         x.dtype == torch.float32,
         weight.dtype if needs_dweight else None,
-        max(chains_of(count).chains for _, count in ranges),
+        chains,
+        blocks,
         dy_strides if copies_dy else None,
     )
 
@@ -285,7 +314,7 @@ _resolved = {}
 
 def gradients(dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
     """The gradients for `dy` from the kernels, or from `formula` where they cannot go."""
-    if is_plain(dy) and is_plain(x) and is_plain(weight) and not transformed():
+    if are_plain(dy, x) and are_plain(weight, rstd):
         needs = (needs_dx, needs_dweight)
         key = (*needs, x.shape, dy.stride(), x.stride(), rstd.stride(), dy.dtype, x.dtype, weight.dtype, x.get_device())
         backward = _resolved.get(key, UNSEEN)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .summation import column_sum, row_sum
+from .summation import block_sum, chain_offset, row_sum, sum_of_blocks
 
 
 @triton.jit(do_not_specialize=["rows", "x_row_stride", "store_rstd", "eps"])
@@ -137,19 +137,38 @@ def rms_norm_backward(
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
     if SUM_CHAINS:
         partial = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
+    in_range = (chain < chains) & (chain < rows)
+    row = first_row + chain
+    mask = in_range[:, None, None] & in_row[None, :, :]
+    dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
+    x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
+    rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+    next_dy = tl.load(dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
+    next_x = tl.load(x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
+    next_rstd = tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
     for start in range(0, rows, chains):
+        dy = next_dy.to(tl.float32)
+        h = next_x.to(tl.float32)
+        rstd = next_rstd
         in_range = (chain < chains) & (start + chain < rows)
         mask = in_range[:, None, None] & in_row[None, :, :]
         row = first_row + start + chain
-        dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
-        x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
-        rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
         dx_row = _row_offset(row, LEVELS, inner, middle, dx_outer_stride, dx_middle_stride, dx_inner_stride)
-        dy = tl.load(dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
-        dy = dy.to(tl.float32)
-        h = x.to(tl.float32)
+        if SUM_CHAINS:
+            # The next row is on its way while this one is summed.
+            next_row = row + chains
+            in_range_next = (chain < chains) & (start + chains + chain < rows)
+            next_mask = in_range_next[:, None, None] & in_row[None, :, :]
+            dy_row = _row_offset(next_row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
+            x_row = _row_offset(next_row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
+            rstd_row = _row_offset(
+                next_row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride
+            )
+            dy_block = dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
+            x_block = x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
+            next_dy = tl.load(dy_block, mask=next_mask, other=0.0)
+            next_x = tl.load(x_block, mask=next_mask, other=0.0)
+            next_rstd = tl.load(rstd_ptr + rstd_row, mask=in_range_next, other=0.0)
 
         d_normalized = (dy * weight.to(tl.float32)[None, :, :]).to(output_dtype).to(input_dtype).to(tl.float32)
         d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
@@ -172,15 +191,15 @@ def rms_norm_backward(
         tl.store(partial_ptr + offset, partial, mask=(chain < chains)[:, None, None] & in_row[None, :, :])
 
 
-@triton.jit(do_not_specialize=["first_row", "rows", "chains", *_ROW_STRIDES])
+@triton.jit(do_not_specialize=["first_row", "rows", "blocks", *_ROW_STRIDES])
 def rms_norm_sum_chains(
     dy_ptr,
     x_ptr,
     rstd_ptr,
-    partial_ptr,
+    block_sum_ptr,
     first_row: tl.int64,
     rows: tl.int64,
-    chains: tl.int64,
+    blocks: tl.int64,
     inner: tl.int64,
     middle: tl.int64,
     dy_outer_stride: tl.int64,
@@ -195,20 +214,24 @@ def rms_norm_sum_chains(
     HIDDEN_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     LEVELS: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The sums of dweight's chains alone, as `rms_norm_backward` leaves them in `partial`, COLUMNS at a time."""
+    """The sum of dweight's chains alone, a block of ATen's reduction and COLUMNS columns at a time.
+
+    block_sum: [blocks, HIDDEN_SIZE] fp32.
+    """
     column_blocks: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0).to(tl.int64)
-    chain = program // column_blocks * ROWS + tl.arange(0, ROWS)
+    block = program // column_blocks
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = column < HIDDEN_SIZE
+    chain = chain_offset(block, blocks, HEIGHT)
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
-    partial = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in range(0, rows, chains):
-        in_range = (chain < chains) & (start + chain < rows)
+    sums = tl.zeros([4 * HEIGHT, COLUMNS], dtype=tl.float32)
+    for start in range(0, rows, 4 * HEIGHT * blocks):
+        in_range = start + chain < rows
         mask = in_range[:, None] & in_row[None, :]
         row = first_row + start + chain
         dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
@@ -218,14 +241,33 @@ def rms_norm_sum_chains(
         x = tl.load(x_ptr + x_row[:, None] * STRIDE_UNIT + column[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
         normalized = (x.to(tl.float32) * rstd[:, None]).to(input_dtype).to(tl.float32)
-        partial += (dy.to(tl.float32) * normalized).to(output_dtype).to(tl.float32)
-    offset = (chain * HIDDEN_SIZE)[:, None] + column[None, :]
-    tl.store(partial_ptr + offset, partial, mask=(chain < chains)[:, None] & in_row[None, :])
+        sums += (dy.to(tl.float32) * normalized).to(output_dtype).to(tl.float32)
+    tl.store(block_sum_ptr + block * HIDDEN_SIZE + column, block_sum(sums, HEIGHT, COLUMNS), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def rms_norm_combine_chains(
+    partial_ptr,
+    block_sum_ptr,
+    blocks: tl.int64,
+    HIDDEN_SIZE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The sums of the blocks, [blocks, HIDDEN_SIZE] fp32, from those of the chains that `rms_norm_backward` left."""
+    column_blocks: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0).to(tl.int64)
+    block = program // column_blocks
+    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = column < HIDDEN_SIZE
+    chain = chain_offset(block, blocks, HEIGHT)
+    sums = tl.load(partial_ptr + chain[:, None] * HIDDEN_SIZE + column[None, :], mask=in_row[None, :], other=0.0)
+    tl.store(block_sum_ptr + block * HIDDEN_SIZE + column, block_sum(sums, HEIGHT, COLUMNS), mask=in_row)
 
 
 @triton.jit(do_not_specialize=["blocks", "accumulate", "store_sum"])
-def rms_norm_combine_chains(
-    partial_ptr,
+def rms_norm_sum_blocks(
+    block_sum_ptr,
     sum_ptr,
     dweight_ptr,
     blocks: tl.int64,
@@ -234,16 +276,17 @@ def rms_norm_combine_chains(
     HIDDEN_SIZE: tl.constexpr,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LOG2_STEPS: tl.constexpr,
 ):
-    """dweight from the sums of its chains, [4, blocks, HEIGHT, HIDDEN_SIZE] fp32.
+    """dweight from the sums of the blocks, [blocks, HIDDEN_SIZE] fp32.
 
-    Of a product too large for 32-bit indexing ATen sums part after part: `sum` (fp32) carries the parts before this one,
-    is added if `accumulate` is 1 and written if `store_sum` is 1.
+    Of a product too large for 32-bit indexing ATen sums part after part: `sum` (fp32) carries the parts before this
+    one, is added if `accumulate` is 1 and written if `store_sum` is 1.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < HIDDEN_SIZE
-    total = column_sum(partial_ptr, blocks, column, mask, HIDDEN_SIZE, HEIGHT, COLUMNS)
-    # A sum that starts from +0 is never -0, so that adding 0 to it changes nothing.
+    total = sum_of_blocks(block_sum_ptr, blocks, column, mask, HIDDEN_SIZE, HEIGHT, COLUMNS, LOG2_STEPS)
+    # The sum of a part is never -0, so that adding 0 to it changes nothing.
     total = tl.load(sum_ptr + column, mask=mask & (accumulate != 0), other=0.0) + total
     tl.store(sum_ptr + column, total, mask=mask & (store_sum != 0))
     tl.store(dweight_ptr + column, total.to(dweight_ptr.dtype.element_ty), mask=mask)

@@ -19,8 +19,8 @@ def _sum_halves(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.const
 
 
 @triton.jit
-def _sum_in_sequence(values, ROWS: tl.constexpr, LOG2_STEPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, STEPS, COLUMNS] -> [ROWS, COLUMNS]: ((0 + step 0) + step 1) + ...
+def _sum_in_sequence(total, values, ROWS: tl.constexpr, LOG2_STEPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """total [ROWS, COLUMNS], values [ROWS, STEPS, COLUMNS] -> ((total + step 0) + step 1) + ...
 
     The steps of one column are brought into one thread and taken apart there: after k splits, element j of `parts` holds
     the steps that are j modulo 2**k.
@@ -35,8 +35,6 @@ def _sum_in_sequence(values, ROWS: tl.constexpr, LOG2_STEPS: tl.constexpr, COLUM
             even = even + (first,)
             odd = odd + (second,)
         parts = even + odd
-    # From an explicit zero, as ATen does: a column of negative zeros sums to +0.
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for j in tl.static_range(1 << LOG2_STEPS):
         total = total + tl.reshape(parts[j], [ROWS, COLUMNS])
     return total
@@ -58,7 +56,9 @@ def row_sum(
     step; without (fewer than 128 elements) accumulator i takes element i * LANES + t. Returns [ROWS] fp32.
     """
     LANES: tl.constexpr = WIDTH * HEIGHT
-    total = _sum_in_sequence(values, ROWS, LOG2_STEPS, 4 * LANES)
+    # From an explicit zero, as ATen does: negative zeros sum to +0.
+    zero = tl.zeros([ROWS, 4 * LANES], dtype=tl.float32)
+    total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, 4 * LANES)
     if VECTORIZED:
         accumulators = tl.reshape(total, [ROWS, LANES, 2, 2])
     else:
@@ -74,25 +74,48 @@ def row_sum(
 
 
 @triton.jit
-def column_sum(
-    partial_ptr, blocks, column, mask, HIDDEN_SIZE: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The sum of a column's chains as ATen's reduction over rows combines them.
+def chain_offset(block, blocks, HEIGHT: tl.constexpr):
+    """The chains of one block of ATen's reduction over rows, [4 * HEIGHT]: accumulator by accumulator, thread by thread."""
+    chain = tl.arange(0, 4 * HEIGHT)
+    return chain // HEIGHT * (blocks * HEIGHT) + block * HEIGHT + chain % HEIGHT
 
-    partial: [4, blocks, HEIGHT, HIDDEN_SIZE] fp32, the sums of the chains: accumulator, block and thread of the block. A
-    thread adds its accumulators up, a block halves over its threads; with several blocks, thread y of the last one takes
-    the sums of the blocks y, y + HEIGHT, ... in sequence and the halving is done again. Returns [COLUMNS] fp32.
+
+@triton.jit
+def block_sum(chains, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of one block's chains: [4 * HEIGHT, COLUMNS], as `chain_offset` names them, -> [COLUMNS].
+
+    A thread adds its four accumulators up, and the block halves over its threads.
     """
-    lane = tl.arange(0, HEIGHT)
-    accumulator_stride = blocks * HEIGHT * HIDDEN_SIZE
-    total = tl.zeros([1, HEIGHT, COLUMNS], dtype=tl.float32)
-    for first_block in range(0, blocks, HEIGHT):
-        block = first_block + lane
-        offset = (block[:, None, None] * HEIGHT + lane[None, :, None]) * HIDDEN_SIZE + column[None, None, :]
-        in_range = (block < blocks)[:, None, None] & mask[None, None, :]
-        chains = partial_ptr + offset
-        thread = tl.load(chains, mask=in_range, other=0.0)
-        for accumulator in tl.static_range(1, 4):
-            thread = thread + tl.load(chains + accumulator * accumulator_stride, mask=in_range, other=0.0)
-        total = total + tl.reshape(_sum_halves(thread, HEIGHT, HEIGHT, COLUMNS), [1, HEIGHT, COLUMNS])
-    return tl.reshape(_sum_halves(total, 1, HEIGHT, COLUMNS), [COLUMNS])
+    accumulators = tl.permute(tl.reshape(chains, [2, 2, HEIGHT, COLUMNS]), [2, 3, 0, 1])
+    even, odd = tl.split(accumulators)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    threads = tl.reshape(((first + second) + third) + fourth, [1, HEIGHT, COLUMNS])
+    return tl.reshape(_sum_halves(threads, 1, HEIGHT, COLUMNS), [COLUMNS])
+
+
+@triton.jit
+def sum_of_blocks(
+    block_sum_ptr,
+    blocks,
+    column,
+    mask,
+    HIDDEN_SIZE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOG2_STEPS: tl.constexpr,
+):
+    """The column sum from its blocks' sums [blocks, HIDDEN_SIZE] fp32: [COLUMNS].
+
+    Thread y of the last block takes the sums of the blocks y, y + HEIGHT, ... in sequence, and the block halves over its
+    threads again. A sum that starts from +0 is never -0, so that the zeros beyond the last block change nothing.
+    """
+    STEPS: tl.constexpr = 1 << LOG2_STEPS
+    total = tl.zeros([1, HEIGHT * COLUMNS], dtype=tl.float32)
+    for first_block in range(0, blocks, STEPS * HEIGHT):
+        block = first_block + tl.arange(0, STEPS * HEIGHT)
+        in_range = (block < blocks)[:, None] & mask[None, :]
+        values = tl.load(block_sum_ptr + block[:, None] * HIDDEN_SIZE + column[None, :], mask=in_range, other=0.0)
+        values = tl.reshape(values, [1, STEPS, HEIGHT * COLUMNS])
+        total = _sum_in_sequence(total, values, 1, LOG2_STEPS, HEIGHT * COLUMNS)
+    return tl.reshape(_sum_halves(tl.reshape(total, [1, HEIGHT, COLUMNS]), 1, HEIGHT, COLUMNS), [COLUMNS])

@@ -1,0 +1,82 @@
+"""What the tests share: the built kernel, seeds, fresh interpreters, and what tests marked gpu need."""
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU the kernels run in Triton's interpreter. Triton reads this when it is imported, which torch alone
+    # does not do.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from bits import fresh_seed
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+
+# Settings of the caller's shell that would change what a test observes.
+_OURS = ("LOSSLESS_PROOF", "TRITON_INTERPRET", "LOCAL_KERNELS", "DISABLE_KERNEL_MAPPING", "USE_HUB_KERNELS")
+
+
+def pytest_runtest_setup(item):
+    gpus = torch.cuda.device_count()
+    for marker, needed in (("gpu", 1), ("gpu2", 2)):
+        if item.get_closest_marker(marker) and gpus < needed:
+            pytest.skip(f"needs {needed} CUDA device{'s' * (needed > 1)}, torch sees {gpus or 'no CUDA device'}")
+
+
+@pytest.fixture(scope="session")
+def build():
+    """The folder that `make build` makes."""
+    folder = ROOT / "build"
+    if not list(folder.glob("torch-*/metadata.json")):
+        pytest.fail(f"{folder} holds no built kernel: run `make build` first", pytrace=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def kernel(build):
+    """The built kernel, loaded as users load it."""
+    from kernels import get_local_kernel
+
+    return get_local_kernel(build)
+
+
+@pytest.fixture
+def seed():
+    """A new seed for each test, printed; LOSSLESS_SEED repeats a run."""
+    return fresh_seed()
+
+
+def _run_python(code, check=True, arguments=(), **environment):
+    clean = {key: value for key, value in os.environ.items() if key not in _OURS}
+    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    # Nothing here may need the network.
+    clean["HF_HUB_OFFLINE"] = "1"
+    clean.update({key: str(value) for key, value in environment.items()})
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
+    if check and done.returncode:
+        pytest.fail(f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    return done
+
+
+@pytest.fixture(scope="session")
+def run_python():
+    """run_python(code, check=True, arguments=(), **environment) -> subprocess.CompletedProcess, in a fresh Python.
+
+    The code finds the modules of tests/; with `check` an exit status other than 0 fails the test with all it printed.
+    """
+    return _run_python
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """`run_python` with the kernels in Triton's interpreter, on CPU tensors."""
+    return functools.partial(_run_python, TRITON_INTERPRET="1")
