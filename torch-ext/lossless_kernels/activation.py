@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from . import launch, proof
 from ._ops import add_op_namespace_prefix
-from .domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, remember, runs_kernels
+from .domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, remember, runs_kernels, under_transform
 from .layout import Output, is_dense, is_same_order, rows_in_memory
 
 if launch.AVAILABLE:
@@ -251,6 +251,8 @@ _silu_op.register_autograd(_backward, setup_context=_setup_context)
 @torch.compiler.assume_constant_result
 def _proved_for_compile(original, dtype, device_index, training) -> bool:
     device = torch.device("cuda", device_index)
+    if under_transform():
+        return False
     proofs = [("silu", _comparisons)] + [("silu gradient", _gradient_comparisons)] * training
     return all(
         _proved(*proof_, original, dtype, 1 << power, device)

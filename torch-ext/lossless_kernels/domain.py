@@ -34,6 +34,11 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
     )
 
 
+def under_transform() -> bool:
+    """Whether functorch or forward-mode AD is at work: asked at trace time, where tensors do not tell."""
+    return _functorch_level() is not None or forward_ad._current_level >= 0
+
+
 def runs_kernels(device: torch.device) -> bool:
     """Whether kernels run on this device: CUDA (and ROCm), or the CPU in Triton's interpreter."""
     return launch.AVAILABLE and device.type == _KERNEL_DEVICE

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from . import launch, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
-from .domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, remember, runs_kernels
+from .domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, remember, runs_kernels, under_transform
 from .layout import Output, row_number_strides, rows_in_memory
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
 
@@ -424,6 +424,8 @@ def _proved_for_compile(original, dtype, weight_dtype, hidden_size, device_index
     In training the operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)
+    if under_transform():
+        return False
     return all(
         _proved(original, dtype, weight_dtype, hidden_size, rows, hidden_size, device) for rows in ROW_CLASSES
     ) and (not training or _gradients_proved(original, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], device))
