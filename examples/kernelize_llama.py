@@ -138,8 +138,10 @@ def load_kernel(build):
         raise DemoError(f"--build: {build} is no folder")
     try:
         return get_local_kernel(build.resolve())
-    except FileNotFoundError as error:
-        raise DemoError(f"--build: no kernel for this torch in {build}: {error}") from None
+    except (OSError, ValueError) as error:
+        # On its further lines kernels lists every variant that it tried.
+        reason = str(error).splitlines()[0].rstrip(":")
+        raise DemoError(f"--build: no kernel for this torch in {build}: {reason}") from None
 
 
 # The model

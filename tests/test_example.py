@@ -1,0 +1,111 @@
+"""`examples/kernelize_llama.py`, run as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGURATIONS = ["baseline", "only RMSNorm", "only SiLU", "both"]
+
+
+def example(*arguments, **environment):
+    command = [sys.executable, ROOT / "examples/kernelize_llama.py", *map(str, arguments)]
+    clean = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "LOSSLESS_PROOF")}
+    clean.update(HF_HUB_OFFLINE="1", **environment)
+    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
+
+
+def replaced(rows):
+    return [row["layers_replaced"] for row in rows]
+
+
+def test_on_a_cpu(build, tmp_path):
+    path = tmp_path / "results.json"
+    done = example("--device", "cpu", "--build", build, "--seed", 7, "--tokens", 1, 17, "--json", path)
+    assert done.returncode == 0, done.stderr
+    assert "seed 7" in done.stdout
+    for title in ("original layers, fp32, 1 x 17 tokens", "Triton's interpreter, fp16, 1 x 1 tokens"):
+        assert title in done.stdout
+    for heading in ("Max logit diff", "Bits equal", "Argmax match", "Layers replaced"):
+        assert done.stdout.count(heading) == 8
+
+    written = json.loads(path.read_text())
+    assert written["failures"] == []
+    assert {"torch", "triton", "transformers", "kernels", "date", "command", "device"} <= set(written["environment"])
+    assert written["environment"]["torch"] == torch.__version__
+    assert written["options"]["hidden_size"] == 128
+    rows = written["results"]
+    assert [row["configuration"] for row in rows] == 8 * CONFIGURATIONS
+    assert replaced(rows) == 4 * [0, 0, 0, 0] + 4 * [0, 5, 2, 7]
+    for row in rows:
+        assert row["bits_equal"] is True
+        assert row["max_logit_diff"] == 0
+        assert row["argmax_match"] == f"{row['tokens']}/{row['tokens']}"
+
+
+def test_json_to_stdout_is_nothing_but_json(build):
+    sizes = ["--layers", 1, "--hidden-size", 64, "--intermediate-size", 96, "--heads", 2, "--batch", 3]
+    done = example("--device", "cpu", "--build", build, "--dtype", "fp16", "--tokens", 2, *sizes, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(done.stdout)
+    assert replaced(written["results"]) == [0, 0, 0, 0, 0, 3, 1, 4]
+    assert {row["argmax_match"] for row in written["results"]} == {"6/6"}
+    assert "Config" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--dtype", "bf16", "--device", "cpu"], "--dtype: bf16 needs a GPU"),
+        (["--mode", "training", "--device", "cpu"], "--mode: training needs a GPU"),
+        (["--device", "abacus"], "--device: 'abacus'"),
+        (["--device", "cuda:99"], "--device: 'cuda:99' is not here"),
+        (["--hidden-size", "100"], "--hidden-size: expected a multiple of"),
+        (["--device", "cpu", "--build", "/nowhere"], "--build: /nowhere is no folder"),
+        (["--device", "cpu", "--build", "tests"], "--build: no kernel for this torch in tests"),
+        (["--json", "/nowhere/results.json"], "--json: no folder /nowhere"),
+        (["--tokens", "0"], "--tokens: expected a number from 1 on, found 0"),
+        (["--model", "8b"], "--model: invalid choice: '8b'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments, message):
+    done = example(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_help():
+    done = example("--help")
+    assert done.returncode == 0
+    for option in ("--model", "--layers", "--tokens", "--dtype", "--mode", "--json", "--seed"):
+        assert option in done.stdout
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(build):
+    arguments = ["--layers", 2, "--tokens", 1, 118, "--dtype", "bf16", "fp16", "--repeats", 5, "--json", "-"]
+    done = example("--build", build, *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert replaced(rows) == 4 * [0, 5, 2, 7]
+    assert all(row["bits_equal"] and row["max_logit_diff"] == 0 for row in rows)
+    assert all(row["quartiles_ms"][0] <= row["median_ms"] <= row["quartiles_ms"][1] for row in rows)
+    assert [row["speedup"] for row in rows if row["configuration"] == "baseline"] == 4 * [1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ("training", "inference-compile"))
+def test_other_modes_on_a_gpu(build, mode):
+    arguments = ["--layers", 2, "--mode", mode, "--backend", "aot_eager", "--repeats", 5, "--json", "-"]
+    done = example("--build", build, *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert replaced(rows) == [0, 5, 2, 7]
+    assert all(row["bits_equal"] for row in rows)

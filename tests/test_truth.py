@@ -1,0 +1,292 @@
+"""The kernels against eager on the GPU at hand: outputs and gradients, bit for bit, dtype and strides included."""
+
+import importlib
+import math
+import random
+import time
+
+import pytest
+import torch
+from bits import assert_bits_equal
+from torch.nn import functional
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Few-row classes, both sides of every threshold, and enough rows for several blocks per column.
+ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 63, 64, 65, 118, 128, 255, 256, 300, 1000, 1023, 1024, 2048, 5000)
+HIDDEN_SIZES = (64, 68, 100, 124, 128, 132, 192, 256, 512, 640, 1000, 1024, 1536, 2048, 2560, 3072, 4096, 4100, 5120)
+LARGE_HIDDEN_SIZES = (8188, 8192, 8196, 11008, 12288, 16384, 20000, 32764, 32768)
+EPS = 1e-5
+
+
+def eager(hidden_states, weight, eps=EPS):
+    h = hidden_states.to(torch.float32)
+    variance = h.pow(2).mean(-1, keepdim=True)
+    h = h * torch.rsqrt(variance + eps)
+    return weight * h.to(hidden_states.dtype)
+
+
+@pytest.fixture
+def module(kernel):
+    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+
+
+@pytest.fixture
+def refusals(kernel, module, recwarn):
+    """Every call of the test must have run the kernels: none was refused, nothing warned."""
+    yield
+    refused = [key for key, verdict in module("proof")._verdicts.items() if not verdict]
+    assert not refused
+    assert not [str(w.message) for w in recwarn if "lossless" in str(w.message)]
+
+
+def assert_same(actual, expected, label):
+    assert_bits_equal(actual, expected, label)
+    # The stride of a dimension of length 1 addresses nothing; eager's own depend on the order of its operations.
+    strides = [(a, b) for size, a, b in zip(actual.shape, actual.stride(), expected.stride(), strict=True) if size > 1]
+    assert all(a == b for a, b in strides), f"{label}: strides {actual.stride()}, eager's {expected.stride()}"
+
+
+def tensor(choose, generator, rows, hidden_size, dtype):
+    """[rows, hidden_size] of random scale, made of rows that lie apart, in another order or simply contiguous."""
+    scale = 10 ** choose.uniform(-4, 3)
+    kind = choose.choice(("contiguous", "contiguous", "strided", "permuted", "unaligned"))
+    padding = {"strided": 8, "unaligned": choose.choice((1, 2, 4))}.get(kind, 0)
+    x = torch.randn(rows, hidden_size + padding, generator=generator, device="cuda").mul_(scale).to(dtype)
+    x = x[:, :hidden_size]
+    if kind == "permuted" and rows % 2 == 0:
+        x = x.view(rows // 2, 2, hidden_size).transpose(0, 1)
+    return x, kind
+
+
+def test_rms_norm_forward(kernel, module, refusals, seed):
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    calls = module("rms_norm")._calls
+    calls.clear()
+    for index in range(600):
+        large = index % 6 == 0
+        rows = choose.choice(ROWS[:17] if large else ROWS)
+        hidden_size = choose.choice(LARGE_HIDDEN_SIZES if large else HIDDEN_SIZES)
+        x, kind = tensor(choose, generator, rows, hidden_size, choose.choice(DTYPES))
+        weight = torch.randn(hidden_size, generator=generator, device="cuda").to(choose.choice(DTYPES))
+        with torch.no_grad():
+            found, expected = kernel.rms_norm(x, weight, EPS), eager(x, weight)
+        assert_same(found, expected, f"{rows}x{hidden_size} {kind} {x.dtype} {weight.dtype}")
+    assert calls and None not in calls.values()
+
+
+def test_rms_norm_special_values(kernel, refusals, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for dtype in DTYPES:
+        bits = torch.randint(-(1 << 15), 1 << 15, (512, 256), generator=generator, device="cuda", dtype=torch.int32)
+        x = (bits << 16).view(torch.float32) if dtype == torch.float32 else bits.to(torch.int16).view(dtype)
+        x = torch.cat([x, torch.zeros_like(x[:16]), -torch.zeros_like(x[:16]), torch.full_like(x[:16], math.inf)])
+        weight = torch.randn(256, generator=generator, device="cuda").to(dtype)
+        for eps in (0.0, 1e-6, 1e30):
+            with torch.no_grad():
+                assert_same(kernel.rms_norm(x, weight, eps), eager(x, weight, eps), f"{dtype} eps {eps}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rms_norm_beyond_two_to_the_31_elements(kernel, refusals, dtype):
+    rows, hidden_size = (70_000, 32_768) if dtype == torch.bfloat16 else (530_000, 4_096)
+    x = torch.empty(rows, hidden_size, dtype=dtype, device="cuda").normal_()
+    weight = torch.randn(hidden_size, device="cuda").to(dtype)
+    with torch.no_grad():
+        found, expected = kernel.rms_norm(x, weight, EPS), eager(x, weight)
+    for part in range(0, rows, 50_000):
+        assert_bits_equal(found[part : part + 50_000], expected[part : part + 50_000], f"rows from {part}")
+
+
+def test_zero_rows(kernel):
+    for shape in ((0, 128), (3, 0, 128)):
+        x, weight = torch.empty(shape, device="cuda", dtype=torch.bfloat16), torch.ones(128, device="cuda")
+        with torch.no_grad():
+            assert_same(kernel.rms_norm(x, weight, EPS), eager(x, weight), str(shape))
+            assert_same(kernel.silu(x), functional.silu(x), str(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_silu_of_all_16_bit_inputs(kernel, refusals, dtype):
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(dtype)
+    with torch.no_grad():
+        assert_same(kernel.silu(x), functional.silu(x), str(dtype))
+    # Backward: every input against 256 gradients, which between them have every exponent.
+    dy = (torch.arange(256, dtype=torch.int32, device="cuda") * 257 - (1 << 15)).to(torch.int16).view(dtype)
+    x = x[None].expand(256, -1).contiguous().requires_grad_()
+    dy = dy[:, None].expand(x.shape).contiguous()
+    (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
+    (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
+    assert_same(found, expected, f"gradient, {dtype}")
+
+
+def test_silu_of_all_fp32_inputs(kernel, refusals):
+    step = 1 << 27
+    with torch.no_grad():
+        for start in range(-(1 << 31), 1 << 31, step):
+            x = torch.arange(start, start + step, dtype=torch.int64, device="cuda").to(torch.int32).view(torch.float32)
+            assert_bits_equal(kernel.silu(x), functional.silu(x), f"from {start}")
+
+
+def test_silu_layouts_and_gradients(kernel, refusals, seed):
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    for _ in range(100):
+        rows, columns = choose.choice((1, 2, 17, 64, 1001)), choose.choice((1, 3, 64, 257, 1024, 4099))
+        x, kind = tensor(choose, generator, rows, columns, choose.choice(DTYPES))
+        if choose.random() < 0.2:
+            x, kind = x.t() if x.dim() == 2 else x, "transposed"
+        with torch.no_grad():
+            assert_same(kernel.silu(x), functional.silu(x), f"{tuple(x.shape)} {kind} {x.dtype}")
+        x = x.detach().requires_grad_()
+        dy = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
+        if choose.random() < 0.3:
+            dy = dy.t().contiguous().t() if dy.dim() == 2 else dy
+        (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
+        (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
+        assert_same(found, expected, f"gradient, {tuple(x.shape)} {kind} {x.dtype}")
+
+
+def test_silu_gradient_of_many_fp32_pairs(kernel, refusals, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for _ in range(8):
+        numbers = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 26), generator=generator, device="cuda")
+        x, dy = numbers.to(torch.int32).view(torch.float32)
+        x = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
+        (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
+        assert_bits_equal(found, expected)
+
+
+def gradients(function, x, weight, dy, residual=None):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = function(x, weight, EPS)
+    if residual is not None:
+        # A third gradient into x, as a residual connection sends.
+        y = y + x * residual
+    return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
+
+
+def compare_gradients(kernel, x, weight, dy, label, residual=None):
+    saved = x.clone(), weight.clone(), dy.clone()
+    found = gradients(kernel.rms_norm, x, weight, dy, residual)
+    expected = gradients(eager, x, weight, dy, residual)
+    for name, ours, eagers in zip(("output", "dx", "dweight"), found, expected, strict=True):
+        assert_same(ours, eagers, f"{name} of {label}")
+    for name, before, after in zip(("x", "weight", "dy"), saved, (x, weight, dy), strict=True):
+        assert_bits_equal(after, before, f"{name} was written to, {label}")
+
+
+def test_rms_norm_gradients(kernel, module, refusals, seed):
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    backward = module("rms_norm_backward")
+    backward._resolved.clear()
+
+    def random_like(shape, dtype):
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    for index in range(240):
+        rows, hidden_size = (
+            choose.choice((*ROWS, 9_000, 33_000, 70_000)),
+            choose.choice((*HIDDEN_SIZES, 8192, 12288, 16384)),
+        )
+        while rows * hidden_size > 1 << 27:
+            rows //= 2
+        dtype, weight_dtype = choose.choice(DTYPES), choose.choice(DTYPES)
+        output_dtype = torch.promote_types(dtype, weight_dtype)
+        x, kind = tensor(choose, generator, rows, hidden_size, dtype)
+        weight = random_like(hidden_size, weight_dtype)
+        dy = random_like(x.shape, output_dtype)
+        if index % 4 == 0 and rows % 8 == 0:
+            # The gradient into Qwen3's q_norm and k_norm: [batch, length, heads, head_dim] of the attention's transpose.
+            heads = choose.choice((2, 4, 8))
+            x, kind = random_like((2, rows // heads // 2, heads, hidden_size), dtype), "transposed gradient"
+            if x.numel() == 0:
+                continue
+            dy = random_like((2, heads, rows // heads // 2, hidden_size), output_dtype).transpose(1, 2)
+        elif index % 9 == 0:
+            dy, kind = random_like((), output_dtype).expand(x.shape), f"{kind}, expanded gradient"
+        residual = random_like(hidden_size, dtype) if choose.random() < 0.5 else None
+        label = f"{rows}x{hidden_size} {kind} {dtype} {weight_dtype}{' with residual' if residual is not None else ''}"
+        compare_gradients(kernel, x, weight, dy, label, residual)
+    assert len(backward._resolved) > 100
+    assert sum(call is None for call in backward._resolved.values()) <= 5
+
+
+# Exactly 2 GiB is summed at once, one row more in two parts; then four parts, and long rows.
+@pytest.mark.parametrize(
+    "shape", [(262_144, 4096), (262_145, 4096), (300_000, 4096), (1_200_000, 2048), (33_000, 32_768)], ids=str
+)
+def test_rms_norm_gradients_beyond_two_to_the_31_bytes(kernel, refusals, shape):
+    x, dy = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+    weight = torch.randn(shape[1], device="cuda").bfloat16()
+    ours = gradients(kernel.rms_norm, x, weight, dy)
+    eagers = gradients(eager, x, weight, dy)
+    for name, found, expected in zip(("output", "dx", "dweight"), ours, eagers, strict=True):
+        for part, (a, b) in enumerate(zip(found.split(100_000), expected.split(100_000), strict=True)):
+            assert_bits_equal(a, b, f"{name}, part {part}")
+
+
+def test_only_what_is_needed_is_computed(kernel, refusals):
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(256, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn_like(x)
+    for of_x, of_weight in ((True, False), (False, True)):
+        results = []
+        for function in (kernel.rms_norm, eager):
+            inputs = x.clone().requires_grad_(of_x), weight.clone().requires_grad_(of_weight)
+            function(*inputs, EPS).backward(dy)
+            results.append(inputs)
+        for ours, eagers in zip(*results, strict=True):
+            assert (ours.grad is None) == (eagers.grad is None)
+            if ours.grad is not None:
+                assert_same(ours.grad, eagers.grad, f"x {of_x}, weight {of_weight}")
+
+
+def test_inference_allocates_the_output_and_nothing_else(kernel, refusals):
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.nn.Parameter(torch.ones(4096, device="cuda", dtype=torch.bfloat16))
+    with torch.no_grad():
+        kernel.rms_norm(x, weight, EPS)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        out = kernel.rms_norm(x, weight, EPS)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
+        assert torch.cuda.max_memory_allocated() - start == out.numel() * out.element_size()
+
+
+def test_host_time_is_not_above_the_native_operator(kernel, module, refusals):
+    from types import MethodType
+
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(4096).to("cuda", torch.bfloat16)
+    x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def native():
+        return functional.rms_norm(x, (4096,), norm.weight, EPS)
+
+    def host_time(call, calls=2000, rounds=15):
+        times = []
+        for _ in range(rounds):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls // rounds):
+                call()
+            times.append((time.perf_counter() - start) / (calls // rounds) * 1e6)
+        return sorted(times)[rounds // 2]
+
+    def ours():
+        return norm(x)
+
+    with torch.no_grad():
+        before = host_time(ours)
+        norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
+        host_time(ours), host_time(native)
+        # Interleaved, and the median of the pairs: the machine's own speed drifts.
+        pairs = [(host_time(ours), host_time(native)) for _ in range(9)]
+    layer, operator = sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
+    print(f"host time at 1x4096: layer {layer:.2f} us, F.rms_norm {operator:.2f} us, eager {before:.2f} us")
+    assert layer <= operator
