@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import shlex
 import subprocess
 import sys
@@ -270,18 +271,17 @@ def timed(runs, tokens, options, progress):
     """Milliseconds of every pass and the last results, by configuration.
 
     Wall time around a synchronised pass: a short one waits for the host, and so does its user. The configurations take
-    turns, each round starting with another, so that clocks, heat and other tenants reach all of them alike.
+    turns, in another order each round, so that clocks, heat and other tenants reach all of them alike.
     """
     import torch
 
-    names = list(runs)
-    times = {name: [] for name in names}
+    shuffle = random.Random(options.seed)
+    times = {name: [] for name in runs}
     results = {}
     warm_up = max(3, options.repeats // 10)
     task = progress.add_task(f"{tokens.shape[-1]} tokens", total=warm_up + options.repeats)
     for turn in range(warm_up + options.repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in shuffle.sample(list(runs), len(runs)):
             results[name] = None
             torch.cuda.synchronize(options.device)
             start = time.perf_counter()
@@ -499,8 +499,8 @@ def environment(options):
     import torch
 
     on_gpu = options.device.type == "cuda"
-    versions = {}
-    for name in ("torch", "triton", "transformers", "kernels"):
+    versions = {"torch": str(torch.__version__)}
+    for name in ("triton", "transformers", "kernels"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -547,8 +547,9 @@ def main():
         print(f"kernelize_llama: error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        shown = {key: str(value) if key in ("device", "build") else value for key, value in vars(options).items()}
-        text = json.dumps({"environment": setting, "options": shown, "results": rows, "failures": failures}, indent=2)
+        written = {"environment": setting, "options": vars(options), "results": rows, "failures": failures}
+        # The device and the path of the build are no JSON.
+        text = json.dumps(written, indent=2, default=str)
         if options.json == "-":
             print(text)
         else:

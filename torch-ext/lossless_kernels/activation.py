@@ -168,8 +168,9 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (input,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # Somebody differentiates the gradient.
-            return torch.ops.aten.silu_backward(dy, input), None
+        if is_grad_enabled():  # Somebody differentiates the gradient: ATen then has another formula for it.
+            (dx,) = torch.autograd.grad(torch.nn.functional.silu(input), input, dy, create_graph=True)
+            return dx, None
         return gradient(dy, input), None
 
 

@@ -11,12 +11,11 @@ import torch
 from . import launch
 from .domain import UNSEEN, are_plain, remember
 from .layout import contiguous_strides, row_levels, rows_in_memory
-from .reduce_config import column_reduction, row_class, row_reduction, split_rows
+from .reduce_config import ColumnReduction, column_reduction, row_class, row_reduction, split_rows
 
 if launch.AVAILABLE:
     from .kernels_src.rms_norm import (
         rms_norm_backward,
-        rms_norm_combine_chains,
         rms_norm_sum_blocks,
         rms_norm_sum_chains,
     )
@@ -58,8 +57,8 @@ def formula(dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool
 class Plan:
     """How the backward kernels are launched.
 
-    Fused, one kernel walks the chains of dweight and computes dx on the way. Otherwise dx has a program for every
-    `rows_per_program` rows, and a kernel of its own sums the chains.
+    Fused, one kernel walks the rows of a block of ATen's reduction over rows and computes dx on the way. Otherwise dx has a
+    program for every `rows_per_program` rows, and a kernel of its own sums the chains.
     """
 
     fused: bool
@@ -74,19 +73,23 @@ _MIN_ELEMENTS_PER_PROGRAM = 1024
 _MAX_WARPS = 16
 _CHAIN_COLUMNS = 64
 _CHAIN_WARPS = 4
-_COMBINE_COLUMNS = 256
-_COMBINE_WARPS = 4
 _SUM_COLUMNS = 32
 _SUM_LOG2_STEPS = 4
 _SUM_WARPS = 4
 
 
-def launch_plan(rows: int, hidden_size: int, chains: int, multiprocessors: int) -> Plan:
-    """The plan for `rows` rows whose dweight has `chains` chains (0 if it is not needed)."""
+def launch_plan(rows: int, hidden_size: int, columns: Optional[ColumnReduction], multiprocessors: int) -> Plan:
+    """The plan for `rows` rows. `columns` is the order of dweight's sum, None if not both gradients are needed."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
-    fused = tile <= _MAX_FUSED_TILE and chains // rows_per_program >= 2 * multiprocessors
+    fused = False
+    if columns is not None:
+        fused_rows = min(rows_per_program, columns.height)
+        programs = columns.blocks * columns.height // fused_rows
+        fused = tile <= _MAX_FUSED_TILE and programs >= multiprocessors
+        if fused:
+            rows_per_program = fused_rows
     warps = min(max(rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32), 1), _MAX_WARPS)
     return Plan(fused, rows_per_program, warps)
 
@@ -99,12 +102,12 @@ def proof_class(rows: int, hidden_size: int, device: torch.device) -> tuple[int,
     while True:
         found = column_reduction(least, hidden_size, *gpu)
         if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
-            return least, launch_plan(rows, hidden_size, columns.chains, gpu[0])
+            return least, launch_plan(rows, hidden_size, columns, gpu[0])
         least *= 2
 
 
 @functools.cache
-def _backward_launcher(dtypes, hidden_size, rows, unit, levels, plan: Plan, device) -> launch.Launcher:
+def _backward_launcher(dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
     order = row_reduction(rows, hidden_size)
     constants = {
         "HIDDEN_SIZE": hidden_size,
@@ -117,33 +120,29 @@ def _backward_launcher(dtypes, hidden_size, rows, unit, levels, plan: Plan, devi
         "VECTORIZED": order.vectorized,
         "TWO_EDGES": dtypes[0] == torch.float32,
         "SUM_CHAINS": plan.fused,
+        "THREADS": threads,
     }
     return launch.Launcher(rms_norm_backward, constants, plan.num_warps, device)
 
 
 @functools.cache
-def _sum_chains_launcher(dtypes, hidden_size, unit, levels, height, device) -> launch.Launcher:
+def _sum_chains_launcher(dtypes, hidden_size, unit, levels, threads, device) -> launch.Launcher:
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "STRIDE_UNIT": unit,
         "LEVELS": levels,
-        "HEIGHT": height,
+        "THREADS": threads,
         "COLUMNS": _CHAIN_COLUMNS,
     }
     return launch.Launcher(rms_norm_sum_chains, constants, _CHAIN_WARPS, device)
 
 
 @functools.cache
-def _combine_chains_launcher(hidden_size, height, device) -> launch.Launcher:
-    constants = {"HIDDEN_SIZE": hidden_size, "HEIGHT": height, "COLUMNS": _COMBINE_COLUMNS}
-    return launch.Launcher(rms_norm_combine_chains, constants, _COMBINE_WARPS, device)
-
-
-@functools.cache
-def _sum_blocks_launcher(weight_dtype, hidden_size, height, device) -> launch.Launcher:
+def _sum_blocks_launcher(weight_dtype, hidden_size, parts, threads, device) -> launch.Launcher:
     constants = {
         "HIDDEN_SIZE": hidden_size,
-        "HEIGHT": height,
+        "PARTS": parts,
+        "THREADS": threads,
         "COLUMNS": _SUM_COLUMNS,
         "LOG2_STEPS": _SUM_LOG2_STEPS,
     }
@@ -182,7 +181,6 @@ class _Part(NamedTuple):
 
     dx: Optional[launch.Launch]
     sum_chains: Optional[launch.Launch]
-    combine_chains: Optional[launch.Launch]
     sum_blocks: Optional[launch.Launch]
 
 
@@ -194,8 +192,8 @@ class Backward:
     dx_strides: Optional[tuple[int, ...]]
     two_edges: bool
     dweight_dtype: Optional[torch.dtype]
-    chains: int
-    blocks: int
+    # The most sums of threads or blocks that a part leaves to `sum_blocks`.
+    sums: int
     # Strides to copy dy to first, unless it can be read as it is.
     dy_strides: Optional[tuple[int, ...]]
 
@@ -205,27 +203,23 @@ class Backward:
         """
         if self.dy_strides is not None:
             dy = torch.empty_strided(x.shape, self.dy_strides, dtype=dy.dtype, device=x.device).copy_(dy)
-        dx = dx_mean = dweight = partial = block_sums = None
+        dx = dx_mean = dweight = blocks = None
         if self.dx_strides is not None:
             dx = torch.empty_strided(x.shape, self.dx_strides, dtype=x.dtype, device=x.device)
             if self.two_edges:
                 dx_mean = torch.empty_like(dx)
         if self.dweight_dtype is not None:
-            if self.chains:
-                partial = torch.empty(self.chains, x.shape[-1], dtype=torch.float32, device=x.device)
-            block_sums = torch.empty(self.blocks, x.shape[-1], dtype=torch.float32, device=x.device)
+            blocks = torch.empty(self.sums, x.shape[-1], dtype=torch.float32, device=x.device)
             dweight = torch.empty(x.shape[-1], dtype=self.dweight_dtype, device=x.device)
             if len(self.parts) > 1:
                 dweight_sum = torch.empty(x.shape[-1], dtype=torch.float32, device=x.device)
         for part in self.parts:
             if part.dx is not None:
-                part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, partial)
+                part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks)
             if part.sum_chains is not None:
-                part.sum_chains(dy, x, rstd, block_sums)
-            if part.combine_chains is not None:
-                part.combine_chains(partial, block_sums)
+                part.sum_chains(dy, x, rstd, blocks)
             if part.sum_blocks is not None:
-                part.sum_blocks(block_sums, dweight_sum, dweight)
+                part.sum_blocks(blocks, dweight_sum, dweight)
         return Gradients(dx, dx_mean, dweight)
 
 
@@ -262,49 +256,42 @@ def resolve(
     device = x.device.index or 0
     multiprocessors, threads = _multiprocessors(x.device)
     dtypes = (x.dtype, weight.dtype)
-    both = needs_dx and needs_dweight
-    chains_of = functools.partial(
-        column_reduction,
-        hidden_size=hidden_size,
-        multiprocessors=multiprocessors,
-        threads_per_multiprocessor=threads,
-    )
     parts = []
-    chains = blocks = 0
+    most_sums = 0
     ranges = split_rows(rows, hidden_size, dy.element_size())
     for index, (first_row, count) in enumerate(ranges):
-        columns = chains_of(count)
+        columns = column_reduction(count, hidden_size, multiprocessors, threads)
         planned_rows = count if like_rows is None else like_rows
-        plan = launch_plan(planned_rows, hidden_size, chains_of(planned_rows).chains if both else 0, multiprocessors)
-        dx = sum_chains = combine_chains = sum_blocks = None
+        planned = None
+        if needs_dx and needs_dweight:
+            planned = column_reduction(planned_rows, hidden_size, multiprocessors, threads)
+        plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors)
+        dx = sum_chains = sum_blocks = None
+        left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:
-            step = columns.chains if plan.fused else count
-            launcher = _backward_launcher(dtypes, hidden_size, row_class(rows), unit, levels, plan, device)
-            programs = -(-step // plan.rows_per_program)
-            dx = launcher.bind(programs, int(statistics), first_row, count, step, *walk, *in_units(dx_offsets))
+            height = columns.height if plan.fused else plan.rows_per_program
+            launcher = _backward_launcher(dtypes, hidden_size, row_class(rows), unit, levels, plan, height, device)
+            programs = columns.blocks * left if plan.fused else -(-count // plan.rows_per_program)
+            dx = launcher.bind(
+                programs, int(statistics), first_row, count, columns.blocks, *walk, *in_units(dx_offsets)
+            )
         if needs_dweight:
-            blocks = max(blocks, columns.blocks)
-            if plan.fused:
-                chains = max(chains, columns.chains)
-                launcher = _combine_chains_launcher(hidden_size, columns.height, device)
-                programs = columns.blocks * -(-hidden_size // _COMBINE_COLUMNS)
-                combine_chains = launcher.bind(programs, columns.blocks)
-            else:
+            most_sums = max(most_sums, columns.blocks * left)
+            if not plan.fused:
                 launcher = _sum_chains_launcher(dtypes, hidden_size, unit, levels, columns.height, device)
                 programs = columns.blocks * -(-hidden_size // _CHAIN_COLUMNS)
                 sum_chains = launcher.bind(programs, first_row, count, columns.blocks, *walk)
-            launcher = _sum_blocks_launcher(weight.dtype, hidden_size, columns.height, device)
+            launcher = _sum_blocks_launcher(weight.dtype, hidden_size, left, columns.height, device)
             store_sum = statistics or index + 1 < len(ranges)
             programs = -(-hidden_size // _SUM_COLUMNS)
             sum_blocks = launcher.bind(programs, columns.blocks, int(index > 0), int(store_sum))
-        parts.append(_Part(dx, sum_chains, combine_chains, sum_blocks))
+        parts.append(_Part(dx, sum_chains, sum_blocks))
     return Backward(
         parts,
         dx_strides if needs_dx else None,
         x.dtype == torch.float32,
         weight.dtype if needs_dweight else None,
-        chains,
-        blocks,
+        most_sums,
         dy_strides if copies_dy else None,
     )
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .summation import block_sum, chain_offset, row_sum, sum_of_blocks
+from .summation import halves_sum, row_sum, sum_of_blocks, thread_sum
 
 
 @triton.jit(do_not_specialize=["rows", "x_row_stride", "store_rstd", "eps"])
@@ -78,7 +78,40 @@ _DX_STRIDES = ["dx_outer_stride", "dx_middle_stride", "dx_inner_stride"]
 # fmt: on
 
 
-@triton.jit(do_not_specialize=["store_d_rstd", "first_row", "rows", "chains", *_ROW_STRIDES, *_DX_STRIDES])
+@triton.jit
+def _load_rows(
+    dy_ptr,
+    x_ptr,
+    rstd_ptr,
+    row,
+    in_range,
+    column,
+    in_row,
+    inner,
+    middle,
+    dy_outer_stride,
+    dy_middle_stride,
+    dy_inner_stride,
+    x_outer_stride,
+    x_middle_stride,
+    x_inner_stride,
+    rstd_outer_stride,
+    rstd_middle_stride,
+    rstd_inner_stride,
+    STRIDE_UNIT: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """dy and x of the rows [ROWS, *column.shape], and rstd [ROWS]; zeros outside."""
+    mask = in_range[:, None, None] & in_row[None, :, :]
+    dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
+    x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
+    rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+    dy = tl.load(dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
+    x = tl.load(x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
+    return dy, x, tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
+
+
+@triton.jit(do_not_specialize=["store_d_rstd", "first_row", "rows", "blocks", *_ROW_STRIDES, *_DX_STRIDES])
 def rms_norm_backward(
     dy_ptr,
     x_ptr,
@@ -87,11 +120,11 @@ def rms_norm_backward(
     dx_ptr,
     dx_mean_ptr,
     d_rstd_ptr,
-    partial_ptr,
+    block_ptr,
     store_d_rstd: tl.int32,
     first_row: tl.int64,
     rows: tl.int64,
-    chains: tl.int64,
+    blocks: tl.int64,
     inner: tl.int64,
     middle: tl.int64,
     dy_outer_stride: tl.int64,
@@ -116,67 +149,73 @@ def rms_norm_backward(
     VECTORIZED: tl.constexpr,
     TWO_EDGES: tl.constexpr,
     SUM_CHAINS: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
-    """dx of `rms_norm_forward` and, in passing, the sums of dweight's chains.
+    """dx of `rms_norm_forward` and, with SUM_CHAINS, the sums of dweight's chains in passing.
 
-    Rows are numbered in the memory order of eager's dy * normalized. One program takes the rows first_row + q,
-    first_row + q + chains, ... for ROWS neighbouring q. With SUM_CHAINS these are ATen's chains, and partial[q]
-    ([chains, HIDDEN_SIZE] fp32) becomes the sum of their dy * normalized. With TWO_EDGES the two terms of dx, through
-    the product and through the mean, are stored apart. The fp32 gradient of rstd is stored if `store_d_rstd` is 1.
+    Rows are numbered in the memory order of eager's dy * normalized. Without SUM_CHAINS a program takes ROWS rows. With
+    it, a program takes all rows of ROWS of the THREADS threads of a block of ATen's reduction over rows, and adds up what
+    they add up: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32. With TWO_EDGES the two terms of dx, through the product
+    and through the mean, are stored apart. The fp32 gradient of rstd is stored if `store_d_rstd` is 1.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
-    chain = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    PARTS: tl.constexpr = THREADS // ROWS
     column = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     in_row = column < HIDDEN_SIZE
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
     # Division by a scalar is a multiplication by its reciprocal in ATen.
     reciprocal = tl.div_rn(1.0, tl.cast(HIDDEN_SIZE, tl.float32))
-
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+
+    program = tl.program_id(0).to(tl.int64)
     if SUM_CHAINS:
-        partial = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
-    in_range = (chain < chains) & (chain < rows)
-    row = first_row + chain
-    mask = in_range[:, None, None] & in_row[None, :, :]
-    dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
-    x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
-    rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
-    next_dy = tl.load(dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
-    next_x = tl.load(x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
-    next_rstd = tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
-    for start in range(0, rows, chains):
+        # The threads that the first halvings bring together; each takes its four chains one after the other.
+        stride = blocks * THREADS
+        lane = program // PARTS * THREADS + program % PARTS + tl.arange(0, ROWS) * PARTS
+        length = (rows + 4 * stride - 1) // (4 * stride)
+        turns = 4 * length
+        chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
+        threads = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
+    else:
+        stride = rows
+        lane = program * ROWS + tl.arange(0, ROWS)
+        length = stride // stride
+        turns = length
+    in_range = lane < rows
+    next_dy, next_x, next_rstd = _load_rows(
+        dy_ptr, x_ptr, rstd_ptr, first_row + lane, in_range, column, in_row, inner, middle,
+        dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride, x_inner_stride,
+        rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
+    )  # fmt: skip
+    row = lane
+    for turn in range(turns):
         dy = next_dy.to(tl.float32)
         h = next_x.to(tl.float32)
         rstd = next_rstd
-        in_range = (chain < chains) & (start + chain < rows)
+        this_row = first_row + row
+        this_in_range = in_range
         mask = in_range[:, None, None] & in_row[None, :, :]
-        row = first_row + start + chain
-        dx_row = _row_offset(row, LEVELS, inner, middle, dx_outer_stride, dx_middle_stride, dx_inner_stride)
         if SUM_CHAINS:
             # The next row is on its way while this one is summed.
-            next_row = row + chains
-            in_range_next = (chain < chains) & (start + chains + chain < rows)
-            next_mask = in_range_next[:, None, None] & in_row[None, :, :]
-            dy_row = _row_offset(next_row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
-            x_row = _row_offset(next_row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
-            rstd_row = _row_offset(
-                next_row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride
-            )
-            dy_block = dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
-            x_block = x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
-            next_dy = tl.load(dy_block, mask=next_mask, other=0.0)
-            next_x = tl.load(x_block, mask=next_mask, other=0.0)
-            next_rstd = tl.load(rstd_ptr + rstd_row, mask=in_range_next, other=0.0)
+            following = turn + 1
+            row = lane + following // length * stride + following % length * (4 * stride)
+            in_range = (row < rows) & (following < turns)
+            next_dy, next_x, next_rstd = _load_rows(
+                dy_ptr, x_ptr, rstd_ptr, first_row + row, in_range, column, in_row, inner, middle,
+                dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride, x_inner_stride,
+                rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
+            )  # fmt: skip
 
         d_normalized = (dy * weight.to(tl.float32)[None, :, :]).to(output_dtype).to(input_dtype).to(tl.float32)
         d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-        tl.store(d_rstd_ptr + row, d_rstd, mask=in_range & (store_d_rstd != 0))
+        tl.store(d_rstd_ptr + this_row, d_rstd, mask=this_in_range & (store_d_rstd != 0))
         d_variance = (-0.5 * d_rstd) * ((rstd * rstd) * rstd)
         d_square = d_variance * reciprocal
         dx = d_normalized * rstd[:, None, None]
         dx_mean = d_square[:, None, None] * (2.0 * h)
+        dx_row = _row_offset(this_row, LEVELS, inner, middle, dx_outer_stride, dx_middle_stride, dx_inner_stride)
         dx_offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
         if TWO_EDGES:
             tl.store(dx_ptr + dx_offset, dx, mask=mask)
@@ -185,10 +224,15 @@ def rms_norm_backward(
             tl.store(dx_ptr + dx_offset, (dx + dx_mean).to(input_dtype), mask=mask)
         if SUM_CHAINS:
             normalized = (h * rstd[:, None, None]).to(input_dtype).to(tl.float32)
-            partial += (dy * normalized).to(output_dtype).to(tl.float32)
+            chain += (dy * normalized).to(output_dtype).to(tl.float32)
+            if following % length == 0:
+                # The chains are added up from the first: 0 + a0 is a0, which is never -0.
+                threads += chain
+                chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
     if SUM_CHAINS:
-        offset = (chain * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
-        tl.store(partial_ptr + offset, partial, mask=(chain < chains)[:, None, None] & in_row[None, :, :])
+        part = halves_sum(tl.reshape(threads, [ROWS, STEPS * COLUMNS]), ROWS, STEPS * COLUMNS)
+        flat = tl.arange(0, STEPS * COLUMNS)
+        tl.store(block_ptr + program * HIDDEN_SIZE + flat, part, mask=flat < HIDDEN_SIZE)
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "blocks", *_ROW_STRIDES])
@@ -196,7 +240,7 @@ def rms_norm_sum_chains(
     dy_ptr,
     x_ptr,
     rstd_ptr,
-    block_sum_ptr,
+    block_ptr,
     first_row: tl.int64,
     rows: tl.int64,
     blocks: tl.int64,
@@ -214,78 +258,58 @@ def rms_norm_sum_chains(
     HIDDEN_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     LEVELS: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    THREADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The sum of dweight's chains alone, a block of ATen's reduction and COLUMNS columns at a time.
+    """The sums of dweight's chains alone: a block of ATen's reduction over rows and COLUMNS columns a program.
 
-    block_sum: [blocks, HIDDEN_SIZE] fp32.
+    block: [blocks, HIDDEN_SIZE] fp32.
     """
     column_blocks: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0).to(tl.int64)
     block = program // column_blocks
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = column < HIDDEN_SIZE
-    chain = chain_offset(block, blocks, HEIGHT)
+    # Accumulator by accumulator, thread by thread.
+    chain = tl.arange(0, 4 * THREADS)
+    chain = chain // THREADS * (blocks * THREADS) + block * THREADS + chain % THREADS
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
-    sums = tl.zeros([4 * HEIGHT, COLUMNS], dtype=tl.float32)
-    for start in range(0, rows, 4 * HEIGHT * blocks):
-        in_range = start + chain < rows
-        mask = in_range[:, None] & in_row[None, :]
-        row = first_row + start + chain
-        dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
-        x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
-        rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
-        dy = tl.load(dy_ptr + dy_row[:, None] * STRIDE_UNIT + column[None, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + x_row[:, None] * STRIDE_UNIT + column[None, :], mask=mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
-        normalized = (x.to(tl.float32) * rstd[:, None]).to(input_dtype).to(tl.float32)
-        sums += (dy.to(tl.float32) * normalized).to(output_dtype).to(tl.float32)
-    tl.store(block_sum_ptr + block * HIDDEN_SIZE + column, block_sum(sums, HEIGHT, COLUMNS), mask=in_row)
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def rms_norm_combine_chains(
-    partial_ptr,
-    block_sum_ptr,
-    blocks: tl.int64,
-    HIDDEN_SIZE: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The sums of the blocks, [blocks, HIDDEN_SIZE] fp32, from those of the chains that `rms_norm_backward` left."""
-    column_blocks: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
-    program = tl.program_id(0).to(tl.int64)
-    block = program // column_blocks
-    column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    in_row = column < HIDDEN_SIZE
-    chain = chain_offset(block, blocks, HEIGHT)
-    sums = tl.load(partial_ptr + chain[:, None] * HIDDEN_SIZE + column[None, :], mask=in_row[None, :], other=0.0)
-    tl.store(block_sum_ptr + block * HIDDEN_SIZE + column, block_sum(sums, HEIGHT, COLUMNS), mask=in_row)
+    chains = tl.zeros([4 * THREADS, 1, COLUMNS], dtype=tl.float32)
+    for start in range(0, rows, 4 * THREADS * blocks):
+        dy, x, rstd = _load_rows(
+            dy_ptr, x_ptr, rstd_ptr, first_row + start + chain, start + chain < rows, column[None, :], in_row[None, :],
+            inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride,
+            x_inner_stride, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
+        )  # fmt: skip
+        normalized = (x.to(tl.float32) * rstd[:, None, None]).to(input_dtype).to(tl.float32)
+        chains += (dy.to(tl.float32) * normalized).to(output_dtype).to(tl.float32)
+    threads = thread_sum(tl.reshape(chains, [4, THREADS, COLUMNS]), THREADS, COLUMNS)
+    tl.store(block_ptr + block * HIDDEN_SIZE + column, halves_sum(threads, THREADS, COLUMNS), mask=in_row)
 
 
 @triton.jit(do_not_specialize=["blocks", "accumulate", "store_sum"])
 def rms_norm_sum_blocks(
-    block_sum_ptr,
+    block_ptr,
     sum_ptr,
     dweight_ptr,
     blocks: tl.int64,
     accumulate: tl.int32,
     store_sum: tl.int32,
     HIDDEN_SIZE: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    PARTS: tl.constexpr,
+    THREADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOG2_STEPS: tl.constexpr,
 ):
-    """dweight from the sums of the blocks, [blocks, HIDDEN_SIZE] fp32.
+    """dweight from its blocks, [blocks, PARTS, HIDDEN_SIZE] fp32.
 
     Of a product too large for 32-bit indexing ATen sums part after part: `sum` (fp32) carries the parts before this
     one, is added if `accumulate` is 1 and written if `store_sum` is 1.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < HIDDEN_SIZE
-    total = sum_of_blocks(block_sum_ptr, blocks, column, mask, HIDDEN_SIZE, HEIGHT, COLUMNS, LOG2_STEPS)
+    total = sum_of_blocks(block_ptr, blocks, column, mask, HIDDEN_SIZE, PARTS, THREADS, COLUMNS, LOG2_STEPS)
     # The sum of a part is never -0, so that adding 0 to it changes nothing.
     total = tl.load(sum_ptr + column, mask=mask & (accumulate != 0), other=0.0) + total
     tl.store(sum_ptr + column, total, mask=mask & (store_sum != 0))

@@ -74,38 +74,34 @@ def row_sum(
 
 
 @triton.jit
-def chain_offset(block, blocks, HEIGHT: tl.constexpr):
-    """The chains of one block of ATen's reduction over rows, [4 * HEIGHT]: accumulator by accumulator, thread by thread."""
-    chain = tl.arange(0, 4 * HEIGHT)
-    return chain // HEIGHT * (blocks * HEIGHT) + block * HEIGHT + chain % HEIGHT
-
-
-@triton.jit
-def block_sum(chains, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of one block's chains: [4 * HEIGHT, COLUMNS], as `chain_offset` names them, -> [COLUMNS].
-
-    A thread adds its four accumulators up, and the block halves over its threads.
-    """
+def thread_sum(chains, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
+    """A thread's sum of its four chains: [4, HEIGHT, COLUMNS] -> [HEIGHT, COLUMNS]."""
     accumulators = tl.permute(tl.reshape(chains, [2, 2, HEIGHT, COLUMNS]), [2, 3, 0, 1])
     even, odd = tl.split(accumulators)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    threads = tl.reshape(((first + second) + third) + fourth, [1, HEIGHT, COLUMNS])
-    return tl.reshape(_sum_halves(threads, 1, HEIGHT, COLUMNS), [COLUMNS])
+    return ((first + second) + third) + fourth
+
+
+@triton.jit
+def halves_sum(threads, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
+    """A block's sum of its threads: [HEIGHT, COLUMNS] -> [COLUMNS], the upper half added to the lower until one is left."""
+    return tl.reshape(_sum_halves(tl.reshape(threads, [1, HEIGHT, COLUMNS]), 1, HEIGHT, COLUMNS), [COLUMNS])
 
 
 @triton.jit
 def sum_of_blocks(
-    block_sum_ptr,
+    block_ptr,
     blocks,
     column,
     mask,
     HIDDEN_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOG2_STEPS: tl.constexpr,
 ):
-    """The column sum from its blocks' sums [blocks, HIDDEN_SIZE] fp32: [COLUMNS].
+    """The column sum from its blocks, [blocks, PARTS, HIDDEN_SIZE] fp32 with PARTS threads left in each: [COLUMNS].
 
     Thread y of the last block takes the sums of the blocks y, y + HEIGHT, ... in sequence, and the block halves over its
     threads again. A sum that starts from +0 is never -0, so that the zeros beyond the last block change nothing.
@@ -113,9 +109,10 @@ def sum_of_blocks(
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     total = tl.zeros([1, HEIGHT * COLUMNS], dtype=tl.float32)
     for first_block in range(0, blocks, STEPS * HEIGHT):
-        block = first_block + tl.arange(0, STEPS * HEIGHT)
-        in_range = (block < blocks)[:, None] & mask[None, :]
-        values = tl.load(block_sum_ptr + block[:, None] * HIDDEN_SIZE + column[None, :], mask=in_range, other=0.0)
-        values = tl.reshape(values, [1, STEPS, HEIGHT * COLUMNS])
+        thread = first_block * PARTS + tl.arange(0, STEPS * HEIGHT * PARTS)
+        in_range = (thread < blocks * PARTS)[:, None] & mask[None, :]
+        threads = tl.load(block_ptr + thread[:, None] * HIDDEN_SIZE + column[None, :], mask=in_range, other=0.0)
+        threads = tl.reshape(threads, [STEPS * HEIGHT, PARTS, COLUMNS])
+        values = tl.reshape(_sum_halves(threads, STEPS * HEIGHT, PARTS, COLUMNS), [1, STEPS, HEIGHT * COLUMNS])
         total = _sum_in_sequence(total, values, 1, LOG2_STEPS, HEIGHT * COLUMNS)
-    return tl.reshape(_sum_halves(tl.reshape(total, [1, HEIGHT, COLUMNS]), 1, HEIGHT, COLUMNS), [COLUMNS])
+    return halves_sum(tl.reshape(total, [HEIGHT, COLUMNS]), HEIGHT, COLUMNS)
