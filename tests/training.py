@@ -154,7 +154,7 @@ def forward_and_backward(module, x, dy):
     out = module(x)
     parameters = dict(module.named_parameters())
     gradients = torch.autograd.grad(out, (x, *parameters.values()), dy)
-    names = ("the input", *parameters)
+    names = ("the input", *(name.removeprefix("_orig_mod.") for name in parameters))
     # Copies: a CUDA graph's own memory is written again by its next replay.
     return {"output": out.detach().clone()} | {f"gradient of {n}": g.clone() for n, g in zip(names, gradients)}
 
