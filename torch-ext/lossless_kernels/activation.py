@@ -10,7 +10,17 @@ from torch.compiler import is_compiling
 
 from . import launch, proof
 from ._ops import add_op_namespace_prefix
-from .domain import FLOAT_DTYPES, UNSEEN, Recent, are_plain, check_floating, remember, runs_kernels, under_transform
+from .domain import (
+    FLOAT_DTYPES,
+    UNSEEN,
+    are_plain,
+    check_floating,
+    quiet,
+    remember,
+    runs_kernels,
+    same_tensors,
+    under_transform,
+)
 from .layout import Output, is_dense, is_same_order, rows_in_memory
 
 if launch.AVAILABLE:
@@ -88,29 +98,35 @@ class _Call:
 
 
 _calls = {}
-_recent = Recent()
+# By the forward that is replaced its last call, which is found without building the key above.
+_recent = {}
 
 
 def replacement(input: torch.Tensor, original: Callable) -> Optional[torch.Tensor]:
     """What `original(module, input)` returns, from the kernel; None where the caller must compute it itself."""
     if is_compiling():
         return _compiled(input, original)
-    call = _recent.find(original, (), input)
+    needs_grad = is_grad_enabled() and input.requires_grad
+    recent = _recent.get(original)
+    if recent is not None:
+        same, then, call = recent
+        if same(input) and then == needs_grad and quiet():
+            return _Differentiable.apply(input, call) if needs_grad else call(input)
+    if not are_plain(input, input):
+        return None
+    try:
+        key = (original, needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
+    except RuntimeError:  # Sparse and nested tensors have no strides.
+        return None
+    call = _calls.get(key, UNSEEN)
+    if call is UNSEEN:
+        call = remember(_calls, key, _resolve(input, original, needs_grad))
     if call is None:
-        if not are_plain(input, input):
-            return None
-        needs_grad = is_grad_enabled() and input.requires_grad
-        try:
-            key = (original, needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
-        except RuntimeError:  # Sparse and nested tensors have no strides.
-            return None
-        call = _calls.get(key, UNSEEN)
-        if call is UNSEEN:
-            call = remember(_calls, key, _resolve(input, original, needs_grad))
-        if call is None:
-            return None
-        _recent.keep(original, call, (), input)
-    return _Differentiable.apply(input, call) if is_grad_enabled() and input.requires_grad else call(input)
+        return None
+    same = same_tensors(input)
+    if same is not None:
+        remember(_recent, original, (same, needs_grad, call))
+    return _Differentiable.apply(input, call) if needs_grad else call(input)
 
 
 def _resolve(x, original, needs_grad) -> Optional[_Call]:

@@ -1,10 +1,8 @@
 """What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
 
 import re
-from collections.abc import Hashable
 
 import torch
-from torch import is_grad_enabled
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -80,37 +78,21 @@ def remember(calls: dict, key, call):
 _GUARDS_KNOWN = re.match(r"2\.1[123]\.", torch.__version__) is not None
 
 
-class Recent:
-    """The last call of a family for each of some objects, found again without building its key.
+def same_tensors(*tensors: torch.Tensor):
+    """A function that tells of other tensors whether `are_plain` and everything in a call's key would come out the same.
 
-    `find` returns it only if `are_plain` and the whole key would come out as they did: dispatch keys tell of subclasses,
-    negation, functorch and tracing.
+    Dispatch keys tell of subclasses, negation, functorch and tracing; only forward-mode AD and dispatch modes they do not
+    tell of. None with a torch whose guards are not known.
     """
-
-    def __init__(self):
-        self._calls = {}
-
-    def keep(self, about: Hashable, call, context: tuple, *tensors: torch.Tensor) -> None:
-        """Keeps `call`, resolved for these tensors and `context`, as the last one about `about`."""
-        if _GUARDS_KNOWN and call is not None:
-            guards = TensorGuards(
-                *tensors,
-                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-                dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-            )
-            remember(self._calls, about, (guards.check, context, is_grad_enabled(), call))
-
-    def find(self, about: Hashable, context: tuple, *tensors: torch.Tensor):
-        """The last call about `about` if it was for such tensors in this context, else None."""
-        recent = self._calls.get(about)
-        if recent is not None:
-            check, then, grad, call = recent
-            if (
-                check(*tensors)
-                and context == then
-                and grad == is_grad_enabled()
-                and forward_ad._current_level < 0
-                and not _dispatch_modes()
-            ):
-                return call
+    if not _GUARDS_KNOWN:
         return None
+    return TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+
+
+def quiet() -> bool:
+    """Whether neither forward-mode AD nor a dispatch mode is at work."""
+    return forward_ad._current_level < 0 and not _dispatch_modes()

@@ -4,8 +4,6 @@ Triton's own call binds, specialises and looks up on every launch, which costs 1
 costs 7 to 9 (H200). So the first call goes through Triton, and later ones through the launcher of the kernel it compiled.
 """
 
-from typing import Optional
-
 import torch
 
 try:
@@ -25,8 +23,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 if _KNOWN_INTERFACE:
-    _runtime = triton.knobs.runtime
-    _enter_hooks = _runtime.launch_enter_hook
+    _enter_hooks = triton.knobs.runtime.launch_enter_hook
 
 
 class Launcher:
@@ -43,13 +40,14 @@ class Launcher:
         device: index of the CUDA device.
     """
 
-    __slots__ = ("kernel", "constants", "num_warps", "device", "launch", "fixed")
+    __slots__ = ("kernel", "constants", "num_warps", "device", "one_of_several", "launch", "fixed")
 
     def __init__(self, kernel, constants: dict, num_warps: int, device: int):
         self.kernel = kernel
         self.constants = constants
         self.num_warps = num_warps
         self.device = device
+        self.one_of_several = torch.cuda.device_count() > 1
         self.launch = None
         self.fixed: tuple = ()
 
@@ -61,10 +59,7 @@ class Launcher:
         """Launches by Triton's own call, and keeps the kernel that it compiled if that fits every later call."""
         device = tensors[0].device
         left_out = len(self.kernel.arg_names) - len(self.constants) - len(scalars) - len(tensors)
-        tensors = [
-            torch.empty(1, dtype=torch.float32, device=device) if tensor is None else tensor
-            for tensor in (*tensors, *(None,) * left_out)
-        ]
+        tensors = [*tensors, *(torch.empty(1, dtype=torch.float32, device=device) for _ in range(left_out))]
         if INTERPRETED:
             self.kernel[(blocks,)](*tensors, *scalars, **self.constants)
             return
@@ -104,22 +99,21 @@ class Launch:
         # By the number of tensors given: null pointers for those left out, scalars, constants.
         self._arguments_after = [(0,) * (pointers - given) + scalars + constants for given in range(pointers + 1)]
 
-    def __call__(self, *tensors: Optional[torch.Tensor]) -> None:
+    def __call__(self, *tensors: torch.Tensor) -> None:
         """Launches on the device's current stream.
 
-        A tensor that is None, or left out at the end, stands for an fp32 one that the kernel neither reads nor writes.
+        Tensors left out at the end stand for fp32 ones that the kernel neither reads nor writes.
         """
         launcher = self._launcher
         launch = launcher.launch
         if (
             launch is None
-            or _current_device() != launcher.device
             # A profiler, say, wants to see launches: Triton's own call tells it.
-            or _runtime.launch_enter_hook is not _enter_hooks
             or _enter_hooks.calls
+            or (launcher.one_of_several and _current_device() != launcher.device)
         ):
             return launcher.through_triton(self._blocks, tensors, self._scalars)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers = [tensor.data_ptr() for tensor in tensors]
         for pointer in pointers:
             if pointer & _ALIGNMENT_MASK:
                 return launcher.through_triton(self._blocks, tensors, self._scalars)

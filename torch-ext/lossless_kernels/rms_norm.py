@@ -12,7 +12,17 @@ from torch.compiler import is_compiling
 
 from . import launch, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
-from .domain import FLOAT_DTYPES, UNSEEN, Recent, are_plain, check_floating, remember, runs_kernels, under_transform
+from .domain import (
+    FLOAT_DTYPES,
+    UNSEEN,
+    are_plain,
+    check_floating,
+    quiet,
+    remember,
+    runs_kernels,
+    same_tensors,
+    under_transform,
+)
 from .layout import Output, row_number_strides, rows_in_memory
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
 
@@ -179,7 +189,8 @@ class _Call:
 
 
 _calls = {}
-_recent = Recent()
+# By the identity of a weight its last call, which is found without building the key above.
+_recent = {}
 
 
 def replacement(
@@ -192,15 +203,20 @@ def replacement(
     """
     if is_compiling():
         return _compiled(hidden_states, weight, eps, original)
-    call = _recent.find(id(weight), (original, eps), hidden_states, weight)
+    recent = _recent.get(id(weight))
+    if recent is not None:
+        same, context, call = recent
+        if same(hidden_states, weight) and context == (original, eps, is_grad_enabled()) and quiet():
+            return call(hidden_states, weight)
+    if not are_plain(hidden_states, weight):
+        return None
+    needs_grad = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+    call = _call(hidden_states, weight, eps, original, needs_grad)
     if call is None:
-        if not are_plain(hidden_states, weight):
-            return None
-        needs_grad = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
-        call = _call(hidden_states, weight, eps, original, needs_grad)
-        if call is None:
-            return None
-        _recent.keep(id(weight), call, (original, eps), hidden_states, weight)
+        return None
+    same = same_tensors(hidden_states, weight)
+    if same is not None:
+        remember(_recent, id(weight), (same, (original, eps, is_grad_enabled()), call))
     return call(hidden_states, weight)
 
 
@@ -439,12 +455,18 @@ def _proved_for_compile(original, dtype, weight_dtype, hidden_size, device_index
 
 def _compiled(hidden_states, weight, eps, original):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if not hidden_states.is_cuda or weight.device != hidden_states.device or hidden_states.dim() < 2:
+    if (
+        not hidden_states.is_cuda
+        or weight.device != hidden_states.device
+        or hidden_states.dim() < 2
+        or weight.dim() != 1
+    ):
         return None
-    hidden_size = hidden_states.shape[-1]
-    if not in_domain(hidden_states.dtype, weight.dtype, hidden_size) or weight.shape != (hidden_size,):
+    # A constant in the graph, even where every other size is symbolic.
+    hidden_size = int(weight.shape[0])
+    if hidden_states.shape[-1] != hidden_size or not in_domain(hidden_states.dtype, weight.dtype, hidden_size):
         return None
-    training = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+    training = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
     device_index = hidden_states.device.index or 0
     if not _proved_for_compile(original, hidden_states.dtype, weight.dtype, hidden_size, device_index, training):
         return None

@@ -69,7 +69,7 @@ class Plan:
 # Beyond this tile the sums of a chain leave the registers (H200).
 _MAX_FUSED_TILE = 8192
 _ELEMENTS_PER_THREAD = 32
-_MIN_ELEMENTS_PER_PROGRAM = 1024
+_MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 _CHAIN_COLUMNS = 64
 _CHAIN_WARPS = 4
@@ -213,13 +213,24 @@ class Backward:
             dweight = torch.empty(x.shape[-1], dtype=self.dweight_dtype, device=x.device)
             if len(self.parts) > 1:
                 dweight_sum = torch.empty(x.shape[-1], dtype=torch.float32, device=x.device)
+        # What is neither read nor written is passed as rstd, which is fp32 as well.
+        unused = rstd
         for part in self.parts:
             if part.dx is not None:
-                part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks)
+                part.dx(
+                    dy,
+                    x,
+                    weight,
+                    rstd,
+                    dx,
+                    unused if dx_mean is None else dx_mean,
+                    unused if d_rstd is None else d_rstd,
+                    unused if blocks is None else blocks,
+                )
             if part.sum_chains is not None:
                 part.sum_chains(dy, x, rstd, blocks)
             if part.sum_blocks is not None:
-                part.sum_blocks(blocks, dweight_sum, dweight)
+                part.sum_blocks(blocks, unused if dweight_sum is None else dweight_sum, dweight)
         return Gradients(dx, dx_mean, dweight)
 
 
