@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 COMPILE = """
-    import importlib, json, os, sys, tempfile
+    import importlib, json, os, sys
     from pathlib import Path
 
     os.environ["LOSSLESS_PROOF"] = "off"
@@ -25,7 +25,6 @@ COMPILE = """
     kernel = get_local_kernel(Path("build"))
     module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
     domain, launch, backward, activation = map(module, ("domain", "launch", "rms_norm_backward", "activation"))
-    triton.knobs.cache.dir = tempfile.mkdtemp()
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
     seen = set()
     compiled = []
@@ -117,11 +116,12 @@ class Compiled(dict):
 
 
 @pytest.fixture(scope="module")
-def compiled(build, run_python):
+def compiled(build, run_python, tmp_path_factory):
     """Every kernel for every generation: what is missing has not been compiled."""
 
     def compile_all(matrix):
-        done = run_python(COMPILE, arguments=[json.dumps(matrix)], TRITON_DISABLE_LINE_INFO=1)
+        settings = {"TRITON_CACHE_DIR": tmp_path_factory.mktemp("triton"), "TRITON_DISABLE_LINE_INFO": 1}
+        done = run_python(COMPILE, arguments=[json.dumps(matrix)], **settings)
         names, entries = json.loads(done.stdout)
         for arch, _ in matrix:
             assert {entry["kernel"] for entry in entries if entry["arch"] == arch} == set(names)

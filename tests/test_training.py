@@ -464,11 +464,11 @@ def peak_of_forward_and_backward(function, x, weight, dy):
         return out, *torch.autograd.grad(out, (x, weight), dy)
 
     run()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
-    return torch.cuda.max_memory_allocated() - before
+    # What was asked for: the allocator may hand out a little more, depending on what it has at hand.
+    requested = torch.cuda.memory_stats()
+    return requested["requested_bytes.all.peak"] - requested["requested_bytes.all.current"]
 
 
 @pytest.fixture
@@ -505,9 +505,10 @@ def test_peak_memory_is_not_above_ligers(kernel, large):
     print(
         f"peak of forward and backward of {list(x.shape)}: Liger {theirs / 2**20:.1f} MiB, ours {ours / 2**20:.1f} MiB"
     )
-    # Liger sums the weight's gradient in as many chains as there are multiprocessors. Eager's order has so many of its
-    # own, on an H200 1056 for these rows, and the same bits need an fp32 sum for each.
+    # Both keep fp32 sums for the weight's gradient: Liger one for each multiprocessor, we one for each thread that adds up
+    # a column in eager's reduction, on an H200 264 for these rows, or the bits would differ.
     gpu = torch.cuda.get_device_properties(DEVICE)
     column_reduction = importlib.import_module(f"{kernel.__name__}.reduce_config").column_reduction
-    order = column_reduction(*x.shape, gpu.multi_processor_count, gpu.max_threads_per_multi_processor)
-    assert ours <= theirs + 4 * (order.chains + order.blocks) * x.shape[-1]
+    eager = column_reduction(*x.shape, gpu.multi_processor_count, gpu.max_threads_per_multi_processor)
+    more_sums = max(eager.blocks * eager.height - gpu.multi_processor_count, 0)
+    assert ours <= theirs + 4 * more_sums * x.shape[-1]

@@ -6,7 +6,7 @@ from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import launch, proof
 from ._ops import add_op_namespace_prefix
@@ -104,7 +104,7 @@ _recent = {}
 
 def replacement(input: torch.Tensor, original: Callable) -> Optional[torch.Tensor]:
     """What `original(module, input)` returns, from the kernel; None where the caller must compute it itself."""
-    if is_compiling():
+    if is_dynamo_compiling():
         return _compiled(input, original)
     needs_grad = is_grad_enabled() and input.requires_grad
     recent = _recent.get(original)

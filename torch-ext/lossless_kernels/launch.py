@@ -88,7 +88,7 @@ class Launcher:
 class Launch:
     """A launcher with the number of programs and the scalars fixed."""
 
-    __slots__ = ("_launcher", "_blocks", "_scalars", "_arguments_after")
+    __slots__ = ("_launcher", "_blocks", "_scalars", "_arguments_after", "_stream_and_before")
 
     def __init__(self, launcher: Launcher, blocks: int, scalars: tuple):
         self._launcher = launcher
@@ -98,6 +98,8 @@ class Launch:
         pointers = len(launcher.kernel.arg_names) - len(constants) - len(scalars)
         # By the number of tensors given: null pointers for those left out, scalars, constants.
         self._arguments_after = [(0,) * (pointers - given) + scalars + constants for given in range(pointers + 1)]
+        # Read and replaced as one: another thread may launch on another stream.
+        self._stream_and_before = (None, ())
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launches on the device's current stream.
@@ -113,9 +115,14 @@ class Launch:
             or (launcher.one_of_several and _current_device() != launcher.device)
         ):
             return launcher.through_triton(self._blocks, tensors, self._scalars)
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = tuple([tensor.data_ptr() for tensor in tensors])
         for pointer in pointers:
             if pointer & _ALIGNMENT_MASK:
                 return launcher.through_triton(self._blocks, tensors, self._scalars)
         stream = _current_stream(launcher.device)
-        launch(self._blocks, 1, 1, stream, *launcher.fixed, *pointers, *self._arguments_after[len(tensors)])
+        same_stream, before = self._stream_and_before
+        if stream != same_stream:
+            before = (self._blocks, 1, 1, stream, *launcher.fixed)
+            self._stream_and_before = (stream, before)
+        # Tuples that exist are joined faster than their items are passed one by one.
+        launch(*(before + pointers + self._arguments_after[len(tensors)]))

@@ -4,11 +4,11 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Callable, Optional
+from typing import Callable, Optional, Union
 
 import torch
 from torch import is_grad_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import launch, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
@@ -158,27 +158,36 @@ def _forward(
 # From a call's tensors to a kernel
 
 
-class _Call:
+class _Inference:
     """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
 
-    __slots__ = ("launch", "out", "like_input", "rstd_strides", "eps")
+    __slots__ = ("launch", "out", "like_input")
 
-    def __init__(self, launch: Optional[launch.Launch], out: Output, rstd_strides, eps):
+    def __init__(self, launch: launch.Launch, out: Output):
         self.launch = launch
         self.out = out
         self.like_input = out.like_input
-        # None in inference, where no statistics are kept.
+
+    def __call__(self, x, weight):
+        out = torch.empty_like(x) if self.like_input else self.out.empty(x)
+        self.launch(x, weight, out)
+        return out
+
+
+class _Training:
+    """The same for a call that needs gradients, and so the row statistics."""
+
+    __slots__ = ("launch", "out", "rstd_strides", "eps")
+
+    def __init__(self, launch: launch.Launch, out: Output, rstd_strides, eps):
+        self.launch = launch
+        self.out = out
         self.rstd_strides = rstd_strides
         self.eps = eps
 
     def __call__(self, x, weight):
-        if self.rstd_strides is not None:
-            # Eager's fp32 activations reach the sum by two edges, the product's and the mean's.
-            return _Differentiable.apply(x, x if x.dtype == torch.float32 else None, weight, self)
-        out = torch.empty_like(x) if self.like_input else self.out.empty(x)
-        if self.launch is not None:
-            self.launch(x, weight, out)
-        return out
+        # Eager's fp32 activations reach the sum by two edges, the product's and the mean's.
+        return _Differentiable.apply(x, x if x.dtype == torch.float32 else None, weight, self)
 
     def with_rstd(self, x, weight):
         """The output and rstd, `[..., 1]`."""
@@ -201,12 +210,18 @@ def replacement(
     Args:
         original: the forward that is replaced. Reads `weight` and `variance_epsilon` of the module it gets.
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         return _compiled(hidden_states, weight, eps, original)
     recent = _recent.get(id(weight))
     if recent is not None:
-        same, context, call = recent
-        if same(hidden_states, weight) and context == (original, eps, is_grad_enabled()) and quiet():
+        same, replaced, added, grad, call = recent
+        if (
+            same(hidden_states, weight)
+            and replaced is original
+            and added == eps
+            and grad == is_grad_enabled()
+            and quiet()
+        ):
             return call(hidden_states, weight)
     if not are_plain(hidden_states, weight):
         return None
@@ -216,11 +231,11 @@ def replacement(
         return None
     same = same_tensors(hidden_states, weight)
     if same is not None:
-        remember(_recent, id(weight), (same, (original, eps, is_grad_enabled()), call))
+        remember(_recent, id(weight), (same, original, eps, is_grad_enabled(), call))
     return call(hidden_states, weight)
 
 
-def _call(x, weight, eps, original, with_rstd: bool) -> Optional[_Call]:
+def _call(x, weight, eps, original, with_rstd: bool) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs."""
     try:
         key = (
@@ -244,7 +259,7 @@ def _call(x, weight, eps, original, with_rstd: bool) -> Optional[_Call]:
     return call
 
 
-def _resolve(x, weight, eps, original, with_rstd) -> Optional[_Call]:
+def _resolve(x, weight, eps, original, with_rstd) -> Union[_Inference, _Training, None]:
     if x.dim() == 0 or not runs_kernels(x.device) or weight.device != x.device:
         return None
     hidden_size = x.shape[-1]
@@ -258,13 +273,15 @@ def _resolve(x, weight, eps, original, with_rstd) -> Optional[_Call]:
     if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
         return None
     if rows == 0 or (with_rstd and x.dim() == 1):  # Of a single row that is no matrix, eager sums no dweight.
-        return None if with_rstd else _Call(None, out, None, eps)
+        return None
     if not _proved(original, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
         return None
     if with_rstd and not _gradients_proved(original, x.dtype, weight.dtype, hidden_size, rows, x.device):
         return None
     launch = _forward(x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
-    return _Call(launch, out, (*row_number_strides(x.shape, order), 1) if with_rstd else None, eps)
+    if with_rstd:
+        return _Training(launch, out, (*row_number_strides(x.shape, order), 1), eps)
+    return _Inference(launch, out)
 
 
 class _Differentiable(torch.autograd.Function):

@@ -84,12 +84,11 @@ def launch_plan(rows: int, hidden_size: int, columns: Optional[ColumnReduction],
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     fused = False
-    if columns is not None:
-        fused_rows = min(rows_per_program, columns.height)
-        programs = columns.blocks * columns.height // fused_rows
-        fused = tile <= _MAX_FUSED_TILE and programs >= multiprocessors
-        if fused:
-            rows_per_program = fused_rows
+    if columns is not None and tile <= _MAX_FUSED_TILE:
+        # Two rows where they fit: half as many sums are left over, as much memory as Liger's backward takes.
+        fused_rows = min(max(rows_per_program, 2 if 2 * tile <= _MAX_FUSED_TILE else 1), columns.height)
+        fused = columns.blocks * columns.height // fused_rows >= multiprocessors // 2
+        rows_per_program = fused_rows if fused else rows_per_program
     warps = min(max(rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32), 1), _MAX_WARPS)
     return Plan(fused, rows_per_program, warps)
 
