@@ -503,12 +503,6 @@ def test_peak_memory_is_not_above_ligers(kernel, large):
 
     theirs = peak_of_forward_and_backward(out_of_place, x, original.weight, dy)
     print(
-        f"peak of forward and backward of {list(x.shape)}: Liger {theirs / 2**20:.1f} MiB, ours {ours / 2**20:.1f} MiB"
+        f"peak of forward and backward of {list(x.shape)}: Liger {theirs / 2**20:.2f} MiB, ours {ours / 2**20:.2f} MiB"
     )
-    # Both keep fp32 sums for the weight's gradient: Liger one for each multiprocessor, we one for each thread that adds up
-    # a column in eager's reduction, on an H200 264 for these rows, or the bits would differ.
-    gpu = torch.cuda.get_device_properties(DEVICE)
-    column_reduction = importlib.import_module(f"{kernel.__name__}.reduce_config").column_reduction
-    eager = column_reduction(*x.shape, gpu.multi_processor_count, gpu.max_threads_per_multi_processor)
-    more_sums = max(eager.blocks * eager.height - gpu.multi_processor_count, 0)
-    assert ours <= theirs + 4 * more_sums * x.shape[-1]
+    assert ours <= theirs

@@ -5,7 +5,8 @@ import math
 from typing import Callable, Optional
 
 import torch
-from torch import is_grad_enabled
+from torch import empty_like, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import launch, proof
@@ -15,7 +16,7 @@ from .domain import (
     UNSEEN,
     are_plain,
     check_floating,
-    quiet,
+    dispatch_modes,
     remember,
     runs_kernels,
     same_tensors,
@@ -91,7 +92,7 @@ class _Call:
         self.like_input = out.like_input
 
     def __call__(self, *inputs):
-        out = torch.empty_like(inputs[0]) if self.like_input else self.out.empty(inputs[0])
+        out = empty_like(inputs[0]) if self.like_input else self.out.empty(inputs[0])
         if self.launch is not None:
             self.launch(*inputs, out)
         return out
@@ -110,7 +111,7 @@ def replacement(input: torch.Tensor, original: Callable) -> Optional[torch.Tenso
     recent = _recent.get(original)
     if recent is not None:
         same, then, call = recent
-        if same(input) and then == needs_grad and quiet():
+        if same(input) and then == needs_grad and forward_ad._current_level < 0 and not dispatch_modes():
             return _Differentiable.apply(input, call) if needs_grad else call(input)
     if not are_plain(input, input):
         return None
@@ -171,6 +172,8 @@ def gradient(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
 
 
 def _resolve_gradient(dy, x) -> Optional[_Call]:
+    if not runs_kernels(x.device) or x.dtype not in FLOAT_DTYPES:
+        return None
     if dy.stride() != x.stride() or dy.dtype != x.dtype or not is_dense(x.shape, x.stride()) or x.numel() == 0:
         return None
     out = Output.of(torch.ops.aten.silu_backward, dy, x)
@@ -250,6 +253,7 @@ def _(input):
 
 @torch.library.custom_op(add_op_namespace_prefix("silu_backward"), mutates_args=())
 def _silu_backward_op(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    # Proved with the forward operator, or else this graph would not have it.
     return gradient(dy, input)
 
 

@@ -15,7 +15,7 @@ _PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 _tracing_state = torch._C._get_tracing_state
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
@@ -33,7 +33,7 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
         and _functorch_level() is None
         and forward_ad._current_level < 0
         and _tracing_state() is None
-        and not _dispatch_modes()
+        and not dispatch_modes()
     )
 
 
@@ -81,8 +81,8 @@ _GUARDS_KNOWN = re.match(r"2\.1[123]\.", torch.__version__) is not None
 def same_tensors(*tensors: torch.Tensor):
     """A function that tells of other tensors whether `are_plain` and everything in a call's key would come out the same.
 
-    Dispatch keys tell of subclasses, negation, functorch and tracing; only forward-mode AD and dispatch modes they do not
-    tell of. None with a torch whose guards are not known.
+    Dispatch keys tell of subclasses, negation, functorch and tracing, but not of forward-mode AD (`forward_ad._current_level`)
+    and not of every dispatch mode (`dispatch_modes()`). None with a torch whose guards are not known.
     """
     if not _GUARDS_KNOWN:
         return None
@@ -91,8 +91,3 @@ def same_tensors(*tensors: torch.Tensor):
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     ).check
-
-
-def quiet() -> bool:
-    """Whether neither forward-mode AD nor a dispatch mode is at work."""
-    return forward_ad._current_level < 0 and not _dispatch_modes()

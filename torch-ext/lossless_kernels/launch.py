@@ -88,7 +88,7 @@ class Launcher:
 class Launch:
     """A launcher with the number of programs and the scalars fixed."""
 
-    __slots__ = ("_launcher", "_blocks", "_scalars", "_arguments_after", "_stream_and_before")
+    __slots__ = ("_launcher", "_blocks", "_scalars", "_arguments_after", "_kept")
 
     def __init__(self, launcher: Launcher, blocks: int, scalars: tuple):
         self._launcher = launcher
@@ -98,8 +98,8 @@ class Launch:
         pointers = len(launcher.kernel.arg_names) - len(constants) - len(scalars)
         # By the number of tensors given: null pointers for those left out, scalars, constants.
         self._arguments_after = [(0,) * (pointers - given) + scalars + constants for given in range(pointers + 1)]
-        # Read and replaced as one: another thread may launch on another stream.
-        self._stream_and_before = (None, ())
+        # The last stream and what follows from it, in one piece: another thread may launch on another stream.
+        self._kept = (None, None, ())
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launches on the device's current stream.
@@ -107,9 +107,8 @@ class Launch:
         Tensors left out at the end stand for fp32 ones that the kernel neither reads nor writes.
         """
         launcher = self._launcher
-        launch = launcher.launch
         if (
-            launch is None
+            launcher.launch is None
             # A profiler, say, wants to see launches: Triton's own call tells it.
             or _enter_hooks.calls
             or (launcher.one_of_several and _current_device() != launcher.device)
@@ -120,9 +119,9 @@ class Launch:
             if pointer & _ALIGNMENT_MASK:
                 return launcher.through_triton(self._blocks, tensors, self._scalars)
         stream = _current_stream(launcher.device)
-        same_stream, before = self._stream_and_before
-        if stream != same_stream:
-            before = (self._blocks, 1, 1, stream, *launcher.fixed)
-            self._stream_and_before = (stream, before)
+        kept, launch, before = self._kept
+        if stream != kept:
+            launch, before = launcher.launch, (self._blocks, 1, 1, stream, *launcher.fixed)
+            self._kept = (stream, launch, before)
         # Tuples that exist are joined faster than their items are passed one by one.
         launch(*(before + pointers + self._arguments_after[len(tensors)]))

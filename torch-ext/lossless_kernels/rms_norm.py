@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Callable, Optional, Union
 
 import torch
-from torch import is_grad_enabled
+from torch import empty_like, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import launch, proof, rms_norm_backward
@@ -17,7 +18,7 @@ from .domain import (
     UNSEEN,
     are_plain,
     check_floating,
-    quiet,
+    dispatch_modes,
     remember,
     runs_kernels,
     same_tensors,
@@ -169,7 +170,7 @@ class _Inference:
         self.like_input = out.like_input
 
     def __call__(self, x, weight):
-        out = torch.empty_like(x) if self.like_input else self.out.empty(x)
+        out = empty_like(x) if self.like_input else self.out.empty(x)
         self.launch(x, weight, out)
         return out
 
@@ -220,7 +221,8 @@ def replacement(
             and replaced is original
             and added == eps
             and grad == is_grad_enabled()
-            and quiet()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
         ):
             return call(hidden_states, weight)
     if not are_plain(hidden_states, weight):
@@ -431,7 +433,15 @@ def _rms_norm_backward_op(
     needs_dx: bool,
     needs_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _present(rms_norm_backward.gradients(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
+    rows, hidden_size = rstd.numel(), weight.shape[0]
+    proved = (
+        runs_kernels(dy.device)
+        and in_domain(hidden_states.dtype, weight.dtype, hidden_size)
+        and rows > 0
+        and _gradients_proved(_eager_forward, hidden_states.dtype, weight.dtype, hidden_size, rows, dy.device)
+    )
+    compute = rms_norm_backward.gradients if proved else rms_norm_backward.formula
+    return _present(compute(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
 
 
 @_rms_norm_backward_op.register_fake
