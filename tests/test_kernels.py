@@ -1,11 +1,13 @@
 """The kernels in Triton's interpreter against the model of CUDA's arithmetic: fp32 and fp16, bit for bit.
 
 The interpreter truncates where a GPU rounds to bf16 and knows no libdevice: bf16 and the last bit of the exponential belong
-to the tests on a GPU. CPU eager sums in another order than CUDA's, so proof would rightly refuse and is off.
+to the tests on a GPU, and so does the FMA in SiLU's gradient, which the interpreter rounds twice. CPU eager sums in another order than CUDA's, so proof would rightly refuse and is off.
 """
 
 import importlib
+import itertools
 import random
+from types import MethodType
 
 import aten_model
 import numpy
@@ -13,7 +15,11 @@ import pytest
 import torch
 from bits import assert_bits_equal
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted"),
+    # numpy, which the interpreter computes with, warns of the infinities and NaNs that some tests are about.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
+]
 
 DTYPES = (torch.float32, torch.float16)
 # Every class of row counts; hidden sizes with one lane group, several steps, remainders and shared rows.
@@ -36,10 +42,15 @@ def numpy_rsqrt(x):
     return torch.from_numpy(1.0 / numpy.sqrt(x.numpy()))
 
 
-def random_cases(seed, count):
+def numpy_exp(x):
+    return torch.from_numpy(numpy.asarray(numpy.exp(x.numpy())))
+
+
+def random_cases(seed, count, most_elements=1 << 20):
     choose = random.Random(seed)
+    sizes = [(rows, size) for rows, size in itertools.product(ROWS, HIDDEN_SIZES) if rows * size <= most_elements]
     for _ in range(count):
-        yield choose.choice(ROWS), choose.choice(HIDDEN_SIZES), choose.choice(DTYPES), choose.choice(DTYPES)
+        yield *choose.choice(sizes), choose.choice(DTYPES), choose.choice(DTYPES)
 
 
 def test_rms_norm_equals_the_model(kernel, seed):
@@ -52,19 +63,260 @@ def test_rms_norm_equals_the_model(kernel, seed):
         assert_bits_equal(kernel.rms_norm(x, weight, 1e-5), expected, label)
 
 
+def given(generator, shape, dtype, weight_dtype):
+    """x, weight, dy and rstd [...] of a call; contiguous."""
+    x = torch.randn(shape, generator=generator).to(dtype)
+    weight = torch.randn(shape[-1], generator=generator).to(weight_dtype)
+    dy = torch.randn(shape, generator=generator).to(torch.promote_types(dtype, weight_dtype))
+    return x, weight, dy, aten_model.rms_norm_statistics(x, 1e-5).rstd
+
+
+def assert_gradients(found, expected, label):
+    assert_bits_equal(found.dx, expected.dx[0], f"dx of {label}")
+    if len(expected.dx) == 2:
+        assert_bits_equal(found.dx_mean, expected.dx[1], f"dx through the mean of {label}")
+    else:
+        assert found.dx_mean is None
+    assert_bits_equal(found.dweight, expected.dweight, f"dweight of {label}")
+
+
+def assert_gradients_equal_the_model(rms_norm, x, weight, dy, rstd, device=aten_model.H200, label=""):
+    backward = rms_norm.resolve(dy, x, weight, rstd[..., None], True, True)
+    expected = aten_model.rms_norm_backward(dy, x, weight, rstd, device)
+    found = backward(dy, x, weight, rstd[..., None])
+    assert_gradients(found, expected, f"{list(x.shape)} {x.dtype} {weight.dtype} {label}")
+    return found
+
+
 def test_rms_norm_gradients_equal_the_model(module, seed):
-    rms_norm = module("rms_norm_backward")
     generator = torch.Generator().manual_seed(seed)
-    for rows, hidden_size, dtype, weight_dtype in [*random_cases(seed, 12), (300, 128, *DTYPES), (2100, 64, *DTYPES)]:
-        x = torch.randn(rows, hidden_size, generator=generator).to(dtype)
-        weight = torch.randn(hidden_size, generator=generator).to(weight_dtype)
-        dy = torch.randn(rows, hidden_size, generator=generator).to(torch.promote_types(dtype, weight_dtype))
-        rstd = aten_model.rms_norm_statistics(x, 1e-5).rstd
-        expected = aten_model.rms_norm_backward(dy, x, weight, rstd)
+    cases = [*random_cases(seed, 12, most_elements=40_000), (300, 128, *DTYPES), (2100, 64, *DTYPES)]
+    for rows, hidden_size, dtype, weight_dtype in cases:
+        inputs = given(generator, (rows, hidden_size), dtype, weight_dtype)
+        assert_gradients_equal_the_model(module("rms_norm_backward"), *inputs)
+
+
+# Layouts
+
+
+def permuted(tensor, order):
+    """The same values, with the leading dimensions in this order in memory."""
+    *leading, last = range(tensor.dim())
+    back = [order.index(dim) for dim in leading]
+    return tensor.permute(*order, last).contiguous().permute(*back, last)
+
+
+def assert_strides(found, expected, shape):
+    """Those of dimensions of size 1 lead nowhere."""
+    for size, ours, eagers in zip(shape, found.stride(), expected.stride()):
+        assert size == 1 or ours == eagers, f"strides {found.stride()} instead of {expected.stride()}"
+
+
+def test_rms_norm_of_permuted_and_spaced_rows(kernel, module, seed):
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    for order in itertools.permutations(range(3)):
+        hidden_size, dtype = choose.choice((64, 100, 132)), choose.choice(DTYPES)
+        x, weight, _, _ = given(generator, (2, 3, 4, hidden_size), dtype, choose.choice(DTYPES))
+        weight = torch.cat([weight[:1], weight])[1:]
+        # NaN in between, where a kernel must not look.
+        spaced = torch.cat([x, torch.full((2, 3, 4, choose.choice((1, 2, 4, 8))), float("nan"), dtype=dtype)], -1)
+        expected = aten_model.rms_norm(x, weight, 1e-5, rsqrt=numpy_rsqrt)
+        for layout in (permuted(x, order), permuted(spaced, order)[..., :hidden_size]):
+            found = kernel.rms_norm(layout, weight, 1e-5)
+            assert_bits_equal(found.contiguous(), expected, f"{order} {list(x.shape)} {dtype}")
+            assert_strides(found, module("rms_norm").eager(layout, weight, 1e-5), x.shape)
+
+
+def test_gradients_of_other_layouts(module, seed):
+    """The sum over rows runs through memory as eager's product lies there, which dy and x decide together."""
+    rms_norm, eager = module("rms_norm_backward"), module("rms_norm").eager
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    orders = list(itertools.permutations(range(3)))
+    transposed = (0, 2, 1)
+    cases = [((0, 1, 2), transposed), *((choose.choice(orders), choose.choice(orders)) for _ in range(6))]
+    for x_order, dy_order in cases:
+        shape = (2, choose.choice((3, 5)), choose.choice((2, 4)), choose.choice((64, 100)))
+        x, weight, dy, rstd = given(generator, shape, choose.choice(DTYPES), choose.choice(DTYPES))
+        x, dy = permuted(x, x_order), permuted(dy, dy_order)
+        found = assert_gradients_equal_the_model(rms_norm, x, weight, dy, rstd, label=f"{x_order} {dy_order}")
+        x.requires_grad_()
+        (expected,) = torch.autograd.grad(eager(x, weight, 1e-5), x, dy)
+        assert_strides(found.dx, expected, shape)
+
+
+def test_transposed_gradient_is_walked_in_three_levels(module):
+    rms_norm, levels = module("rms_norm_backward"), []
+    x, weight, dy, rstd = given(torch.Generator(), (2, 5, 4, 64), *DTYPES)
+    backward = rms_norm.resolve(permuted(dy, (0, 2, 1)), x, weight, rstd[..., None], True, True)
+    for part in backward.parts:
+        levels += [launch._launcher.constants["LEVELS"] for launch in (part.dx, part.sum_chains) if launch is not None]
+    assert set(levels) == {3} and backward.dy_strides is None
+
+
+def test_expanded_gradients(module, seed):
+    """As a sum leaves them, over everything or over the rows."""
+    x, weight, dy, rstd = given(torch.Generator().manual_seed(seed), (3, 5, 100), torch.float32, torch.float16)
+    for expanded in (dy[0, 0, 0].expand(3, 5, 100), dy[0, 0].expand(3, 5, 100), dy[:, :1].expand(3, 5, 100)):
+        assert_gradients_equal_the_model(module("rms_norm_backward"), x, weight, expanded, rstd)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    "rows, hidden_size, rows_per_program", [(5, 128, 1), (70, 128, 2), (300, 64, 8), (130, 260, 4)]
+)
+def test_every_fused_plan_has_the_same_bits(module, monkeypatch, seed, rows, hidden_size, rows_per_program):
+    rms_norm = module("rms_norm_backward")
+    inputs = given(torch.Generator().manual_seed(seed), (rows, hidden_size), *DTYPES)
+    for fused in (True, False):
+        monkeypatch.setattr(rms_norm, "launch_plan", lambda *_, fused=fused: rms_norm.Plan(fused, rows_per_program, 4))
+        assert_gradients_equal_the_model(rms_norm, *inputs, label=f"fused {fused}")
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+def test_several_blocks_share_a_column(module, monkeypatch, seed, multiprocessors):
+    """Fewer on a small GPU than on a large one."""
+    rms_norm, gpu = module("rms_norm_backward"), aten_model.Device(multiprocessors, 512)
+    monkeypatch.setattr(rms_norm, "_multiprocessors", lambda device: (gpu.sms, gpu.threads_per_sm))
+    inputs = given(torch.Generator().manual_seed(seed), (2100, 64), *DTYPES)
+    assert 1 < aten_model.column_tree(2100, 64, gpu).ctas < aten_model.column_tree(2100, 64).ctas
+    assert_gradients_equal_the_model(rms_norm, *inputs, gpu)
+
+
+def test_gradients_too_large_for_32_bit_indexing_are_summed_in_parts(module, monkeypatch, seed):
+    rms_norm, limit = module("rms_norm_backward"), 11 * 100 * 4
+    monkeypatch.setattr(module("reduce_config"), "_MAX_32_BIT_OFFSET", limit)
+    for dtype in DTYPES:
+        x, weight, dy, rstd = given(torch.Generator().manual_seed(seed), (67, 100), dtype, dtype)
         backward = rms_norm.resolve(dy, x, weight, rstd[:, None], True, True)
-        found = backward(dy, x, weight, rstd[:, None])
-        label = f"{rows}x{hidden_size} {dtype} {weight_dtype}"
-        assert_bits_equal(found.dx, expected.dx[0], f"dx of {label}")
-        if dtype == torch.float32:
-            assert_bits_equal(found.dx_mean, expected.dx[1], f"dx through the mean of {label}")
-        assert_bits_equal(found.dweight, expected.dweight, f"dweight of {label}")
+        assert len(backward.parts) == (8 if dtype == torch.float32 else 4)
+        dx = aten_model.rms_norm_input_gradient(dy, x, weight, rstd)
+        dweight = aten_model.rms_norm_weight_gradient(dy, x, weight, rstd, indexing_limit=limit)
+        assert not torch.equal(dweight, aten_model.rms_norm_weight_gradient(dy, x, weight, rstd)) or dtype == DTYPES[1]
+        assert_gradients(backward(dy, x, weight, rstd[:, None]), aten_model.Gradients(dx, dweight), f"parts {dtype}")
+
+
+# Values
+
+
+def test_special_values(kernel, module, seed):
+    """Rows of zeros of both signs, subnormals, numbers whose squares overflow or vanish, infinities and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in DTYPES:
+        x, weight, dy, _ = given(generator, (12, 64), dtype, dtype)
+        tiny, most = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+        for row, value in enumerate((0.0, -0.0, tiny / 2, tiny, -most)):
+            x[row] = value
+        x[5, 3], x[6, 60], x[7, 0], x[8, ::2] = float("inf"), float("-inf"), float("nan"), -0.0
+        weight[:4] = torch.tensor([0.0, -0.0, most, tiny])
+        dy[9], dy[10, 5], dy[11] = -0.0, float("inf"), float("nan")
+        for eps in (1e-5, 0.0):
+            statistics = aten_model.rms_norm_statistics(x, eps, rsqrt=numpy_rsqrt)
+            assert_bits_equal(
+                kernel.rms_norm(x, weight, eps), aten_model.rms_norm_given_rstd(x, weight, statistics.rstd)
+            )
+            assert_gradients_equal_the_model(module("rms_norm_backward"), x, weight, dy, statistics.rstd)
+            finite = [row for row in range(10) if row not in (5, 6, 7)]
+            inputs = x[finite], weight, dy[finite], statistics.rstd[finite]
+            assert_gradients_equal_the_model(module("rms_norm_backward"), *inputs)
+
+
+def test_only_what_is_needed_is_computed_and_nothing_given_is_written(module, seed):
+    rms_norm = module("rms_norm_backward")
+    for dtype in DTYPES:
+        x, weight, dy, rstd = given(torch.Generator().manual_seed(seed), (70, 64), dtype, torch.float32)
+        inputs = dy, x, weight, rstd[:, None]
+        before = [tensor.clone() for tensor in inputs]
+        both = rms_norm.gradients(*inputs, True, True)
+        only_dx, only_dweight = rms_norm.gradients(*inputs, True, False), rms_norm.gradients(*inputs, False, True)
+        assert only_dx.dweight is None and only_dweight.dx is only_dweight.dx_mean is None
+        assert_bits_equal(only_dx.dx, both.dx)
+        assert_bits_equal(only_dweight.dweight, both.dweight)
+        assert (only_dx.dx_mean is None) == (both.dx_mean is None) == (dtype != torch.float32)
+        if both.dx_mean is not None:
+            assert_bits_equal(only_dx.dx_mean, both.dx_mean)
+        for tensor, clone in zip(inputs, before):
+            assert_bits_equal(tensor, clone)
+
+
+# The layer
+
+
+class LlamaRMSNorm(torch.nn.Module):
+    """transformers' layer, as far as it decides bits."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.variance_epsilon = 1e-5
+
+    def forward(self, hidden_states):
+        raise AssertionError("the original forward runs")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_in_a_residual_block(kernel, seed, dtype):
+    """x + norm(x): x receives dy and, in fp32, two gradients one after the other, which one sum of theirs would not equal."""
+    x, weight, dy, _ = given(torch.Generator().manual_seed(seed), (2, 9, 128), dtype, dtype)
+    norm = LlamaRMSNorm(weight)
+    norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
+    rstd = aten_model.rms_norm_statistics(x, 1e-5, rsqrt=numpy_rsqrt).rstd
+    normed = aten_model.rms_norm_given_rstd(x, weight, rstd)
+    expected = aten_model.rms_norm_backward(dy, x, weight, rstd)
+    with torch.no_grad():
+        assert_bits_equal(norm(x), normed)
+    x.requires_grad_()
+    out = x + norm(x)
+    assert_bits_equal(out, x + normed)
+    handed_over = dy.clone()
+    for _ in range(2):
+        dx, dweight = torch.autograd.grad(out, (x, norm.weight), handed_over, retain_graph=True)
+        total = dy
+        for gradient in expected.dx:
+            total = total + gradient
+        assert_bits_equal(dx, total)
+        assert_bits_equal(dweight, expected.dweight)
+    assert_bits_equal(handed_over, dy)
+    if dtype == torch.float32:
+        assert not torch.equal(dx, dy + sum(expected.dx))
+
+
+# SiLU
+
+
+def silu_inputs(generator, dtype):
+    """Dense ones, permuted too, of an even and an odd number of elements, and rows with something in between."""
+    x = 8 * torch.randn(4, 3, 40, generator=generator)
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), -88.0, -104.0, 1e-40, 70000.0])
+    x.view(-1)[: len(special)] = special
+    x = x.to(dtype)
+    return (
+        x,
+        x.view(-1)[:479],
+        x.transpose(0, 2),
+        x[1, 1, 3],
+        torch.randn(2500, generator=generator).to(dtype),
+        x[..., :36],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_equals_the_model(kernel, seed, dtype):
+    for x in silu_inputs(torch.Generator().manual_seed(seed), dtype):
+        found = kernel.silu(x)
+        assert_bits_equal(found, aten_model.silu(x, numpy_exp), f"{list(x.shape)} {x.stride()}")
+        assert_strides(found, torch.nn.functional.silu(x), x.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_gradient_equals_the_model(kernel, monkeypatch, seed, dtype):
+    """But for the FMA, which the interpreter rounds twice."""
+    monkeypatch.setattr(aten_model, "fused_multiply_add", lambda a, b, c: a * b + c)
+    generator = torch.Generator().manual_seed(seed)
+    *dense, spaced = silu_inputs(generator, dtype)
+    for x in dense:
+        dy = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
+        x = x.detach().requires_grad_()
+        (dx,) = torch.autograd.grad(kernel.silu(x), x, dy)
+        assert_bits_equal(dx, aten_model.silu_backward(dy, x.detach(), numpy_exp), f"{list(x.shape)} {x.stride()}")

@@ -90,6 +90,17 @@ def test_rms_norm_special_values(kernel, refusals, seed):
                 assert_same(kernel.rms_norm(x, weight, eps), eager(x, weight, eps), f"{dtype} eps {eps}")
 
 
+def test_rms_norm_of_tiny_rows(kernel, refusals, seed):
+    # Without eps the mean of squares is subnormal, or its root overflows.
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for dtype in (torch.float32, torch.bfloat16):
+        for exponent in range(-70, -40):
+            x = torch.randn(64, 256, generator=generator, device="cuda").mul_(2.0**exponent).to(dtype)
+            weight = torch.randn(256, generator=generator, device="cuda").to(dtype)
+            with torch.no_grad():
+                assert_same(kernel.rms_norm(x, weight, 0.0), eager(x, weight, 0.0), f"2**{exponent} {dtype}")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rms_norm_beyond_two_to_the_31_elements(kernel, refusals, dtype):
     rows, hidden_size = (70_000, 32_768) if dtype == torch.bfloat16 else (530_000, 4_096)

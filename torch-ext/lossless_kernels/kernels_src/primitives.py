@@ -40,3 +40,14 @@ def reciprocal(x):
         return 1.0 / x
     else:
         return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def rsqrt(x):
+    """CUDA's `rsqrtf` in fp32; `tl.rsqrt` is the same instruction but takes subnormal inputs for zero."""
+    if INTERPRETED:
+        return tl.rsqrt(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )

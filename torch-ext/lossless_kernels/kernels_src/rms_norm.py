@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .primitives import rsqrt
 from .summation import halves_sum, row_sum, sum_of_blocks, thread_sum
 
 
@@ -43,7 +44,7 @@ def rms_norm_forward(
 
     # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
     mean_factor = tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
-    rstd = tl.rsqrt(total * mean_factor + eps)
+    rstd = rsqrt(total * mean_factor + eps)
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
 
     normalized = (h * rstd[:, None, None]).to(x_ptr.dtype.element_ty)
