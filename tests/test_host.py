@@ -387,7 +387,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*TracerWarning|Converting a tensor|`torch.jit.trace`")
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Converting a tensor")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_formula_runs_where_a_kernel_cannot(functions, transform):
     transform = TRANSFORMS[transform]
