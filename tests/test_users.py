@@ -566,3 +566,17 @@ def test_without_a_c_compiler(run_python, build, seed, tmp_path):
     messages = json.loads(run_python(code, arguments=[build, seed], **empty).stdout.splitlines()[-1])
     functions = [message.split()[1] for message in messages]
     assert sorted(functions) == ["LlamaRMSNorm.forward", "SiLUActivation.forward"], messages
+
+
+def test_layers_as_modules_of_their_own(kernel, seed, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    norm = type("Norm", (kernel.layers.LlamaRMSNorm,), {})()
+    norm.weight, norm.variance_epsilon = torch.nn.Parameter(torch.rand(64)), 1e-6
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
+    with warnings.catch_warnings():
+        # There is no original forward to compare with.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        original = LlamaRMSNorm(64)
+        original.weight = norm.weight
+        assert_bits_equal(norm(x), original(x))
+        assert_bits_equal(kernel.layers.SiLUActivation()(x), torch.nn.functional.silu(x))

@@ -44,11 +44,11 @@ def silu(input: torch.Tensor) -> torch.Tensor:
     anything else is computed by `torch.nn.functional.silu`.
     """
     check_floating("input", input)
-    out = replacement(input, _eager_forward)
+    out = replacement(input, eager_forward)
     return torch.nn.functional.silu(input) if out is None else out
 
 
-def _eager_forward(module, input):
+def eager_forward(module, input):
     return torch.nn.functional.silu(input)
 
 
@@ -242,7 +242,7 @@ def _gradient_comparisons(original, dtype, unit, device):
 @torch.library.custom_op(add_op_namespace_prefix("silu"), mutates_args=())
 def _silu_op(input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        out = replacement(input, _eager_forward)
+        out = replacement(input, eager_forward)
     return torch.nn.functional.silu(input) if out is None else out
 
 

@@ -3,7 +3,6 @@
 import re
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -76,6 +75,8 @@ def remember(calls: dict, key, call):
 # TorchDynamo's tensor guards compare type, dispatch keys, dtype, device, sizes, strides and requires_grad of a call's
 # tensors in one step of 0.1 us, against 1 us for the same in Python. They are an internal: known for these versions.
 _GUARDS_KNOWN = re.match(r"2\.1[123]\.", torch.__version__) is not None
+if _GUARDS_KNOWN:
+    from torch._C._dynamo.guards import TensorGuards
 
 
 def same_tensors(*tensors: torch.Tensor):

@@ -11,7 +11,8 @@ try:
 except ImportError:  # The package loads without Triton; the eager formulas run.
     triton = None
 
-AVAILABLE = triton is not None
+# Older ones have no `knobs`, and are not worth a second way of doing everything.
+AVAILABLE = hasattr(triton, "knobs")
 INTERPRETED = AVAILABLE and bool(triton.knobs.runtime.interpret)
 # The compiled kernel's launcher takes its arguments in an order that is Triton's own business: known for these versions.
 _KNOWN_INTERFACE = AVAILABLE and triton.__version__.startswith("3.6.")

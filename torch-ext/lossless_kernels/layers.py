@@ -8,7 +8,9 @@ by `torch.is_grad_enabled()` and `requires_grad`.
 import torch
 from torch import nn
 
+from .activation import eager_forward as silu_eager_forward
 from .activation import replacement as silu_replacement
+from .rms_norm import eager_forward as rms_norm_eager_forward
 from .rms_norm import replacement as rms_norm_replacement
 
 
@@ -28,7 +30,10 @@ class LlamaRMSNorm(nn.Module):
         if weight is None:
             weight = self.weight
         out = rms_norm_replacement(hidden_states, weight, self.variance_epsilon, original)
-        return original(self, hidden_states) if out is None else out
+        if out is not None:
+            return out
+        # Somebody may have made a module of this class itself.
+        return (rms_norm_eager_forward if original is LlamaRMSNorm.forward else original)(self, hidden_states)
 
 
 class SiLUActivation(nn.Module):
@@ -40,4 +45,6 @@ class SiLUActivation(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         original = type(self).forward
         out = silu_replacement(input, original)
-        return original(self, input) if out is None else out
+        if out is not None:
+            return out
+        return (silu_eager_forward if original is SiLUActivation.forward else original)(self, input)

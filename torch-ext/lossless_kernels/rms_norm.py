@@ -70,7 +70,7 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
         raise TypeError(f"eps: expected a number, found {type(eps).__name__}")
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps: expected a finite number that is not negative, found {eps}")
-    out = replacement(hidden_states, weight, eps, _eager_forward)
+    out = replacement(hidden_states, weight, eps, eager_forward)
     return eager(hidden_states, weight, eps) if out is None else out
 
 
@@ -84,7 +84,7 @@ def _eager_rstd(h, eps):
     return torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def _eager_forward(module, hidden_states):
+def eager_forward(module, hidden_states):
     return eager(hidden_states, module.weight, module.variance_epsilon)
 
 
@@ -391,7 +391,7 @@ def _gradient_comparisons(original, dtype, weight_dtype, hidden_size, rows, like
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    call = _call(hidden_states, weight, eps, _eager_forward, with_rstd=False)
+    call = _call(hidden_states, weight, eps, eager_forward, with_rstd=False)
     return eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
@@ -405,7 +405,7 @@ def _(hidden_states, weight, eps):
 def _rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(hidden_states, weight, eps, _eager_forward, with_rstd=True)
+    call = _call(hidden_states, weight, eps, eager_forward, with_rstd=True)
     if call is None:
         out, rstd = eager(hidden_states, weight, eps), _eager_rstd(hidden_states.to(torch.float32), eps)
     else:
@@ -438,7 +438,7 @@ def _rms_norm_backward_op(
         runs_kernels(dy.device)
         and in_domain(hidden_states.dtype, weight.dtype, hidden_size)
         and rows > 0
-        and _gradients_proved(_eager_forward, hidden_states.dtype, weight.dtype, hidden_size, rows, dy.device)
+        and _gradients_proved(eager_forward, hidden_states.dtype, weight.dtype, hidden_size, rows, dy.device)
     )
     compute = rms_norm_backward.gradients if proved else rms_norm_backward.formula
     return _present(compute(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
