@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 COMPILE = """
-    import importlib, json, os, sys
+    import importlib, json, os, sys, traceback
     from pathlib import Path
 
     os.environ["LOSSLESS_PROOF"] = "off"
@@ -29,7 +29,15 @@ COMPILE = """
     seen = set()
     compiled = []
 
-    def compile_instead(launcher, blocks, tensors, scalars):
+    def compile_instead(*launch):
+        try:
+            compile(*launch)
+        except BaseException:
+            # Whoever launches would compute by other means, and nobody would learn why.
+            traceback.print_exc()
+            os._exit(1)
+
+    def compile(launcher, blocks, tensors, scalars):
         function = launcher.kernel
         # Kernels that take columns are hardly different from one hidden size to the next.
         if hidden_size != 4096 and function.__name__.startswith(("rms_norm_sum", "rms_norm_combine")):
@@ -90,8 +98,8 @@ ROWS_MOVED = {
 }
 # Bytes that a thread spills, the most of the three generations with Triton 3.6.0 and 3.7.1. No other kernel spills any.
 SPILLED = {
-    ("rms_norm_forward", "float32", 32768): 56,
-    ("rms_norm_backward", "float32", 4096): 240,
+    ("rms_norm_forward", "float32", 32768): 84,
+    ("rms_norm_backward", "float32", 4096): 276,
     ("rms_norm_backward", "float32", 8192): 208,
     ("rms_norm_backward", "float32", 32768): 2032,
     ("rms_norm_backward", "bfloat16", 32768): 272,
@@ -119,16 +127,18 @@ class Compiled(dict):
 def compiled(build, run_python, tmp_path_factory):
     """Every kernel for every generation: what is missing has not been compiled."""
 
-    def compile_all(matrix):
-        settings = {"TRITON_CACHE_DIR": tmp_path_factory.mktemp("triton"), "TRITON_DISABLE_LINE_INFO": 1}
+    def compile_all(matrix, cache):
+        settings = {"TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": 1}
         done = run_python(COMPILE, arguments=[json.dumps(matrix)], **settings)
         names, entries = json.loads(done.stdout)
         for arch, _ in matrix:
             assert {entry["kernel"] for entry in entries if entry["arch"] == arch} == set(names)
         return [Compiled(entry) for entry in entries]
 
+    matrices = MATRIX[:1], MATRIX[1:]
+    caches = [tmp_path_factory.mktemp("triton") for _ in matrices]
     with ThreadPoolExecutor() as both_cores:
-        return sum(both_cores.map(compile_all, (MATRIX[:1], MATRIX[1:])), [])
+        return sum(both_cores.map(compile_all, matrices, caches), [])
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +196,6 @@ def test_rms_norm_has_no_fma(rms_norm):
             assert re.search(rf"\bmov\.b\d+\s+{re.escape(addend)}, {MINUS_ZEROS};", entry["ptx"]), str(entry)
 
 
-@pytest.mark.xfail(reason="rsqrt.approx.ftz: with eps = 0 a subnormal mean has the root of 0, which eager's has not")
 def test_rms_norm_flushes_no_subnormal_to_zero(rms_norm):
     for entry in rms_norm:
         assert not entry.count(r"\S*\.ftz\b"), str(entry)

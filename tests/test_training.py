@@ -8,6 +8,7 @@ import functools
 import importlib
 import statistics
 import time
+from types import MethodType
 
 import pytest
 import torch
@@ -506,3 +507,38 @@ def test_peak_memory_is_not_above_ligers(kernel, large):
         f"peak of forward and backward of {list(x.shape)}: Liger {theirs / 2**20:.2f} MiB, ours {ours / 2**20:.2f} MiB"
     )
     assert ours <= theirs
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_first_call_may_be_inside_a_checkpoint(kernel, seed, reentrant):
+    """The proof's own autograd must not reach the checkpoint's hooks."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(seed)
+    results = []
+    # A size that no other test has proved.
+    norm = LlamaRMSNorm(388).to(DEVICE, torch.bfloat16)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x, dy = (torch.randn(40, 388, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    for forward in (norm.forward, MethodType(kernel.layers.LlamaRMSNorm.forward, norm)):
+        norm.forward, norm.weight.grad = forward, None
+        inputs = x.clone().requires_grad_()
+        checkpoint(norm, inputs, use_reentrant=reentrant).backward(dy)
+        results.append((inputs.grad, norm.weight.grad))
+    for ours, eagers in zip(*results, strict=True):
+        assert_bits_equal(ours, eagers)
+
+
+def test_batched_gradients_run_the_formula(kernel, seed):
+    """`is_grads_batched` is older than functorch and looks like plain tensors."""
+    torch.manual_seed(seed)
+    weight = torch.rand(256, device=DEVICE, requires_grad=True)
+    x = torch.randn(8, 256, device=DEVICE, requires_grad=True)
+    directions = torch.randn(3, 8, 256, device=DEVICE)
+    for function, inputs in ((lambda: kernel.rms_norm(x, weight, 1e-6), (x, weight)), (lambda: kernel.silu(x), (x,))):
+        batched = torch.autograd.grad(function(), inputs, directions, is_grads_batched=True)
+        single = [torch.autograd.grad(function(), inputs, direction) for direction in directions]
+        for index, found in enumerate(batched):
+            # A batch of three sums is another reduction than three sums, of at most 256 and 8 terms near 1.
+            expected = torch.stack([gradients[index] for gradients in single])
+            assert (found - expected).abs().max() <= 256 * torch.finfo(torch.float32).eps * expected.abs().max()

@@ -53,6 +53,8 @@ def eager_forward(module, input):
 
 
 _BLOCK = 1024
+# Of CUDA's grid, along x.
+_MAX_PROGRAMS = (1 << 31) - 1
 _NUM_WARPS = 4
 
 
@@ -149,6 +151,8 @@ def _resolve(x, original, needs_grad) -> Optional[_Call]:
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     unit = _unit(columns, row_stride, x.dtype)
+    if rows * -(-columns // _BLOCK) > _MAX_PROGRAMS:
+        return None
     if not same_order or not _proved("silu", _comparisons, original, x.dtype, unit, x.device):
         return None
     if needs_grad and not _proved("silu gradient", _gradient_comparisons, original, x.dtype, unit, x.device):
@@ -228,7 +232,7 @@ def _comparisons(original, dtype, unit, device):
 def _gradient_comparisons(original, dtype, unit, device):
     # `unit` elements more than a whole number of blocks.
     x = torch.cat([_all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
-    dy = torch.randn(x.shape, device=device, generator=proof.generator(device, 1)).to(dtype)
+    dy = torch.randn(x.shape, dtype=torch.float32, device=device, generator=proof.generator(device, 1)).to(dtype)
     dx = torch.full(x.shape, math.nan, dtype=dtype, device=device)
     with torch.enable_grad():
         (expected,) = torch.autograd.grad(original(None, x), x, dy)

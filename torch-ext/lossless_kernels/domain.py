@@ -16,6 +16,8 @@ _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 _tracing_state = torch._C._get_tracing_state
 dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+# `torch.autograd.grad(is_grads_batched=True)` is older than functorch and does not show on its stack.
+_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -29,6 +31,8 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
         and type(second) in _PLAIN_TYPES
         and not first.is_neg()
         and not second.is_neg()
+        and not _legacy_batched(first)
+        and not _legacy_batched(second)
         and _functorch_level() is None
         and forward_ad._current_level < 0
         and _tracing_state() is None
@@ -75,8 +79,10 @@ def remember(calls: dict, key, call):
 # TorchDynamo's tensor guards compare type, dispatch keys, dtype, device, sizes, strides and requires_grad of a call's
 # tensors in one step of 0.1 us, against 1 us for the same in Python. They are an internal: known for these versions.
 _GUARDS_KNOWN = re.match(r"2\.1[123]\.", torch.__version__) is not None
-if _GUARDS_KNOWN:
+try:
     from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    _GUARDS_KNOWN = False
 
 
 def same_tensors(*tensors: torch.Tensor):

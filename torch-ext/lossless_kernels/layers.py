@@ -33,7 +33,7 @@ class LlamaRMSNorm(nn.Module):
         if out is not None:
             return out
         # Somebody may have made a module of this class itself.
-        return (rms_norm_eager_forward if original is LlamaRMSNorm.forward else original)(self, hidden_states)
+        return (rms_norm_eager_forward if isinstance(self, LlamaRMSNorm) else original)(self, hidden_states)
 
 
 class SiLUActivation(nn.Module):
@@ -47,4 +47,4 @@ class SiLUActivation(nn.Module):
         out = silu_replacement(input, original)
         if out is not None:
             return out
-        return (silu_eager_forward if original is SiLUActivation.forward else original)(self, input)
+        return (silu_eager_forward if isinstance(self, SiLUActivation) else original)(self, input)

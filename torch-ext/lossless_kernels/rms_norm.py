@@ -199,6 +199,8 @@ class _Training:
 
 
 _calls = {}
+# What a call needs that needs no gradient of x and none of the weight.
+NO_GRADIENTS = (False, False)
 # By the identity of a weight its last call, which is found without building the key above.
 _recent = {}
 
@@ -227,8 +229,8 @@ def replacement(
             return call(hidden_states, weight)
     if not are_plain(hidden_states, weight):
         return None
-    needs_grad = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
-    call = _call(hidden_states, weight, eps, original, needs_grad)
+    needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
+    call = _call(hidden_states, weight, eps, original, needs)
     if call is None:
         return None
     same = same_tensors(hidden_states, weight)
@@ -237,12 +239,16 @@ def replacement(
     return call(hidden_states, weight)
 
 
-def _call(x, weight, eps, original, with_rstd: bool) -> Union[_Inference, _Training, None]:
-    """The call for these tensors, looked up; None if the original forward runs."""
+def _call(x, weight, eps, original, needs) -> Union[_Inference, _Training, None]:
+    """The call for these tensors, looked up; None if the original forward runs.
+
+    Args:
+        needs: whether the gradients of x and of the weight are needed.
+    """
     try:
         key = (
             original,
-            with_rstd,
+            needs,
             eps,
             x.dtype,
             x.shape,
@@ -257,12 +263,12 @@ def _call(x, weight, eps, original, with_rstd: bool) -> Union[_Inference, _Train
         return None
     call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(x, weight, eps, original, with_rstd))
+        call = remember(_calls, key, _resolve(x, weight, eps, original, needs))
     return call
 
 
-def _resolve(x, weight, eps, original, with_rstd) -> Union[_Inference, _Training, None]:
-    if x.dim() == 0 or not runs_kernels(x.device) or weight.device != x.device:
+def _resolve(x, weight, eps, original, needs) -> Union[_Inference, _Training, None]:
+    if x.dim() == 0 or not runs_kernels(x.device) or weight.device != x.device or not isinstance(eps, (int, float)):
         return None
     hidden_size = x.shape[-1]
     if not in_domain(x.dtype, weight.dtype, hidden_size) or (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
@@ -270,6 +276,7 @@ def _resolve(x, weight, eps, original, with_rstd) -> Union[_Inference, _Training
     matrix = rows_in_memory(x.shape, x.stride())
     if matrix is None:
         return None
+    with_rstd = needs != NO_GRADIENTS
     rows, row_stride, order = matrix
     out = Output.of(functools.partial(eager, eps=0.0), x, weight)
     if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
@@ -278,7 +285,7 @@ def _resolve(x, weight, eps, original, with_rstd) -> Union[_Inference, _Training
         return None
     if not _proved(original, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
         return None
-    if with_rstd and not _gradients_proved(original, x.dtype, weight.dtype, hidden_size, rows, x.device):
+    if with_rstd and not _gradients_proved(original, x.dtype, weight.dtype, hidden_size, rows, x.device, needs):
         return None
     launch = _forward(x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
     if with_rstd:
@@ -327,13 +334,24 @@ def _proved(original, dtype, weight_dtype, hidden_size, rows, row_stride, device
     return proof.admits(key, subject, device, comparisons)
 
 
-def _gradients_proved(original, dtype, weight_dtype, hidden_size, rows, device) -> bool:
+def _gradients_proved(original, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
     """Whether the backward kernels for such rows have proved to return the bits of autograd through `original`."""
-    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device)
-    key = ("rms_norm gradients", original, dtype, weight_dtype, hidden_size, row_class(rows), least, plan, device)
+    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs))
+    key = (
+        "rms_norm gradients",
+        original,
+        dtype,
+        weight_dtype,
+        hidden_size,
+        row_class(rows),
+        least,
+        plan,
+        device,
+        needs,
+    )
     subject = _subject(original, device, dtype, weight_dtype, hidden_size, row_class(rows)) + " in training,"
     comparisons = functools.partial(
-        _gradient_comparisons, original, dtype, weight_dtype, hidden_size, least, rows, device
+        _gradient_comparisons, original, dtype, weight_dtype, hidden_size, least, rows, device, needs
     )
     return proof.admits(key, subject, device, comparisons)
 
@@ -344,7 +362,7 @@ _PROOF_ROWS = 128
 
 def _comparisons(original, dtype, weight_dtype, hidden_size, rows, row_stride, device):
     generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, device=device, generator=generator)
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = (1, _PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-_PROOF_ROWS // rows), rows)
     eps = 0.0123
     forward = _forward(dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
@@ -353,15 +371,15 @@ def _comparisons(original, dtype, weight_dtype, hidden_size, rows, row_stride, d
         weight = make(hidden_size).to(weight_dtype)
         expected = original(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
         out = torch.full_like(expected, math.nan)
-        rstd = torch.full((rows, 1), math.nan, device=device)
+        rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
         forward(x, weight, out, rstd)
         yield "the fp32 rstd", rstd, _eager_rstd(x.to(torch.float32), eps)
         yield "the output", out, expected
 
 
-def _gradient_comparisons(original, dtype, weight_dtype, hidden_size, rows, like_rows, device):
+def _gradient_comparisons(original, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs):
     generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, device=device, generator=generator)
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     eps = 0.0123
     forward = _forward(dtype, weight_dtype, hidden_size, rows, hidden_size, device, eps, store_rstd=True)
     for _ in range(-(-_PROOF_ROWS // rows)):
@@ -372,18 +390,21 @@ def _gradient_comparisons(original, dtype, weight_dtype, hidden_size, rows, like
             expected = original(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
             dx, dweight = torch.autograd.grad(expected, (x, weight), dy)
         x, weight = x.detach(), weight.detach()
-        rstd = torch.full((rows, 1), math.nan, device=device)
+        rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
         forward(x, weight, torch.empty_like(expected), rstd)
-        backward = rms_norm_backward.resolve(dy, x, weight, rstd, True, True, like_rows, statistics=True)
-        d_rstd = torch.full((rows, 1), math.nan, device=device)
-        dweight_sum = torch.full((hidden_size,), math.nan, device=device)
+        backward = rms_norm_backward.resolve(dy, x, weight, rstd, *needs, like_rows, statistics=True)
+        d_rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
+        dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=device)
         ours = backward(dy, x, weight, rstd, d_rstd, dweight_sum)
-        d_normalized = (dy * weight).to(dtype).to(torch.float32)
+        needs_dx, needs_dweight = needs
         h = x.to(torch.float32)
-        yield "the fp32 gradient of rstd", d_rstd, (d_normalized * h).sum(-1, keepdim=True)
-        yield "the fp32 weight gradient", dweight_sum, (dy * (h * rstd).to(dtype)).sum(0, dtype=torch.float32)
-        yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
-        yield "the weight's gradient", ours.dweight, dweight
+        if needs_dx:
+            d_normalized = (dy * weight).to(dtype).to(torch.float32)
+            yield "the fp32 gradient of rstd", d_rstd, (d_normalized * h).sum(-1, keepdim=True)
+            yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
+        if needs_dweight:
+            yield "the fp32 weight gradient", dweight_sum, (dy * (h * rstd).to(dtype)).sum(0, dtype=torch.float32)
+            yield "the weight's gradient", ours.dweight, dweight
 
 
 # torch.compile
@@ -391,7 +412,7 @@ def _gradient_comparisons(original, dtype, weight_dtype, hidden_size, rows, like
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    call = _call(hidden_states, weight, eps, eager_forward, with_rstd=False)
+    call = _call(hidden_states, weight, eps, eager_forward, NO_GRADIENTS)
     return eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
@@ -405,7 +426,7 @@ def _(hidden_states, weight, eps):
 def _rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(hidden_states, weight, eps, eager_forward, with_rstd=True)
+    call = _call(hidden_states, weight, eps, eager_forward, (True, True))
     if call is None:
         out, rstd = eager(hidden_states, weight, eps), _eager_rstd(hidden_states.to(torch.float32), eps)
     else:
@@ -433,12 +454,12 @@ def _rms_norm_backward_op(
     needs_dx: bool,
     needs_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, hidden_size = rstd.numel(), weight.shape[0]
+    rows, hidden_size, needs = rstd.numel(), weight.shape[0], (needs_dx, needs_dweight)
     proved = (
         runs_kernels(dy.device)
         and in_domain(hidden_states.dtype, weight.dtype, hidden_size)
         and rows > 0
-        and _gradients_proved(eager_forward, hidden_states.dtype, weight.dtype, hidden_size, rows, dy.device)
+        and _gradients_proved(eager_forward, hidden_states.dtype, weight.dtype, hidden_size, rows, dy.device, needs)
     )
     compute = rms_norm_backward.gradients if proved else rms_norm_backward.formula
     return _present(compute(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
@@ -477,7 +498,10 @@ def _proved_for_compile(original, dtype, weight_dtype, hidden_size, device_index
         return False
     return all(
         _proved(original, dtype, weight_dtype, hidden_size, rows, hidden_size, device) for rows in ROW_CLASSES
-    ) and (not training or _gradients_proved(original, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], device))
+    ) and (
+        not training
+        or _gradients_proved(original, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], device, (True, True))
+    )
 
 
 def _compiled(hidden_states, weight, eps, original):

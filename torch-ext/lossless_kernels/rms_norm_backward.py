@@ -1,5 +1,6 @@
 """The gradients of RMSNorm with the bits of eager autograd through transformers' `LlamaRMSNorm`."""
 
+import contextlib
 import functools
 import math
 import warnings
@@ -8,7 +9,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from . import launch
+from . import launch, proof
 from .domain import UNSEEN, are_plain, remember
 from .layout import contiguous_strides, row_levels, rows_in_memory
 from .reduce_config import ColumnReduction, column_reduction, row_class, row_reduction, split_rows
@@ -93,15 +94,19 @@ def launch_plan(rows: int, hidden_size: int, columns: Optional[ColumnReduction],
     return Plan(fused, rows_per_program, warps)
 
 
-def proof_class(rows: int, hidden_size: int, device: torch.device) -> tuple[int, Plan]:
-    """The fewest rows whose chains are shared and combined as those of `rows` rows are, and the plan of `rows` rows."""
+def proof_class(rows: int, hidden_size: int, device: torch.device, both: bool) -> tuple[int, Plan]:
+    """The fewest rows whose chains are shared and combined as those of `rows` rows are, and the plan of `rows` rows.
+
+    Args:
+        both: whether both gradients are needed.
+    """
     gpu = _multiprocessors(device)
     columns = column_reduction(rows, hidden_size, *gpu)
     least = row_class(rows)
     while True:
         found = column_reduction(least, hidden_size, *gpu)
         if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
-            return least, launch_plan(rows, hidden_size, columns, gpu[0])
+            return least, launch_plan(rows, hidden_size, columns if both else None, gpu[0])
         least *= 2
 
 
@@ -164,7 +169,11 @@ def _layout(dy, x, weight):
     """Strides of eager's dx and of its product dy * normalized, found out without data or device."""
     if dy.stride() == x.stride() == contiguous_strides(x.shape):
         return x.stride(), x.stride()
-    with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(proof.no_saved_tensor_hooks())
         dy, x, weight = (
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (dy, x, weight)
         )
@@ -322,13 +331,33 @@ def gradients(dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradi
     return formula(dy, x, weight, rstd, needs_dx, needs_dweight)
 
 
-def _first(key, *arguments) -> Gradients:
-    """The first call of its kind, which may have to compile: whatever fails there, the formula still works."""
+def _first(key, dy, x, weight, rstd, needs_dx, needs_dweight) -> Gradients:
+    """The first call of its kind, which may have to compile: whatever fails there, the formula still works.
+
+    A proof runs contiguous tensors. Where rows lie otherwise another compiled kernel reads them, so its first gradients are
+    compared with the formula's.
+    """
+    arguments = (dy, x, weight, rstd, needs_dx, needs_dweight)
+    expected = None
     try:
         backward = resolve(*arguments)
-        found = None if backward is None else backward(*arguments[:4])
+        found = None if backward is None else backward(dy, x, weight, rstd)
+        ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
+        if found is not None and not ordinary and proof.policy() != "off":
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return formula(*arguments)
+            expected = formula(*arguments)
+            pairs = [(a, b) for a, b in zip(found, expected) if a is not None]
+            wrong = sum(int(proof.differing(a.contiguous(), b.contiguous())) for a, b in pairs)
+            if wrong:
+                raise proof.LosslessProofError(f"{wrong} elements differ")
+    except torch.OutOfMemoryError:
+        return formula(*arguments)
     except Exception as error:
-        warnings.warn(f"lossless-kernels: RMSNorm's gradients come from torch: {error}", RuntimeWarning, stacklevel=2)
+        message = f"lossless-kernels: RMSNorm's gradients come from torch: {error}"
+        if proof.policy() == "strict":
+            raise proof.LosslessProofError(message) from error
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
         backward = found = None
     remember(_resolved, key, backward)
-    return formula(*arguments) if found is None else found
+    return (expected or formula(*arguments)) if found is None else found
