@@ -182,6 +182,7 @@ def rms_norm_backward(
     else:
         stride = rows
         lane = program * ROWS + tl.arange(0, ROWS)
+        # One turn, and numbers of the types they have above.
         length = stride // stride
         turns = length
     in_range = lane < rows
