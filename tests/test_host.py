@@ -64,7 +64,6 @@ def test_column_reduction_is_the_models(module, chooser):
         found = column_reduction(rows, hidden_size, *gpu)
         tree = aten_model.column_tree(rows, hidden_size, aten_model.Device(*gpu))
         assert (found.height, found.blocks) == (tree.warps, tree.ctas), (rows, hidden_size, gpu)
-        assert found.chains == 4 * tree.warps * tree.ctas
 
 
 def halves(first_row, rows, hidden_size, element_size):

@@ -67,16 +67,12 @@ def row_reduction(rows: int, hidden_size: int) -> RowReduction:
 class ColumnReduction:
     """A sum over the rows of a dense [rows, hidden_size]: `height * blocks` threads share one column.
 
-    Each has four accumulators, so that the rows fall into `chains` chains: row r belongs to chain r modulo `chains`, and a
-    chain is summed in sequence.
+    Each has four accumulators, so that the rows fall into `4 * height * blocks` chains: row r belongs to chain r
+    modulo their number, and a chain is summed in sequence.
     """
 
     height: int
     blocks: int
-
-    @property
-    def chains(self) -> int:
-        return _VECTOR * self.height * self.blocks
 
 
 def column_reduction(
