@@ -93,11 +93,16 @@ class _Call:
         self.out = out
         self.like_input = out.like_input
 
-    def __call__(self, *inputs):
-        out = empty_like(inputs[0]) if self.like_input else self.out.empty(inputs[0])
+    def __call__(self, input):
+        out = empty_like(input) if self.like_input else self.out.empty(input)
         if self.launch is not None:
-            self.launch(*inputs, out)
+            self.launch.on_two(input, out)
         return out
+
+    def backward(self, dy, input):
+        dx = self.out.empty(dy)
+        self.launch.on_three(dy, input, dx)
+        return dx
 
 
 _calls = {}
@@ -128,7 +133,7 @@ def replacement(input: torch.Tensor, original: Callable) -> Optional[torch.Tenso
         return None
     same = same_tensors(input)
     if same is not None:
-        remember(_recent, original, (same, needs_grad, call))
+        remember(_recent, original, (same, needs_grad, call.__call__))
     return _Differentiable.apply(input, call) if needs_grad else call(input)
 
 
@@ -171,7 +176,7 @@ def gradient(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         if call is UNSEEN:
             call = remember(_gradient_calls, key, _resolve_gradient(dy, input))
         if call is not None:
-            return call(dy, input)
+            return call.backward(dy, input)
     return torch.ops.aten.silu_backward(dy, input)
 
 

@@ -165,7 +165,8 @@ class _Inference:
     __slots__ = ("launch", "out", "like_input")
 
     def __init__(self, launch: launch.Launch, out: Output):
-        self.launch = launch
+        # Methods, here and in `_recent`: to call an object that is no function costs 0.1 us more.
+        self.launch = launch.on_three
         self.out = out
         self.like_input = out.like_input
 
@@ -235,7 +236,7 @@ def replacement(
         return None
     same = same_tensors(hidden_states, weight)
     if same is not None:
-        remember(_recent, id(weight), (same, original, eps, is_grad_enabled(), call))
+        remember(_recent, id(weight), (same, original, eps, is_grad_enabled(), call.__call__))
     return call(hidden_states, weight)
 
 
