@@ -225,6 +225,16 @@ def test_rms_norm_gradients(kernel, module, refusals, seed):
     assert sum(call is None for call in backward._resolved.values()) <= 5
 
 
+@pytest.mark.parametrize("padding", [1, 2, 4])
+@pytest.mark.parametrize("hidden_size", [1024, 2560, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rms_norm_gradients_of_rows_that_lie_apart(kernel, refusals, padding, hidden_size, dtype):
+    x = torch.randn(5000, hidden_size + padding, device="cuda").to(dtype)[:, :hidden_size]
+    weight, dy = torch.randn(hidden_size, device="cuda").to(dtype), torch.randn_like(x).contiguous()
+    for _ in range(20):
+        compare_gradients(kernel, x, weight, dy, f"padding {padding}")
+
+
 # Exactly 2 GiB is summed at once, one row more in two parts; then four parts, and long rows.
 @pytest.mark.parametrize(
     "shape", [(262_144, 4096), (262_145, 4096), (300_000, 4096), (1_200_000, 2048), (33_000, 32_768)], ids=str

@@ -86,7 +86,14 @@ def thread_sum(chains, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def halves_sum(threads, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr):
     """A block's sum of its threads: [HEIGHT, COLUMNS] -> [COLUMNS], the upper half added to the lower until one is left."""
-    return tl.reshape(_sum_halves(tl.reshape(threads, [1, HEIGHT, COLUMNS]), 1, HEIGHT, COLUMNS), [COLUMNS])
+    for level in tl.static_range(10):
+        if (HEIGHT >> level) > 1:
+            pairs = tl.reshape(threads, [2, HEIGHT >> (level + 1), COLUMNS])
+            # Taken apart, not `tl.sum`: the halves may lie in different warps, and where the bits of a warp's number belong
+            # to rows and columns in turn, Triton 3.6 mixes up what the warps hold.
+            lower, upper = tl.split(tl.permute(pairs, [1, 2, 0]))
+            threads = lower + upper
+    return tl.reshape(threads, [COLUMNS])
 
 
 @triton.jit
