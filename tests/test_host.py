@@ -246,7 +246,7 @@ def test_outputs_are_laid_out_as_eagers(kernel, module, proof_off, chooser, monk
         x = torch.empty_strided(shape, strides, dtype=chooser.choice(DTYPES))
         weight = torch.empty(shape[-1], dtype=chooser.choice(DTYPES))
         for found, expected in (
-            (kernel.rms_norm(x, weight, 1e-6), module("rms_norm").eager(x, weight, 1e-6)),
+            (kernel.rms_norm(x, weight, 1e-6), module("variants").LLAMA.eager(x, weight, 1e-6)),
             (kernel.silu(x), torch.nn.functional.silu(x)),
         ):
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
@@ -485,7 +485,15 @@ CPU = torch.device("cpu")
 def proof(module, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(module("proof"), "_verdicts", {})
+    monkeypatch.setattr(module("proof"), "_warned", set())
     return module("proof")
+
+
+def f(self, x): ...
+
+
+def subject(proof):
+    return proof.Subject(f, CPU, "fp32")
 
 
 class Comparisons:
@@ -502,22 +510,20 @@ class Comparisons:
 
 def test_proof_runs_once(proof):
     comparisons = Comparisons()
-    assert [proof.admits("key", "f", CPU, comparisons) for _ in range(3)] == [True] * 3
+    assert [proof.admits("key", subject(proof), comparisons) for _ in range(3)] == [True] * 3
     assert comparisons.calls == 1
-    assert proof.admits("another key", "f", CPU, comparisons)
+    assert proof.admits("another key", subject(proof), comparisons)
     assert comparisons.calls == 2
 
 
 def test_a_kernel_that_differs_is_refused_for_ever_with_one_warning(proof):
     comparisons = Comparisons((1.0, 2.0, 3.0), (1.0, 2.5, 3.5))
-    with pytest.warns(
-        RuntimeWarning, match="LlamaRMSNorm.forward on cpu .* 2 elements of the output differ$"
-    ) as warned:
-        assert not proof.admits("key", "LlamaRMSNorm.forward on cpu", CPU, comparisons)
+    with pytest.warns(RuntimeWarning, match=r"f on cpu, fp32, keeps .* 2 elements of the output differ$") as warned:
+        assert not proof.admits("key", subject(proof), comparisons)
     assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not proof.admits("key", "LlamaRMSNorm.forward on cpu", CPU, Comparisons())
+        assert not proof.admits("key", subject(proof), Comparisons())
     assert comparisons.calls == 1
 
 
@@ -526,8 +532,8 @@ def test_a_kernel_that_fails_is_refused_with_the_reason(proof):
         yield "the output", X, X
         raise OSError("no C compiler")
 
-    with pytest.warns(RuntimeWarning, match="f keeps its original forward: OSError: no C compiler$"):
-        assert not proof.admits("key", "f", CPU, comparisons)
+    with pytest.warns(RuntimeWarning, match="f on cpu, fp32, keeps its original forward: OSError: no C compiler$"):
+        assert not proof.admits("key", subject(proof), comparisons)
 
 
 def test_strict_raises_every_time(proof, monkeypatch):
@@ -535,23 +541,23 @@ def test_strict_raises_every_time(proof, monkeypatch):
     comparisons = Comparisons((1.0,), (2.0,))
     for calls in (1, 2):
         with pytest.raises(proof.LosslessProofError, match="f .* 1 elements of the output differ"):
-            proof.admits("key", "f", CPU, comparisons)
+            proof.admits("key", subject(proof), comparisons)
         assert comparisons.calls == calls
 
 
 def test_off_admits_without_proof_and_remembers_nothing(proof, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     comparisons = Comparisons((1.0,), (2.0,))
-    assert proof.admits("key", "f", CPU, comparisons) and not comparisons.calls
+    assert proof.admits("key", subject(proof), comparisons) and not comparisons.calls
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     with pytest.warns(RuntimeWarning):
-        assert not proof.admits("key", "f", CPU, comparisons)
+        assert not proof.admits("key", subject(proof), comparisons)
 
 
 def test_unknown_policy_is_an_error(proof, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "yes")
     with pytest.raises(ValueError, match="^LOSSLESS_PROOF: expected one of on, off, strict, found 'yes'$"):
-        proof.admits("key", "f", CPU, Comparisons())
+        proof.admits("key", subject(proof), Comparisons())
 
 
 def test_differing_counts_bits(proof):
@@ -580,9 +586,9 @@ def test_proof_leaves_everything_as_it_was(proof):
 
     before = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-        assert proof.admits("key", "f", CPU, comparisons)
+        assert proof.admits("key", subject(proof), comparisons)
         assert torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()
-    assert proof.admits("another key", "f", CPU, comparisons) and torch.is_grad_enabled()
+    assert proof.admits("another key", subject(proof), comparisons) and torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
     assert inside == [(False, False, False)] * 2
 
@@ -597,7 +603,7 @@ def test_threads_wait_for_one_proof(proof):
 
     def ask():
         started.wait()
-        answers.append(proof.admits("key", "f", CPU, slow))
+        answers.append(proof.admits("key", subject(proof), slow))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -613,6 +619,7 @@ def test_without_proof_the_formula_runs(kernel, module, monkeypatch):
     proof, family = module("proof"), module("rms_norm")
     for owner, name in ((proof, "_verdicts"), (family, "_calls"), (family, "_recent")):
         monkeypatch.setattr(owner, name, {})
+    monkeypatch.setattr(proof, "_warned", set())
     x, weight = torch.randn(16, 1024), torch.randn(1024)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -641,6 +648,7 @@ def test_launch_stands_in_for_tensors_that_are_left_out(module):
     family = module("rms_norm")
     x, weight, rstd, *outs = torch.randn(16, 64), torch.randn(64), torch.zeros(16), *torch.zeros(2, 16, 64)
     for store_rstd, tensors in ((False, (outs[0],)), (True, (outs[1], rstd))):
-        family._forward(x.dtype, weight.dtype, 64, 16, 64, CPU, 1e-5, store_rstd)(x, weight, *tensors)
+        variant = module("variants").LLAMA
+        family._forward(variant, x.dtype, weight.dtype, 64, 16, 64, CPU, 1e-5, store_rstd)(x, weight, *tensors)
     assert_bits_equal(outs[0], outs[1])
     assert outs[0].all() and rstd.all()

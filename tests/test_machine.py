@@ -26,6 +26,7 @@ COMPILE = """
     kernel = get_local_kernel(Path("build"))
     module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
     domain, launch, backward, activation = map(module, ("domain", "launch", "rms_norm_backward", "activation"))
+    LLAMA = module("variants").LLAMA
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
     seen = set()
     compiled = []
@@ -82,7 +83,7 @@ COMPILE = """
                         dy, x = torch.empty(2, rows, hidden_size + padding, dtype=dtype)
                         dy, x = dy.flatten()[:rows * hidden_size].view(rows, hidden_size), x[:, :hidden_size]
                         kernel.rms_norm(x, weight, 1e-6)
-                        backward.gradients(dy, x, weight, torch.empty(rows, 1), True, True)
+                        backward.gradients(LLAMA, dy, x, weight, torch.empty(rows, 1), True, True)
             x, dy = torch.empty(2, 4096, dtype=dtype)
             kernel.silu(x)
             activation.gradient(dy, x)

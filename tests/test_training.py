@@ -342,9 +342,11 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     rstd = torch.rand(TOKENS, 1, device=DEVICE)
     leaf, weight_leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
     samples = {
-        "rms_norm": [(x, weight, 1e-6)],
-        "rms_norm_with_rstd": [(leaf, leaf if dtype == FP32 else None, weight_leaf, 1e-6)],
-        "rms_norm_backward": [(dy, x, weight, rstd, *needs) for needs in ((True, True), (True, False), (False, True))],
+        "rms_norm": [(x, weight, 1e-6, "llama")],
+        "rms_norm_with_rstd": [(leaf, leaf if dtype == FP32 else None, weight_leaf, 1e-6, "llama")],
+        "rms_norm_backward": [
+            (dy, x, weight, rstd, *needs, "llama") for needs in ((True, True), (True, False), (False, True))
+        ],
         "silu": [(leaf,)],
         "silu_backward": [(dy, x)],
     }

@@ -4,6 +4,7 @@ from . import layers
 from .activation import silu
 from .mapping import kernel_mapping
 from .proof import LosslessProofError
+from .report import replacement_report
 from .rms_norm import rms_norm
 
-__all__ = ["LosslessProofError", "kernel_mapping", "layers", "rms_norm", "silu"]
+__all__ = ["LosslessProofError", "kernel_mapping", "layers", "replacement_report", "rms_norm", "silu"]

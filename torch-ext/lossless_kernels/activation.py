@@ -211,8 +211,8 @@ class _Differentiable(torch.autograd.Function):
 
 def _proved(what, comparisons, original, dtype, unit, device) -> bool:
     key = (what, original, dtype, unit, device)
-    subject = f"{original.__qualname__} ({what}) on {device}, {dtype},"
-    return proof.admits(key, subject, device, functools.partial(comparisons, original, dtype, unit, device))
+    subject = proof.Subject(original, device, f"{dtype}, {what}", "silu")
+    return proof.admits(key, subject, functools.partial(comparisons, original, dtype, unit, device))
 
 
 def _all_inputs(dtype, device):
