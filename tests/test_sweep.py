@@ -1,0 +1,81 @@
+"""Every class of the installed transformers that carries a layer name of this package."""
+
+import importlib
+
+import pytest
+import sweep
+import torch
+from kernels import Mode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# What may keep its original forward, by class name; each has its reason in docs/replaced.md.
+KEPT = set()
+
+
+@pytest.fixture(scope="module")
+def found(kernel):
+    return list(sweep.classes(set(kernel.kernel_mapping())))
+
+
+def test_every_layer_name_is_found(kernel, found):
+    names = [layer_name for layer_name, _ in found]
+    assert set(names) == set(kernel.kernel_mapping())
+    assert names.count("RMSNorm") > 100
+
+
+def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
+    """On a GPU by kernels, in outputs and gradients; on the CPU, without Triton's interpreter, by the original forwards."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cuda")
+    launches = sweep.count_launches(kernel)
+    outcomes = [sweep.compare(*entry, kernel, DEVICE, seed, launches) for entry in found]
+    kept = {outcome.name: outcome for outcome in outcomes if not outcome.lossless}
+    assert set(kept) <= KEPT, "\n".join(map(str, kept.values()))
+
+
+def test_every_class_is_recognised_by_its_formula(kernel, found):
+    """Which needs no GPU: formulas in torch operations are compared with each other."""
+    family = importlib.import_module(f"{kernel.__name__}.rms_norm")
+    dtypes = torch.bfloat16, torch.bfloat16
+    names = {
+        layer_class.__name__: family._variant(layer_class, *dtypes, torch.device("cpu")).name
+        for layer_name, layer_class in found
+        if layer_name in ("RMSNorm", "RMSNormZeroCentered")
+    }
+    assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
+    assert names["GptOssRMSNorm"] == names["NemotronHRMSNorm"] == "fp32_product"
+    assert names["Qwen3_5RMSNorm"] == "one_plus_weight"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU no kernel is proved")
+def test_a_broken_order_keeps_every_original(kernel, found, seed, monkeypatch):
+    """A wrong tree, as a new PyTorch or another GPU may have: all layers fall back, warn once, and stay bit-equal."""
+    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")  # noqa: E731
+    right = module("reduce_config").row_reduction
+
+    def wrong(rows, hidden_size):
+        # As a GPU would whose blocks were half as wide.
+        order = right(rows, hidden_size)
+        return type(order)(order.hidden_size, order.width // 2, order.height * 2, order.vectorized)
+
+    for family in ("rms_norm", "rms_norm_backward"):
+        monkeypatch.setattr(module(family), "row_reduction", wrong)
+    for owner, tables in (("proof", ("_verdicts", "_warned")), ("rms_norm", ("_calls", "_recent"))):
+        for table in tables:
+            monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
+    for launcher in (module("rms_norm")._forward_launcher, module("rms_norm_backward")._backward_launcher):
+        launcher.cache_clear()
+    monkeypatch.setattr(sweep, "DTYPES", sweep.DTYPES[:1])
+    norms = {layer_class.forward: entry for entry in found for layer_class in entry[1:] if "RMSNorm" in entry[0]}
+    try:
+        for layer_name, layer_class in list(norms.values())[:20]:
+            outcome = sweep.compare(layer_name, layer_class, kernel, DEVICE, seed, lambda: 0)
+            assert (
+                "keeps its original forward" in outcome.inference_problem and "differ" not in outcome.training_problem
+            )
+            layer = sweep.replaced(sweep.make(layer_class, layer_name, DEVICE), kernel, DEVICE, Mode.INFERENCE)
+            (entry,) = kernel.replacement_report(layer, verbose=False).layers
+            assert entry.path == "original" and "the fp32 rstd differ" in " ".join(entry.reasons)
+    finally:
+        for launcher in (module("rms_norm")._forward_launcher, module("rms_norm_backward")._backward_launcher):
+            launcher.cache_clear()
