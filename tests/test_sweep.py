@@ -5,6 +5,8 @@ import importlib
 import pytest
 import sweep
 import torch
+import training
+from bits import assert_bits_equal
 from kernels import Mode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +45,7 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
         if layer_name in ("RMSNorm", "RMSNormZeroCentered")
     }
     assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
-    assert names["GptOssRMSNorm"] == names["NemotronHRMSNorm"] == "fp32_product"
+    assert names["GptOssRMSNorm"] == names["Olmo2RMSNorm"] == "fp32_product"
     assert names["Qwen3_5RMSNorm"] == "one_plus_weight"
 
 
@@ -76,6 +78,11 @@ def test_a_broken_order_keeps_every_original(kernel, found, seed, monkeypatch):
             layer = sweep.replaced(sweep.make(layer_class, layer_name, DEVICE), kernel, DEVICE, Mode.INFERENCE)
             (entry,) = kernel.replacement_report(layer, verbose=False).layers
             assert entry.path == "original" and "the fp32 rstd differ" in " ".join(entry.reasons)
+        original = training.llama(seed, torch.bfloat16)
+        replaced = training.kernelized(original, kernel, Mode.INFERENCE)
+        tokens = torch.arange(20, device=DEVICE)[None]
+        with torch.no_grad():
+            assert_bits_equal(replaced(tokens).logits, original(tokens).logits)
     finally:
         for launcher in (module("rms_norm")._forward_launcher, module("rms_norm_backward")._backward_launcher):
             launcher.cache_clear()

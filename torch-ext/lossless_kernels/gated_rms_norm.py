@@ -58,7 +58,10 @@ def _variant(owner, activation, dtypes, device_type, device_index) -> Optional[s
         subject,
         {variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS},
     )
-    return None if variant is None else variant.name
+    if variant is None:
+        return None
+    proof.relies(owner.forward, rms_norm.EAGER[variant].forward)
+    return variant.name
 
 
 def _formulas(owner, variant, activation, dtypes, device):

@@ -68,6 +68,8 @@ class Verdict:
 
 
 _verdicts: dict[Hashable, Verdict] = {}
+# Forward functions whose kernel is proved as another function's.
+_relying: dict[Callable, set[Callable]] = {}
 # Forward functions that met tensors no kernel takes: the reasons.
 _outside: dict[Callable, set[str]] = {}
 _warned: set[Callable] = set()
@@ -156,6 +158,17 @@ def recognize(key: Hashable, subject: Subject, candidates: Mapping[Any, Comparis
 def recognized(key: Hashable) -> Optional[Verdict]:
     """The verdict of an earlier `recognize`."""
     return _verdicts.get(key)
+
+
+def relies(original: Callable, other: Callable) -> None:
+    """Remembers for reports that part of `original` is computed by what is proved for `other`."""
+    _relying.setdefault(original, set()).add(other)
+
+
+def verdicts(original: Callable) -> list[Verdict]:
+    """All verdicts on a forward function and on what it relies on."""
+    originals = {original, *_relying.get(original, ())}
+    return [verdict for verdict in list(_verdicts.values()) if verdict.subject.original in originals]
 
 
 def outside(original: Callable, reason: str) -> None:

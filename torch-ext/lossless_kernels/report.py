@@ -130,7 +130,7 @@ def _layer_report(layer, source, count) -> LayerReport:
         entry.path = "another kernel"
         entry.reasons.append(source)
         return entry
-    verdicts = [verdict for verdict in proof._verdicts.values() if verdict.subject.original is layer.forward]
+    verdicts = proof.verdicts(layer.forward)
     admitted = [verdict.subject for verdict in verdicts if verdict and verdict.subject.formula]
     entry.formulas = sorted({subject.formula for subject in admitted})
     entry.proved = [f"{subject.device}, {subject.where}" for subject in admitted]
@@ -138,6 +138,9 @@ def _layer_report(layer, source, count) -> LayerReport:
     entry.reasons += sorted(proof._outside.get(layer.forward, ()))
     if admitted:
         entry.path = "kernel and original" if entry.reasons else "kernel"
+    elif proof.policy() == "off" and not entry.reasons:
+        entry.path = "kernel"
+        entry.proved.append("nothing: LOSSLESS_PROOF=off")
     elif not entry.reasons:
         entry.reasons.append("no proof yet: call the model first")
     return entry

@@ -443,36 +443,62 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
 
 
 def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs):
+    few = min(rows, rms_norm_backward.rows_of_same_kernel(rows, _PROOF_ROWS, hidden_size, device))
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     eps = 0.0123
-    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, hidden_size, device, eps, store_rstd=True)
-    for _ in range(-(-_PROOF_ROWS // rows)):
-        x = make(rows, hidden_size).to(dtype).requires_grad_()
+    needs_dx, needs_dweight = needs
+    for _ in range(-(-_PROOF_ROWS // few)):
+        x = make(few, hidden_size).to(dtype).requires_grad_()
         weight = _random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
-        dy = make(rows, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
+        dy = make(few, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
         with torch.enable_grad():
             expected = _original(variant, owner, weight, eps, x)
             dx, dweight = torch.autograd.grad(expected, (x, weight), dy, allow_unused=True)
         x, weight = x.detach(), weight.detach()
-        rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
-        forward(x, weight, torch.empty_like(expected), rstd)
-        backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, like_rows, statistics=True)
-        d_rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
-        dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=device)
-        ours = backward(dy, x, weight, rstd, d_rstd, dweight_sum)
-        needs_dx, needs_dweight = needs
-        h, incoming, after_cast = x.to(torch.float32), variant.incoming(dy), variant.scale == "after_cast"
+        rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, eps, needs, like_rows)
         if needs_dx:
-            d_normalized = incoming if variant is UNWEIGHTED else incoming * variant.factor(weight)
-            if after_cast:
+            d_normalized = variant.incoming(dy)
+            if variant is not UNWEIGHTED:
+                d_normalized = d_normalized * variant.factor(weight)
+            if variant.scale == "after_cast":
                 d_normalized = d_normalized.to(dtype).to(torch.float32)
-            yield "the fp32 gradient of rstd", d_rstd, (d_normalized * h).sum(-1, keepdim=True)
+            yield "the fp32 gradient of rstd", d_rstd, (d_normalized * x.to(torch.float32)).sum(-1, keepdim=True)
             yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
         if needs_dweight:
-            normalized = (h * rstd).to(dtype) if after_cast else h * rstd
-            yield "the fp32 weight gradient", dweight_sum, (incoming * normalized).sum(0, dtype=torch.float32)
+            product = _weight_gradients(variant, dy, x, rstd)
+            yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
             yield "the weight's gradient", ours.dweight, dweight
+    if few < rows and needs_dweight:
+        # The order in which several blocks share the rows. As few tensors of this size as it takes: dy is x.
+        x = torch.randn(rows, hidden_size, dtype=dtype, device=device, generator=generator)
+        dy = x.to(variant.output_dtype(dtype, weight_dtype))
+        rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, eps, needs, like_rows)
+        dweight = ours.dweight
+        del ours
+        product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
+        for first in range(0, rows, _PROOF_ROWS):
+            at = slice(first, first + _PROOF_ROWS)
+            product[at] = _weight_gradients(variant, dy[at], x[at], rstd[at])
+        yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
+        yield "the weight's gradient", dweight, product.sum(0).to(weight_dtype)
+
+
+def _our_gradients(variant, dy, x, weight, eps, needs, like_rows):
+    """rstd, the gradients, and the fp32 statistics in them."""
+    rows, hidden_size = x.shape
+    forward = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, eps, store_rstd=True)
+    rstd, d_rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=x.device)
+    dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=x.device)
+    forward(x, weight, torch.empty_like(dy), rstd)
+    backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, like_rows, statistics=True)
+    return rstd, backward(dy, x, weight, rstd, d_rstd, dweight_sum), d_rstd, dweight_sum
+
+
+def _weight_gradients(variant, dy, x, rstd):
+    """What is summed over the rows."""
+    normalized = x.to(torch.float32) * rstd
+    return variant.incoming(dy) * (normalized.to(x.dtype) if variant.scale == "after_cast" else normalized)
 
 
 def _random_weight(variant, make, hidden_size, dtype):

@@ -117,6 +117,13 @@ def proof_class(rows: int, hidden_size: int, device: torch.device, both: bool) -
         least *= 2
 
 
+def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:
+    """`fewer` if the compiled kernels of `rows` rows take so few as well, otherwise `rows`."""
+    gpu = _multiprocessors(device)
+    heights = {column_reduction(count, hidden_size, *gpu).height for count in (rows, fewer)}
+    return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
+
+
 @functools.cache
 def _backward_launcher(scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
     order = row_reduction(rows, hidden_size)
