@@ -71,8 +71,15 @@ class Gpu:
     def capture(self, call: Callable[[int], object], indices: Iterable[int]) -> Callable[[int], None]:
         """A function that replays a graph of all these calls."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            outputs = [call(index) for index in indices]
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                outputs = [call(index) for index in indices]
+        except Exception as error:
+            # A capture that CUDA has invalidated leaves the allocator in it, and `empty_cache` would fail from then on.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+            # The end of such a capture raises too, and says less.
+            raise error.__context__ or error from None
         del outputs
         return lambda _: graph.replay()
 

@@ -231,15 +231,15 @@ def run(options, gpu, console) -> Report:
         task = progress.add_task("", total=len(steps))
         for name, step in steps.items():
             progress.update(task, description=name)
+            results = []
             try:
                 results = step()
+                gpu.release()
             except KeyboardInterrupt:
                 report.failures.append(f"interrupted at {name}")
                 break
             except Exception as error:
                 report.failures.append(f"{name}: {measure.reason(error)}")
-                results = []
-            gpu.release()
             report.results += results
             report.failures += wrong(results)
             if options.json:
@@ -347,7 +347,9 @@ def parse(arguments=None):
     ops = (*OPS, "host", "first_call")
     what.add_argument("--ops", nargs="+", choices=ops, metavar="OP", help="see above (default: all)")
     what.add_argument("--cases", nargs="+", type=shape, metavar="SHAPE", help="shapes instead of each op's own")
-    what.add_argument("--quick", action="store_true", help="a few cases and rounds, no first_call unless --ops names it")
+    what.add_argument(
+        "--quick", action="store_true", help="a few cases and rounds, no first_call unless --ops names it"
+    )
     what.add_argument(
         "--peers",
         nargs="+",
@@ -359,7 +361,9 @@ def parse(arguments=None):
     what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations and weight (default: bf16)")
     what.add_argument("--rounds", type=positive, metavar="N", help="turns of each peer (default: 20; 5 with --quick)")
     files = parser.add_argument_group("files")
-    files.add_argument("--build", type=Path, default=ROOT / "build", help="folder with the built kernel (default: build/)")
+    files.add_argument(
+        "--build", type=Path, default=ROOT / "build", help="folder with the built kernel (default: build/)"
+    )
     results = ROOT / "results"
     files.add_argument("--json", type=Path, metavar="PATH", help="(default: results/peers.json)")
     files.add_argument("--markdown", type=Path, metavar="PATH", help="(default: results/peers.md)")
@@ -388,16 +392,24 @@ def measured(options, console) -> Report:
         raise BenchError("a GPU is needed and torch sees none; --from-json reads an earlier run's results without one")
     import measure
 
-    for path in (options.json, options.markdown, options.plots / "any"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(options)
     return run(options, measure.Gpu(), console)
 
 
-def recorded(path) -> Report:
+def recorded(options) -> Report:
     try:
-        return Report.load(path)
+        report = Report.load(options.from_json)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"--from-json: {path} cannot be read: {type(error).__name__}: {error}") from None
+        what = f"{type(error).__name__}: {error}"
+        raise BenchError(f"--from-json: {options.from_json} cannot be read: {what}") from None
+    make_folders(options)
+    return report
+
+
+def make_folders(options) -> None:
+    """Before the minutes that measuring takes, not after."""
+    for path in filter(None, (options.json, options.markdown)):
+        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def write(report, options) -> None:
@@ -421,7 +433,10 @@ def main(arguments=None) -> int:
         from rich.console import Console
 
         console = Console(stderr=True)
-        report = recorded(options.from_json) if options.from_json else measured(options, console)
+        if not console.is_terminal:
+            # A file or a pipe has no width of its own, and 80 columns would wrap the lines.
+            console.width = 200
+        report = recorded(options) if options.from_json else measured(options, console)
         write(report, options)
     except (BenchError, ImportError, OSError) as error:
         print(f"peers: error: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -118,7 +119,7 @@ class Verdict:
     clock: str
     measured_ms: float
     limit_ms: Optional[float]
-    met: bool
+    met: Optional[bool]
     note: str = ""
 
     def text(self, scale: float = 1.0) -> str:
@@ -149,9 +150,10 @@ def judge(report: Report, case: Case, bar: Bar, clock: str) -> Optional[Verdict]
         of = times[bar.of]
     elif bar.recorded_ms is not None and "H200" in report.environment.get("gpu", ""):
         of, note = bar.recorded_ms, f"recorded {number(bar.recorded_ms)} in another run"
-    limit = None if of is None else of * bar.factor
-    met = limit is not None and ours <= limit
-    return Verdict(str(case), str(bar), clock, ours, limit, met, note if limit is not None else "was not measured")
+    if of is None:
+        return Verdict(str(case), str(bar), clock, ours, None, None, "was not measured")
+    limit = of * bar.factor
+    return Verdict(str(case), str(bar), clock, ours, limit, ours <= limit, note)
 
 
 def case_verdicts(report: Report, case: Case, clock: str) -> list[Verdict]:
@@ -174,9 +176,11 @@ def verdicts(report: Report) -> list[Verdict]:
 # Markdown
 
 
-def number(value: float) -> str:
-    """Four digits after the point below 1, four significant ones above."""
-    return f"{value:.4f}" if value < 1 else f"{value:.4g}"
+def number(value: float, like: Optional[float] = None) -> str:
+    """Four significant digits, or as many after the point as `like` has."""
+    like = abs(value if like is None else like)
+    digits = max(3 - math.floor(math.log10(like)), 0) if like else 4
+    return f"{value:.{digits}f}"
 
 
 def table(rows: list[list[str]]) -> str:
@@ -195,7 +199,7 @@ def cell(result: Optional[Result], clock: str, scale: float = 1.0) -> str:
     if median is None:
         return "failed" if result.error else ""
     low, high = result.quartiles(clock)
-    return f"{number(median * scale)} ±{number((high - low) / 2 * scale)}"
+    return f"{number(median * scale)} ±{number((high - low) / 2 * scale, like=median * scale)}"
 
 
 def verdict_cell(report: Report, case: Case, clock: str, scale: float = 1.0) -> str:
