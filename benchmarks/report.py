@@ -177,9 +177,9 @@ def verdicts(report: Report) -> list[Verdict]:
 
 
 def number(value: float, like: Optional[float] = None) -> str:
-    """Four significant digits, or as many after the point as `like` has."""
+    """Four significant digits but at most five after the point, or as many after the point as `like` has."""
     like = abs(value if like is None else like)
-    digits = max(3 - math.floor(math.log10(like)), 0) if like else 4
+    digits = min(max(3 - math.floor(math.log10(like)), 0), 5) if like else 4
     return f"{value:.{digits}f}"
 
 
@@ -259,6 +259,13 @@ def bits_lines(report: Report) -> list[str]:
     return lines
 
 
+def bars_lines(report: Report) -> list[str]:
+    found = verdicts(report)
+    clocks = dict.fromkeys(verdict.clock for verdict in found)
+    met = {clock: [verdict.met for verdict in found if verdict.clock == clock] for clock in clocks}
+    return [f"- bars met by {clock}: {sum(map(bool, all_))} of {len(all_)}" for clock, all_ in met.items()]
+
+
 def markdown(report: Report) -> str:
     environment = report.environment
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
@@ -283,7 +290,7 @@ def markdown(report: Report) -> str:
         parts += ["## Host time of one RMSNorm module call at 1x4096, us", host_table(report)]
     if report.first_call:
         parts += ["## First call of a fresh process, s", first_call_table(report)]
-    notes = bits_lines(report)
+    notes = bars_lines(report) + bits_lines(report)
     notes += [f"- {peer} is not in this run: {reason}" for peer, reason in report.missing.items()]
     notes += [f"- {result.peer}, {result.case}: {result.error}" for result in report.results if result.error]
     notes += [f"- error: {failure}" for failure in report.failures]
@@ -295,18 +302,19 @@ def markdown(report: Report) -> str:
 # Plots
 
 
-def series(report: Report, op: str) -> dict[str, dict[int, float]]:
-    """Peer -> hidden size -> GB/s by events; of several cases with one hidden size the one with the most rows."""
+def series(report: Report, op: str) -> dict[str, dict[Case, float]]:
+    """Peer -> case -> GB/s by events, by hidden size; of several cases with one hidden size the one with the most rows."""
     chosen = {}
     for case in (case for case in report.cases if case.op == op):
         if case.hidden_size not in chosen or chosen[case.hidden_size].rows < case.rows:
             chosen[case.hidden_size] = case
     found = {}
     for hidden_size in sorted(chosen):
-        for peer, result in report.of(chosen[hidden_size]).items():
+        case = chosen[hidden_size]
+        for peer, result in report.of(case).items():
             if result.gb_per_s is not None:
-                found.setdefault(peer, {})[hidden_size] = result.gb_per_s
-    return found
+                found.setdefault(peer, {})[case] = result.gb_per_s
+    return {peer: found[peer] for peer in report.peers if peer in found}
 
 
 def plot(report: Report, folder: Path) -> list[Path]:
@@ -320,7 +328,7 @@ def plot(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     # A peer has one colour in every plot.
     palette = plt.get_cmap("tab10").colors
-    colours = {peer: palette[index % len(palette)] for index, peer in enumerate(report.peers)}
+    colours = {peer: palette[index % len(palette)] for index, peer in enumerate(report.peers)} | {OURS: "black"}
     where = f"{report.environment['gpu']}, {report.dtype}, {report.environment['date'][:10]}"
     paths = []
 
@@ -329,24 +337,25 @@ def plot(report: Report, folder: Path) -> list[Path]:
         plt.close(figure)
         paths.append(folder / name)
 
-    for op in (op for op in OPS if any(case.op == op for case in report.cases)):
-        figure, axes = plt.subplots(figsize=(8, 4.5))
+    for op in OPS:
         found = series(report, op)
-        sizes = sorted({size for speeds in found.values() for size in speeds})
-        for peer in report.peers:
-            speeds = found.get(peer, {})
-            style = {"color": colours[peer], "label": peer}
-            if len(sizes) > 1:
-                places = [sizes.index(size) for size in speeds]
-                axes.plot(places, list(speeds.values()), marker="o", linewidth=2.5 if peer == OURS else 1.2, **style)
-            elif speeds:
-                axes.bar(peer, *speeds.values(), **style)
-        axes.axhline(report.copy_gb_per_s, color="black", linestyle="--", linewidth=1, label="copy")
-        if len(sizes) > 1:
-            axes.set_xticks(range(len(sizes)), sizes)
-            axes.set_xlabel("hidden size")
+        if not found:
+            continue
+        figure, axes = plt.subplots(figsize=(8, 4.5))
+        measured = sorted({case for speeds in found.values() for case in speeds}, key=lambda case: case.hidden_size)
+        for peer, speeds in found.items():
+            if len(measured) > 1:
+                places = [measured.index(case) for case in speeds]
+                width = 2.5 if peer == OURS else 1.2
+                axes.plot(places, list(speeds.values()), marker="o", linewidth=width, color=colours[peer], label=peer)
+            else:
+                axes.bar(peer, *speeds.values(), color=colours[peer])
+        axes.axhline(report.copy_gb_per_s, color="grey", linestyle="--", linewidth=1, label="copy")
+        if len(measured) > 1:
+            axes.set_xticks(range(len(measured)), [f"{case.hidden_size}\n{case.rows}" for case in measured], fontsize=8)
+            axes.set_xlabel("hidden size, and rows below it")
         else:
-            axes.set_xlabel(f"hidden size {sizes[0]}" if sizes else "")
+            axes.set_xlabel(f"hidden size {measured[0].hidden_size}, {measured[0].rows} rows")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("GB/s")
         axes.set_title(f"{OPS[op].title}\n{where}", fontsize=10)
