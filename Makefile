@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu demo lint clean
+.PHONY: help setup build test test-gpu demo bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ test-gpu: build ## everything that needs a GPU
 
 demo: build ## kernelize a Llama and compare: make demo ARGS="--help"
 	$(PY) examples/kernelize_llama.py $(ARGS)
+
+bench: build ## time the kernels beside every installed peer, on a GPU: make bench ARGS="--help"
+	$(PY) benchmarks/peers.py $(ARGS)
 
 lint: $(READY) ## ruff
 	$(PY) -m ruff check .
