@@ -368,7 +368,7 @@ def _variant(owner, dtype, weight_dtype, device) -> Optional[Variant]:
 def _formulas(owner, variant, dtype, weight_dtype, device):
     generator = proof.generator(device, seed=1)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    eps = 0.0123
+    eps = _PROOF_EPS
     results = []
     data = make(64, 128).to(dtype), make(128).to(weight_dtype or dtype), make(64, 128)
     for layer_class in (owner, EAGER[variant]):
@@ -423,13 +423,14 @@ def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, de
 
 # Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12.
 _PROOF_ROWS = 128
+_PROOF_EPS = 0.0123
 
 
 def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = (1, _PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-_PROOF_ROWS // rows), rows)
-    eps = 0.0123
+    eps = _PROOF_EPS
     forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
     for _ in range(calls):
         x = make(rows, row_stride).to(dtype)[:, :hidden_size]
@@ -445,49 +446,60 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
 def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs):
     few = min(rows, rms_norm_backward.rows_of_same_kernel(rows, _PROOF_ROWS, hidden_size, device))
     generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    eps = 0.0123
-    needs_dx, needs_dweight = needs
+    make = functools.partial(torch.randn, device=device, generator=generator)
+    arguments = (variant, make, dtype, weight_dtype, hidden_size)
     for _ in range(-(-_PROOF_ROWS // few)):
-        x = make(few, hidden_size).to(dtype).requires_grad_()
-        weight = _random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
-        dy = make(few, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
-        with torch.enable_grad():
-            expected = _original(variant, owner, weight, eps, x)
-            dx, dweight = torch.autograd.grad(expected, (x, weight), dy, allow_unused=True)
-        x, weight = x.detach(), weight.detach()
-        rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, eps, needs, like_rows)
-        if needs_dx:
-            d_normalized = variant.incoming(dy)
-            if variant is not UNWEIGHTED:
-                d_normalized = d_normalized * variant.factor(weight)
-            if variant.scale == "after_cast":
-                d_normalized = d_normalized.to(dtype).to(torch.float32)
-            yield "the fp32 gradient of rstd", d_rstd, (d_normalized * x.to(torch.float32)).sum(-1, keepdim=True)
-            yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
-        if needs_dweight:
-            product = _weight_gradients(variant, dy, x, rstd)
-            yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
-            yield "the weight's gradient", ours.dweight, dweight
-    if few < rows and needs_dweight:
-        # The order in which several blocks share the rows. As few tensors of this size as it takes: dy is x.
-        x = torch.randn(rows, hidden_size, dtype=dtype, device=device, generator=generator)
-        dy = x.to(variant.output_dtype(dtype, weight_dtype))
-        rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, eps, needs, like_rows)
-        dweight = ours.dweight
-        del ours
-        product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
-        for first in range(0, rows, _PROOF_ROWS):
-            at = slice(first, first + _PROOF_ROWS)
-            product[at] = _weight_gradients(variant, dy[at], x[at], rstd[at])
+        yield from _comparisons_with_autograd(owner, *arguments, few, like_rows, needs)
+    if few < rows and needs[1]:
+        yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs)
+
+
+def _comparisons_with_autograd(owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs):
+    x = make(rows, hidden_size).to(dtype).requires_grad_()
+    weight = _random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
+    dy = make(rows, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
+    with torch.enable_grad():
+        expected = _original(variant, owner, weight, _PROOF_EPS, x)
+        dx, dweight = torch.autograd.grad(expected, (x, weight), dy, allow_unused=True)
+    x, weight = x.detach(), weight.detach()
+    rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows)
+    needs_dx, needs_dweight = needs
+    if needs_dx:
+        d_normalized = variant.incoming(dy)
+        if variant is not UNWEIGHTED:
+            d_normalized = d_normalized * variant.factor(weight)
+        if variant.scale == "after_cast":
+            d_normalized = d_normalized.to(dtype).to(torch.float32)
+        yield "the fp32 gradient of rstd", d_rstd, (d_normalized * x.to(torch.float32)).sum(-1, keepdim=True)
+        yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
+    if needs_dweight:
+        product = _weight_gradients(variant, dy, x, rstd)
         yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
-        yield "the weight's gradient", dweight, product.sum(0).to(weight_dtype)
+        yield "the weight's gradient", ours.dweight, dweight
 
 
-def _our_gradients(variant, dy, x, weight, eps, needs, like_rows):
+def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs):
+    """The order in which several blocks share the rows. As few tensors of this size as it takes: dy is x."""
+    x = make(rows, hidden_size, dtype=dtype)
+    weight = _random_weight(variant, make, hidden_size, weight_dtype)
+    dy = x.to(variant.output_dtype(dtype, weight_dtype))
+    rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows)
+    dweight = ours.dweight
+    del ours
+    product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
+    for first in range(0, rows, _PROOF_ROWS):
+        at = slice(first, first + _PROOF_ROWS)
+        product[at] = _weight_gradients(variant, dy[at], x[at], rstd[at])
+    yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
+    yield "the weight's gradient", dweight, product.sum(0).to(weight_dtype)
+
+
+def _our_gradients(variant, dy, x, weight, needs, like_rows):
     """rstd, the gradients, and the fp32 statistics in them."""
     rows, hidden_size = x.shape
-    forward = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, eps, store_rstd=True)
+    forward = _forward(
+        variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, _PROOF_EPS, store_rstd=True
+    )
     rstd, d_rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=x.device)
     dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=x.device)
     forward(x, weight, torch.empty_like(dy), rstd)
