@@ -5,11 +5,14 @@ kernel cannot, or has not proved to return the same bits. One class serves every
 by `torch.is_grad_enabled()` and `requires_grad`.
 """
 
+import functools
+from types import BuiltinFunctionType, FunctionType
+
 import torch
 from torch import nn
 
-from .activation import eager_forward as silu_eager_forward
-from .activation import replacement as silu_replacement
+from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
+from .activation import replacement as activation_replacement
 from .rms_norm import eager_forward as rms_norm_eager_forward
 from .rms_norm import replacement as rms_norm_replacement
 
@@ -44,7 +47,92 @@ class SiLUActivation(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         original = type(self).forward
-        out = silu_replacement(input, original)
+        out = activation_replacement(input, original, SILU)
         if out is not None:
             return out
-        return (silu_eager_forward if isinstance(self, SiLUActivation) else original)(self, input)
+        return (SILU.forward if isinstance(self, SiLUActivation) else original)(self, input)
+
+
+# What the `act` of a layer may be: a function, which a proof can call without the module it comes from. A method of the
+# module, as for formulas written in Python, is left to the original forward.
+_FUNCTIONS = frozenset((type(None), FunctionType, BuiltinFunctionType, functools.partial))
+
+
+class GELUActivation(nn.Module):
+    """`0.5 * input * (1 + erf(input / sqrt(2)))`, any shape. Replaces transformers' `GELUActivation` around `F.gelu`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        act = getattr(self, "act", None)
+        if type(act) in _FUNCTIONS:
+            out = activation_replacement(input, (original, act), GELU)
+            if out is not None:
+                return out
+        return (GELU.forward if isinstance(self, GELUActivation) else original)(self, input)
+
+
+class GELUTanh(nn.Module):
+    """`F.gelu(input, approximate="tanh")`, any shape. Replaces transformers' `GELUTanh` around that function."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        act = getattr(self, "act", None)
+        if type(act) in _FUNCTIONS:
+            out = activation_replacement(input, (original, act), GELU_TANH)
+            if out is not None:
+                return out
+        return (GELU_TANH.forward if isinstance(self, GELUTanh) else original)(self, input)
+
+
+class NewGELUActivation(nn.Module):
+    """`0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))`, operation by operation, any shape.
+
+    Replaces transformers' `NewGELUActivation`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, NEW_GELU)
+        if out is not None:
+            return out
+        return (NEW_GELU.forward if isinstance(self, NewGELUActivation) else original)(self, input)
+
+
+class FastGELUActivation(nn.Module):
+    """`0.5 * input * (1 + tanh(0.7978845608 * input * (1 + 0.044715 * input * input)))`, operation by operation.
+
+    Any shape. Replaces transformers' `FastGELUActivation`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, FAST_GELU)
+        if out is not None:
+            return out
+        return (FAST_GELU.forward if isinstance(self, FastGELUActivation) else original)(self, input)
+
+
+class QuickGELUActivation(nn.Module):
+    """`input * sigmoid(1.702 * input)`, operation by operation, any shape. Replaces transformers' `QuickGELUActivation`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, QUICK_GELU)
+        if out is not None:
+            return out
+        return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional, Union
 
-_LAYERS = {"RMSNorm": "LlamaRMSNorm", "SiLU": "SiLUActivation"}
+_LAYERS = {
+    "RMSNorm": "LlamaRMSNorm",
+    "SiLU": "SiLUActivation",
+    "GeLU": "GELUActivation",
+    "GeluTanh": "GELUTanh",
+    "NewGELU": "NewGELUActivation",
+    "FastGELU": "FastGELUActivation",
+    "QuickGELU": "QuickGELUActivation",
+}
 
 
 def kernel_mapping(
