@@ -302,7 +302,10 @@ MODELS = {
         functools.partial(aten_model.gelu_tanh, **TANH),
         functools.partial(aten_model.gelu_tanh_backward, **TANH),
     ),
-    "new_gelu": (functools.partial(aten_model.new_gelu, **TANH), functools.partial(aten_model.new_gelu_backward, **TANH)),
+    "new_gelu": (
+        functools.partial(aten_model.new_gelu, **TANH),
+        functools.partial(aten_model.new_gelu_backward, **TANH),
+    ),
     "fast_gelu": (
         functools.partial(aten_model.fast_gelu, **TANH),
         functools.partial(aten_model.fast_gelu_backward, **TANH),
@@ -329,7 +332,21 @@ def function(kernel, name):
 def activation_inputs(generator, dtype):
     """Dense ones, permuted too, of an even and an odd number of elements, and rows with something in between."""
     x = 8 * torch.randn(4, 3, 40, generator=generator)
-    special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), -88.0, -104.0, 1e-40, 70000.0, 0.6, -0.6, 1e-8, 9.1]
+    special = [
+        0.0,
+        -0.0,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        -88.0,
+        -104.0,
+        1e-40,
+        70000.0,
+        0.6,
+        -0.6,
+        1e-8,
+        9.1,
+    ]
     x.view(-1)[: len(special)] = torch.tensor(special)
     x = x.to(dtype)
     return (
