@@ -6,6 +6,7 @@ All of it runs without a GPU. Without one the kernels that a call reaches run in
 import functools
 import importlib
 import itertools
+import math
 import random
 import threading
 import warnings
@@ -248,6 +249,7 @@ def test_outputs_are_laid_out_as_eagers(kernel, module, proof_off, chooser, monk
         for found, expected in (
             (kernel.rms_norm(x, weight, 1e-6), module("variants").LLAMA.eager(x, weight, 1e-6)),
             (kernel.silu(x), torch.nn.functional.silu(x)),
+            (kernel.new_gelu(x), eager_new_gelu(x)),
         ):
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
             for size, ours, eagers in zip(shape, found.stride(), expected.stride()):
@@ -296,9 +298,15 @@ def test_rms_norm_names_the_wrong_argument(kernel, case):
 @pytest.mark.parametrize(
     "input, found", [(X.int(), "torch.int32"), (X.cfloat(), "torch.complex64"), (None, "NoneType")]
 )
-def test_silu_names_the_wrong_argument(kernel, input, found):
-    with pytest.raises(TypeError, match=f"^input: expected .* found {found}$"):
-        kernel.silu(input)
+def test_activations_name_the_wrong_argument(kernel, input, found):
+    for function in (kernel.silu, kernel.gelu, kernel.new_gelu, kernel.fast_gelu, kernel.quick_gelu):
+        with pytest.raises(TypeError, match=f"^input: expected .* found {found}$"):
+            function(input)
+
+
+def test_gelu_names_the_wrong_approximation(kernel):
+    with pytest.raises(ValueError, match='^approximate: expected "none" or "tanh", found None$'):
+        kernel.gelu(X, approximate=None)
 
 
 @pytest.mark.parametrize(
@@ -328,14 +336,20 @@ def eager_rms_norm(x, weight, eps=1e-5):
     return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-eager_silu = torch.nn.functional.silu
+def eager_new_gelu(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+eager_silu, eager_gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "new_gelu", "fast_gelu", "quick_gelu")
+each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 
 
 @pytest.fixture
 def functions(kernel, proof_off, monkeypatch, module):
     """Pairs of a function as ours and as eager's, after a call of ours that a kernel answered; a kernel now fails."""
     x, weight = torch.randn(6, 64), torch.randn(64)
-    ours = functools.partial(kernel.rms_norm, weight=weight, eps=1e-5), kernel.silu
+    ours = functools.partial(kernel.rms_norm, weight=weight, eps=1e-5), kernel.silu, kernel.gelu, kernel.new_gelu
     for function in ours:
         function(x)
         function(x.clone().requires_grad_())
@@ -347,7 +361,8 @@ def functions(kernel, proof_off, monkeypatch, module):
     for function in ours * INTERPRETED:
         with pytest.raises(AssertionError, match="a kernel was launched"):
             function(x)
-    return tuple(zip(ours, (functools.partial(eager_rms_norm, weight=weight), eager_silu)))
+    eagers = functools.partial(eager_rms_norm, weight=weight), eager_silu, eager_gelu, eager_new_gelu
+    return tuple(zip(ours, eagers))
 
 
 def assert_same(found, expected):
@@ -415,11 +430,58 @@ def test_unusual_shapes(kernel, proof_off, shape):
     assert_same(torch.autograd.grad(found, inputs, dy), torch.autograd.grad(expected, inputs, dy))
 
 
-def test_silu_of_unusual_shapes(kernel, proof_off):
+@each_activation
+def test_activations_of_unusual_shapes(module, proof_off, name):
+    ours, eager = activation_functions(module, name)
     for shape in ((), (0,), (3, 0), (0, 5)):
-        x = torch.zeros(shape, requires_grad=True)
-        for found, expected in ((kernel.silu(x), eager_silu(x)), (kernel.silu(x.detach()), eager_silu(x.detach()))):
-            assert_same(found, expected)
+        for x in (torch.zeros(shape), torch.zeros(shape, requires_grad=True)):
+            assert_same(ours(x), eager(x))
+
+
+def activation_functions(module, name):
+    """An activation as ours and as eager's."""
+    family = module("activation")
+    activation = family._ACTIVATIONS[name]
+    return functools.partial(family._activate, activation=activation), functools.partial(activation.forward, None)
+
+
+@each_activation
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_formulas_of_gradients_are_autograds(module, name, dtype):
+    """Path by path, and in the order in which they meet a gradient that was there before."""
+    activation = module("activation")._ACTIVATIONS[name]
+    x, dy, other = (4 * torch.randn(3, 5000)).to(dtype)
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad((activation.forward(None, x), x * 1.0), x, (dy, other))
+    found = activation.gradients(dy, x.detach())
+    assert len(found) == activation.paths
+    assert_bits_equal(functools.reduce(torch.add, found, other), expected)
+
+
+def test_autocast_computes_the_cube_of_new_gelu_in_fp32(kernel, proof_off):
+    x = torch.randn(256).bfloat16()
+    for _ in range(2):
+        outside = kernel.new_gelu(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = kernel.new_gelu(x), eager_new_gelu(x)
+        assert outside.dtype == torch.bfloat16
+        assert_same(found, expected)
+
+
+def test_a_layers_function_is_told_by_value(kernel, module):
+    """Every GELUTanh of a model has a `functools.partial` of its own, and they share one verdict."""
+    family = module("activation")
+
+    def forward(self, input):
+        return self.act(input)
+
+    partials = [functools.partial(eager_gelu, approximate=approximate) for approximate in ("tanh", "tanh", "none")]
+    one, two, other = (family._by_value((forward, "act", act)) for act in partials)
+    assert one == two != other
+    x = torch.randn(64)
+    for partial, subject in zip(partials, (one, two, other)):
+        assert_bits_equal(family._original(subject)(x), partial(x))
+    assert_bits_equal(family._original(family._by_value((forward, "act", eager_gelu)))(x), eager_gelu(x))
 
 
 def second_order(function, inputs, dy):
@@ -438,10 +500,16 @@ def test_gradients_of_rms_norms_gradients_are_eagers(kernel, proof_off, dtype):
     assert_same(second_order(norm, (x, weight), dy), second_order(eager_rms_norm, (x, weight), dy))
 
 
+@each_activation
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_silus_gradient_are_eagers(kernel, proof_off, dtype):
+def test_gradients_of_activations_gradients_are_eagers(module, proof_off, dtype, name):
+    ours, eager = activation_functions(module, name)
     x, dy = torch.randn(2, 5, 64).to(dtype)
-    assert_same(second_order(kernel.silu, (x,), dy), second_order(eager_silu, (x,), dy))
+    (first, *second), (expected, *rest) = second_order(ours, (x,), dy), second_order(eager, (x,), dy)
+    assert_same(first, expected)
+    # With three and four paths to the input autograd adds up the second gradients' terms in another order than eager's.
+    if name not in ("new_gelu", "fast_gelu"):
+        assert_same(second, rest)
 
 
 @pytest.mark.skipif(
@@ -458,7 +526,7 @@ def test_a_call_never_gets_what_another_resolved_to(module, kernel, proof_off, c
     def answers(x, weight, eps, needs_grad):
         with torch.set_grad_enabled(needs_grad):
             x = x.detach().requires_grad_()
-            outs = kernel.rms_norm(x, weight, eps), kernel.silu(x)
+            outs = kernel.rms_norm(x, weight, eps), kernel.silu(x), kernel.new_gelu(x)
         gradients = [torch.autograd.grad(out.float().sum(), x)[0] for out in outs if out.requires_grad]
         return (*outs, *gradients)
 

@@ -1,9 +1,11 @@
 """The kernels in Triton's interpreter against the model of CUDA's arithmetic: fp32 and fp16, bit for bit.
 
-The interpreter truncates where a GPU rounds to bf16 and knows no libdevice: bf16 and the last bit of the exponential belong
-to the tests on a GPU, and so does the FMA in SiLU's gradient, which the interpreter rounds twice. CPU eager sums in another order than CUDA's, so proof would rightly refuse and is off.
+The interpreter truncates where a GPU rounds to bf16 and knows no libdevice: bf16 and the last bit of exponentials belong to
+the tests on a GPU, and so do FMAs, which the interpreter rounds twice. CPU eager sums in another order than CUDA's, so proof
+would rightly refuse and is off.
 """
 
+import functools
 import importlib
 import itertools
 import random
@@ -322,14 +324,69 @@ def test_layer_in_a_residual_block(kernel, seed, dtype):
         assert not torch.equal(dx, dy + sum(expected.dx))
 
 
-# SiLU
+# Activations
 
 
-def silu_inputs(generator, dtype):
+def numpy_exp2(x):
+    return torch.from_numpy(numpy.asarray(numpy.exp2(x.numpy())))
+
+
+TANH = {"tanh": functools.partial(aten_model.tanh, exp2=numpy_exp2)}
+ERF, EXP = {"erf": functools.partial(aten_model.erf, exp2=numpy_exp2)}, {"exp": numpy_exp}
+# By name the model's forward and backward, each with the functions it is made of as the interpreter computes them.
+MODELS = {
+    "silu": (functools.partial(aten_model.silu, **EXP), lambda dy, x: (aten_model.silu_backward(dy, x, **EXP),)),
+    "gelu": (functools.partial(aten_model.gelu, **ERF), functools.partial(aten_model.gelu_backward, **ERF, **EXP)),
+    "gelu_tanh": (
+        functools.partial(aten_model.gelu_tanh, **TANH),
+        functools.partial(aten_model.gelu_tanh_backward, **TANH),
+    ),
+    "new_gelu": (
+        functools.partial(aten_model.new_gelu, **TANH),
+        functools.partial(aten_model.new_gelu_backward, **TANH),
+    ),
+    "fast_gelu": (
+        functools.partial(aten_model.fast_gelu, **TANH),
+        functools.partial(aten_model.fast_gelu_backward, **TANH),
+    ),
+    "quick_gelu": (
+        functools.partial(aten_model.quick_gelu, **EXP),
+        functools.partial(aten_model.quick_gelu_backward, **EXP),
+    ),
+}
+each_activation = pytest.mark.parametrize("name", MODELS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture
+def rounded_twice(monkeypatch):
+    """The interpreter's FMA."""
+    monkeypatch.setattr(aten_model, "fused_multiply_add", lambda a, b, c: a * b + c)
+
+
+def function(kernel, name):
+    return functools.partial(kernel.gelu, approximate="tanh") if name == "gelu_tanh" else getattr(kernel, name)
+
+
+def activation_inputs(generator, dtype):
     """Dense ones, permuted too, of an even and an odd number of elements, and rows with something in between."""
     x = 8 * torch.randn(4, 3, 40, generator=generator)
-    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), -88.0, -104.0, 1e-40, 70000.0])
-    x.view(-1)[: len(special)] = special
+    special = [
+        0.0,
+        -0.0,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        -88.0,
+        -104.0,
+        1e-40,
+        70000.0,
+        0.6,
+        -0.6,
+        1e-8,
+        9.1,
+    ]
+    x.view(-1)[: len(special)] = torch.tensor(special)
     x = x.to(dtype)
     return (
         x,
@@ -341,22 +398,31 @@ def silu_inputs(generator, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_equals_the_model(kernel, seed, dtype):
-    for x in silu_inputs(torch.Generator().manual_seed(seed), dtype):
-        found = kernel.silu(x)
-        assert_bits_equal(found, aten_model.silu(x, numpy_exp), f"{list(x.shape)} {x.stride()}")
-        assert_strides(found, torch.nn.functional.silu(x), x.shape)
+@each_dtype
+@each_activation
+def test_activation_equals_the_model(kernel, module, rounded_twice, seed, name, dtype):
+    model, eager = MODELS[name][0], module("activation")._ACTIVATIONS[name].forward
+    for x in activation_inputs(torch.Generator().manual_seed(seed), dtype):
+        found = function(kernel, name)(x)
+        assert_bits_equal(found, model(x), f"{list(x.shape)} {x.stride()}")
+        assert_strides(found, eager(None, x), x.shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_gradient_equals_the_model(kernel, monkeypatch, seed, dtype):
-    """But for the FMA, which the interpreter rounds twice."""
-    monkeypatch.setattr(aten_model, "fused_multiply_add", lambda a, b, c: a * b + c)
+@each_dtype
+@each_activation
+def test_activation_gradients_equal_the_model(kernel, module, rounded_twice, seed, name, dtype):
+    """One by one, and added up by autograd to another gradient that reaches the input first."""
     generator = torch.Generator().manual_seed(seed)
-    *dense, spaced = silu_inputs(generator, dtype)
+    *dense, _ = activation_inputs(generator, dtype)
     for x in dense:
-        dy = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
+        dy, other = (torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator)) for _ in range(2))
+        label = f"{list(x.shape)} {x.stride()}"
+        expected = MODELS[name][1](dy, x)
+        activation = module("activation")
+        found = activation.gradients(activation._ACTIVATIONS[name], dy, x)
+        assert len(found) == len(expected)
+        for path, (ours, models) in enumerate(zip(found, expected)):
+            assert_bits_equal(ours, models, f"path {path} of {label}")
         x = x.detach().requires_grad_()
-        (dx,) = torch.autograd.grad(kernel.silu(x), x, dy)
-        assert_bits_equal(dx, aten_model.silu_backward(dy, x.detach(), numpy_exp), f"{list(x.shape)} {x.stride()}")
+        (dx,) = torch.autograd.grad((function(kernel, name)(x), x * 1.0), x, (dy, other))
+        assert_bits_equal(dx, functools.reduce(torch.add, expected, other), label)

@@ -1,5 +1,6 @@
 """Every class of the installed transformers that carries a layer name of this package."""
 
+import functools
 import importlib
 
 import pytest
@@ -7,7 +8,10 @@ import sweep
 import torch
 import training
 from bits import assert_bits_equal
-from kernels import Mode
+from kernels import Mode, replace_kernel_forward_from_hub
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What may keep its original forward, by class name; each has its reason in docs/replaced.md.
@@ -33,6 +37,36 @@ def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
     outcomes = [sweep.compare(*entry, kernel, DEVICE, seed, launches) for entry in found]
     kept = {outcome.name: outcome for outcome in outcomes if not outcome.lossless}
     assert set(kept) <= KEPT, "\n".join(map(str, kept.values()))
+
+
+# Classes that nobody decorated: the README tells how to replace them. The last two keep ATen's own fused kernels.
+RECIPES = [
+    (torch.nn.SiLU, "SiLU", "silu"),
+    (torch.nn.GELU, "GeLU", "gelu"),
+    (functools.partial(torch.nn.GELU, approximate="tanh"), "GeLU", "gelu_tanh"),
+    (GemmaRMSNorm, "RMSNormZeroCentered", "((1 + weight) * n).to(dtype)"),
+    (Gemma2RMSNorm, "RMSNormZeroCentered", "((1 + weight) * n).to(dtype)"),
+    (Gemma3RMSNorm, "RMSNormZeroCentered", "((1 + weight) * n).to(dtype)"),
+    (functools.partial(torch.nn.RMSNorm, eps=1e-6), "RMSNormZeroCentered", ""),
+    (torch.nn.RMSNorm, "RMSNormZeroCentered", ""),
+]
+
+
+@pytest.mark.parametrize("make, layer_name, formula", RECIPES)
+def test_recipes(kernel, seed, monkeypatch, make, layer_name, formula):
+    layer_class = getattr(make, "func", make)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cuda")
+    # Undecorated again afterwards.
+    monkeypatch.setattr(layer_class, "kernel_layer_name", layer_name, raising=False)
+    monkeypatch.setattr(sweep, "make", lambda layer_class, name, device: make(*[256] * ("Norm" in name)).to(device))
+    replace_kernel_forward_from_hub(layer_class, layer_name)
+    launches = sweep.count_launches(kernel)
+    outcome = sweep.compare(layer_name, layer_class, kernel, DEVICE, seed, launches if formula else lambda: 2)
+    problems = outcome.inference_problem + outcome.training_problem
+    assert "bits differ" not in problems
+    if DEVICE == "cuda":
+        assert outcome.formula == formula and (not problems or not formula), problems
 
 
 def test_every_class_is_recognised_by_its_formula(kernel, found):

@@ -120,32 +120,67 @@ def test_zero_rows(kernel):
         x, weight = torch.empty(shape, device="cuda", dtype=torch.bfloat16), torch.ones(128, device="cuda")
         with torch.no_grad():
             assert_same(kernel.rms_norm(x, weight, EPS), eager(x, weight), str(shape))
-            assert_same(kernel.silu(x), functional.silu(x), str(shape))
+            for name in ACTIVATIONS:
+                ours, eager_activation = activation(kernel, name)
+                assert_same(ours(x), eager_activation(x), f"{name} {shape}")
+
+
+# The kernel's function, its other arguments, and what it must equal: transformers' own layer where it is written in Python.
+ACTIVATIONS = {
+    "silu": ("silu", {}, "silu"),
+    "gelu": ("gelu", {}, "gelu"),
+    "gelu_tanh": ("gelu", {"approximate": "tanh"}, "gelu_pytorch_tanh"),
+    "new_gelu": ("new_gelu", {}, "gelu_new"),
+    "fast_gelu": ("fast_gelu", {}, "gelu_fast"),
+    "quick_gelu": ("quick_gelu", {}, "quick_gelu"),
+}
+each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
+
+
+def activation(kernel, name):
+    """An activation as ours and as eager's."""
+    from transformers.activations import ACT2FN
+
+    function, arguments, key = ACTIVATIONS[name]
+    return functools.partial(getattr(kernel, function), **arguments), ACT2FN[key]
+
+
+def assert_activation_gradients(ours, eagers, x, dy, label):
+    """Alone, and where another gradient reaches x first, as a residual's does."""
+    for others in ((), (torch.randn_like(dy),)):
+        found, expected = (
+            torch.autograd.grad((function(x), *(x * 1.0 for _ in others)), x, (dy, *others))
+            for function in (ours, eagers)
+        )
+        assert_same(found[0], expected[0], f"{label}, {len(others)} others")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_silu_of_all_16_bit_inputs(kernel, refusals, dtype):
+@each_activation
+def test_activation_of_all_16_bit_inputs(kernel, refusals, name, dtype):
+    ours, eagers = activation(kernel, name)
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(dtype)
     with torch.no_grad():
-        assert_same(kernel.silu(x), functional.silu(x), str(dtype))
-    # Backward: every input against 256 gradients, which between them have every exponent.
-    dy = (torch.arange(256, dtype=torch.int32, device="cuda") * 257 - (1 << 15)).to(torch.int16).view(dtype)
-    x = x[None].expand(256, -1).contiguous().requires_grad_()
-    dy = dy[:, None].expand(x.shape).contiguous()
-    (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
-    (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
-    assert_same(found, expected, f"gradient, {dtype}")
+        assert_same(ours(x), eagers(x), str(dtype))
+    # Backward: every input against 64 gradients, which between them have every second exponent and more.
+    dy = (torch.arange(64, dtype=torch.int32, device="cuda") * 1027 - (1 << 15)).to(torch.int16).view(dtype)
+    x = x[None].expand(64, -1).contiguous().requires_grad_()
+    assert_activation_gradients(ours, eagers, x, dy[:, None].expand(x.shape).contiguous(), f"gradient, {dtype}")
 
 
-def test_silu_of_all_fp32_inputs(kernel, refusals):
+@each_activation
+def test_activation_of_all_fp32_inputs(kernel, refusals, name):
+    ours, eagers = activation(kernel, name)
     step = 1 << 27
     with torch.no_grad():
         for start in range(-(1 << 31), 1 << 31, step):
             x = torch.arange(start, start + step, dtype=torch.int64, device="cuda").to(torch.int32).view(torch.float32)
-            assert_bits_equal(kernel.silu(x), functional.silu(x), f"from {start}")
+            assert_bits_equal(ours(x), eagers(x), f"from {start}")
 
 
-def test_silu_layouts_and_gradients(kernel, refusals, seed):
+@each_activation
+def test_activation_layouts_and_gradients(kernel, refusals, seed, name):
+    ours, eagers = activation(kernel, name)
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     for _ in range(100):
         rows, columns = choose.choice((1, 2, 17, 64, 1001)), choose.choice((1, 3, 64, 257, 1024, 4099))
@@ -153,25 +188,25 @@ def test_silu_layouts_and_gradients(kernel, refusals, seed):
         if choose.random() < 0.2:
             x, kind = x.t() if x.dim() == 2 else x, "transposed"
         with torch.no_grad():
-            assert_same(kernel.silu(x), functional.silu(x), f"{tuple(x.shape)} {kind} {x.dtype}")
+            assert_same(ours(x), eagers(x), f"{tuple(x.shape)} {kind} {x.dtype}")
         x = x.detach().requires_grad_()
         dy = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
         if choose.random() < 0.3:
             dy = dy.t().contiguous().t() if dy.dim() == 2 else dy
-        (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
-        (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
-        assert_same(found, expected, f"gradient, {tuple(x.shape)} {kind} {x.dtype}")
+        assert_activation_gradients(ours, eagers, x, dy, f"gradient, {tuple(x.shape)} {kind} {x.dtype}")
 
 
-def test_silu_gradient_of_many_fp32_pairs(kernel, refusals, seed):
+@each_activation
+def test_activation_gradient_of_many_fp32_pairs(kernel, refusals, seed, name):
+    ours, eagers = activation(kernel, name)
     generator = torch.Generator("cuda").manual_seed(seed)
-    for _ in range(8):
-        numbers = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 26), generator=generator, device="cuda")
-        x, dy = numbers.to(torch.int32).view(torch.float32)
-        x = x.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
-        (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
-        assert_bits_equal(found, expected)
+    for scale in (None, None, None, None, 1.0, 4.0):
+        if scale is None:
+            numbers = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 26), generator=generator, device="cuda")
+            x, dy = numbers.to(torch.int32).view(torch.float32)
+        else:
+            x, dy = torch.randn(2, 1 << 26, generator=generator, device="cuda") * scale
+        assert_activation_gradients(ours, eagers, x.clone().requires_grad_(), dy, f"scale {scale}")
 
 
 def gradients(function, x, weight, dy, residual=None):

@@ -5,13 +5,16 @@ kernel cannot, or has not proved to return the same bits. One class serves every
 by `torch.is_grad_enabled()` and `requires_grad`.
 """
 
+import functools
+from types import BuiltinFunctionType, FunctionType
 from typing import Optional
 
 import torch
 from torch import nn
 
-from .activation import eager_forward as silu_eager_forward
-from .activation import replacement as silu_replacement
+from . import proof
+from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
+from .activation import replacement as activation_replacement
 from .gated_rms_norm import eager as gated_eager
 from .gated_rms_norm import replacement as gated_replacement
 from .rms_norm import EAGER
@@ -83,14 +86,115 @@ class RMSNormGated(nn.Module):
 
 
 class SiLUActivation(nn.Module):
-    """`input / (1 + exp(-input))`, any shape. Replaces transformers' `SiLUActivation`."""
+    """`input / (1 + exp(-input))`, any shape. Replaces transformers' `SiLUActivation` and, asked to, `torch.nn.SiLU`."""
 
     has_backward = True
     can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         original = type(self).forward
-        out = silu_replacement(input, original)
+        inplace = self.__dict__.get("inplace")
+        if not inplace:
+            subject = original if inplace is None else (original, "inplace", inplace)
+            out = activation_replacement(input, subject, SILU)
+            if out is not None:
+                return out
+        return (SILU.forward if isinstance(self, SiLUActivation) else original)(self, input)
+
+
+# What the `act` of a layer may be: a function, which a proof can call without the module it comes from. A method of the
+# module, as for formulas written in Python, is left to the original forward.
+_FUNCTIONS = frozenset((FunctionType, BuiltinFunctionType, functools.partial))
+
+
+def _gelu(self, input, activation):
+    """The output of `activation` around `self.act` (transformers) or `self.approximate` (torch.nn.GELU), or None."""
+    original = type(self).forward
+    act = self.__dict__.get("act")
+    if act is not None:
+        if type(act) in _FUNCTIONS:
+            return activation_replacement(input, (original, "act", act), activation)
+        proof.outside(original, f"act is {getattr(act, '__qualname__', act)}")
+        return None
+    approximate = self.__dict__.get("approximate")
+    if approximate is not None:
+        activation = GELU_TANH if approximate == "tanh" else GELU
+        return activation_replacement(input, (original, "approximate", approximate), activation)
+    return activation_replacement(input, original, activation)
+
+
+class GELUActivation(nn.Module):
+    """`0.5 * input * (1 + erf(input / sqrt(2)))`, any shape. Replaces transformers' `GELUActivation` around `F.gelu`.
+
+    Asked to, it replaces `torch.nn.GELU` too, with either value of `approximate`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = _gelu(self, input, GELU)
         if out is not None:
             return out
-        return (silu_eager_forward if isinstance(self, SiLUActivation) else original)(self, input)
+        return (GELU.forward if isinstance(self, GELUActivation) else type(self).forward)(self, input)
+
+
+class GELUTanh(nn.Module):
+    """`F.gelu(input, approximate="tanh")`, any shape. Replaces transformers' `GELUTanh` around that function."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = _gelu(self, input, GELU_TANH)
+        if out is not None:
+            return out
+        return (GELU_TANH.forward if isinstance(self, GELUTanh) else type(self).forward)(self, input)
+
+
+class NewGELUActivation(nn.Module):
+    """`0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))`, operation by operation, any shape.
+
+    Replaces transformers' `NewGELUActivation`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, NEW_GELU)
+        if out is not None:
+            return out
+        return (NEW_GELU.forward if isinstance(self, NewGELUActivation) else original)(self, input)
+
+
+class FastGELUActivation(nn.Module):
+    """`0.5 * input * (1 + tanh(0.7978845608 * input * (1 + 0.044715 * input * input)))`, operation by operation.
+
+    Any shape. Replaces transformers' `FastGELUActivation`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, FAST_GELU)
+        if out is not None:
+            return out
+        return (FAST_GELU.forward if isinstance(self, FastGELUActivation) else original)(self, input)
+
+
+class QuickGELUActivation(nn.Module):
+    """`input * sigmoid(1.702 * input)`, operation by operation, any shape. Replaces transformers' `QuickGELUActivation`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, QUICK_GELU)
+        if out is not None:
+            return out
+        return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)

@@ -10,6 +10,11 @@ LAYERS = {
     "RMSNormZeroCentered": "RMSNormZeroCentered",
     "RMSNormGated": "RMSNormGated",
     "SiLU": "SiLUActivation",
+    "GeLU": "GELUActivation",
+    "GeluTanh": "GELUTanh",
+    "NewGELU": "NewGELUActivation",
+    "FastGELU": "FastGELUActivation",
+    "QuickGELU": "QuickGELUActivation",
 }
 
 
