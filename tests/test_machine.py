@@ -267,15 +267,23 @@ def test_activations_have_cudas_fmas_and_no_others(compiled):
             forward, more = FMAS[entry["constants"]["ACTIVATION"]]
             more = more[entry["dtype"]] if isinstance(more, dict) else more
             expected = forward + more * (direction == "backward")
-            assert entry.count(r"fma\.rn\.f32") == expected * elements, str(entry)
-            assert not entry.count(r"mad\S*\.f32") and not entry.count(r"fma\.rn\.ftz"), str(entry)
+            assert entry.count(r"fma\.rn(?:\.ftz)?\.f32") == expected * elements, str(entry)
+            assert not entry.count(r"mad\S*\.f32"), str(entry)
 
 
 def test_activations_flush_only_where_cuda_does(compiled):
-    """Its approximations of 2**x and 1 / x: the instructions have no other form in `expf`, `tanhf` and `erff`."""
+    """Its approximations of 2**x and 1 / x: the instructions have no other form in `expf`, `tanhf` and `erff`.
+
+    And inside libdevice's exponential, where nothing is lost: its last product is not flushed.
+    """
+    exponential = {"cvt.ftz.sat.f32.f32", "fma.rm.ftz.f32", "fma.rn.ftz.f32"}
     for direction in ("forward", "backward"):
         for entry, _ in activations(compiled, direction):
             found = set(re.findall(r"\S*\.ftz\S*", entry["ptx"]))
+            if entry["constants"]["ACTIVATION"] in ("silu", "quick_gelu") or (
+                (entry["constants"]["ACTIVATION"], direction) == ("gelu", "backward")
+            ):
+                found -= exponential
             assert found <= {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}, f"{entry}: {found}"
 
 

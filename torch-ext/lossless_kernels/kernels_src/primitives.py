@@ -16,32 +16,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PTX = tl.constexpr(torch.version.hip is None)
 
 
-# What CUDA's `expf` is made of. Triton has it from libdevice too, but builds that to flush subnormal results to zero.
-_EXP = tl.constexpr("""{
-    .reg .f32 steps, rest;
-    .reg .b32 power;
-    fma.rn.f32 steps, $1, 0f3BBB989D, 0f3F000000;
-    cvt.sat.f32.f32 steps, steps;
-    fma.rm.f32 steps, steps, 0f437C0000, 0f4B400001;
-    mov.b32 power, steps;
-    shl.b32 power, power, 23;
-    add.rn.f32 steps, steps, 0fCB40007F;
-    neg.f32 steps, steps;
-    fma.rn.f32 rest, $1, 0f3FB8AA3B, steps;
-    fma.rn.f32 rest, $1, 0f32A57060, rest;
-    ex2.approx.ftz.f32 rest, rest;
-    mov.b32 steps, power;
-    mul.rn.f32 $0, rest, steps;
-}""")
-
-
 @triton.jit
 def exp(x):
-    """e**x in fp32, as CUDA's `expf` rounds it, subnormal results kept; `tl.exp` is an approximation."""
+    """e**x in fp32, as CUDA's `expf` (libdevice) rounds it, subnormal results kept; `tl.exp` is an approximation."""
     if INTERPRETED:
         return tl.exp(x)
-    elif PTX:
-        return tl.inline_asm_elementwise(_EXP, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return libdevice.exp(x)
 
