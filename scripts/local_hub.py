@@ -241,7 +241,9 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
             if key == "header":
                 message = value["summary"]
                 if value.get("parentCommit", head.decode()) != head.decode():
-                    raise HubError(412, f"A commit has happened since {value['parentCommit']}. Please refresh and retry")
+                    raise HubError(
+                        412, f"A commit has happened since {value['parentCommit']}. Please refresh and retry"
+                    )
                 continue
             path = value["path"].rstrip("/")
             if not all(part not in ("", ".", "..", ".git") for part in path.split("/")):
@@ -480,7 +482,7 @@ def serve(root: Path, trusted: Union[list, set, tuple] = (), port: int = 0) -> I
         _Unquoted(route.path, route.endpoint, methods=route.methods)
         for route in _routes(hub.repositories, set(trusted))
     ]
-    malformed = {error: _answer_malformed for error in (KeyError, TypeError, ValueError, AttributeError)}
+    malformed = dict.fromkeys((KeyError, TypeError, ValueError, AttributeError), _answer_malformed)
     app = Starlette(routes=routes, exception_handlers={HubError: _answer_refusal, **malformed})
     config = uvicorn.Config(
         _Faulty(_RawPaths(app), hub.faults, hub.requests),

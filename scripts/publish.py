@@ -100,7 +100,9 @@ def read_project(root: Path, repo_id: str | None) -> Project:
     general = tomllib.loads((root / "build.toml").read_text(encoding="utf-8"))["general"]
     repo_id = repo_id or general.get("hub", {}).get("repo-id")
     if repo_id is None or repo_id.count("/") != 1:
-        raise CommandError(f"--repo-id: expected ORG/NAME, found {repo_id!r}; build.toml may name one under general.hub")
+        raise CommandError(
+            f"--repo-id: expected ORG/NAME, found {repo_id!r}; build.toml may name one under general.hub"
+        )
     package = root / "torch-ext" / build_kernel.kernels_rust().KernelName(general["name"]).python_name
     commit = build_kernel.git(root, "rev-parse", "--verify", "--quiet", "HEAD") or "no commit"
     return Project(general["name"], general["version"], repo_id, general, package, commit)
@@ -235,7 +237,9 @@ def check_compatible(api: HfApi, project: Project, head: str, build: Path) -> No
             package = Path(scratch, name, project.package.name)
             shutil.copytree(folder, package)
             interfaces.append(griffe.load(package.name, search_paths=[package.parent], allow_inspection=False))
-        breaks = [f"{each.obj.path.split('.', 1)[1]}: {each.kind.value}" for each in griffe.find_breaking_changes(*interfaces)]
+        breaks = [
+            f"{each.obj.path.split('.', 1)[1]}: {each.kind.value}" for each in griffe.find_breaking_changes(*interfaces)
+        ]
     if breaks:
         raise CommandError(
             f"branch {project.branch} promises what this build breaks: {'; '.join(sorted(set(breaks)))}; "

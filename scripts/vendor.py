@@ -14,8 +14,8 @@ in metadata.json. Nothing of the kernel is run.
 """
 
 import argparse
+import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -49,7 +49,9 @@ def vendor(api: HfApi, repo_id: str, commit: str, branch: str | None, output: Pa
         install(api, repo_id, commit, branch, output)
     except BaseException:
         if made:
-            shutil.rmtree(output, ignore_errors=True)
+            # Fails if another process has put its own there meanwhile.
+            with contextlib.suppress(OSError):
+                output.rmdir()
         raise
 
 
@@ -94,7 +96,10 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--version", type=int, metavar="N", help="the version to fetch, whatever commit that is now")
     which.add_argument(
-        "--lockfile", type=Path, metavar="FILE", help="fetch the commits that `kernels lock` wrote to FILE, and no others"
+        "--lockfile",
+        type=Path,
+        metavar="FILE",
+        help="fetch the commits that `kernels lock` wrote to FILE, and no others",
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="(default: KERNELS_CACHE, or else the cache of huggingface_hub)"

@@ -191,9 +191,7 @@ def check(what: list[str], cache: Path, lockfile: Optional[Path], online: bool) 
             if repo_id not in locked:
                 raise CommandError(f"--lockfile: {lockfile} locks {', '.join(locked) or 'nothing'}, not {repo_id}")
         return [
-            finding
-            for repo_id in what or locked
-            for finding in check_snapshot(cache, repo_id, locked[repo_id][0], hub)
+            finding for repo_id in what or locked for finding in check_snapshot(cache, repo_id, locked[repo_id][0], hub)
         ]
     findings = []
     for each in what or [str(ROOT / "build")]:
@@ -215,7 +213,9 @@ def check(what: list[str], cache: Path, lockfile: Optional[Path], online: bool) 
 def report(findings: list[Finding]) -> int:
     """Prints the findings; the exit status."""
     for finding in findings:
-        print("BAD" if finding.violations else "ok ", finding.subject, f"({finding.summary})" if finding.summary else "")
+        print(
+            "BAD" if finding.violations else "ok ", finding.subject, f"({finding.summary})" if finding.summary else ""
+        )
         for violation in finding.violations:
             print("     ", violation)
         for note in finding.notes:
