@@ -99,7 +99,7 @@ def describe(output):
     """What kernelize_from_hub.py found."""
     found = [json.loads(line) for line in output.splitlines()]
     counts = " and ".join(f"{each['layers_replaced']} of {each['layers']}" for each in found)
-    return f"{counts} layers replaced, logits {'equal' if all(each['bits_equal'] for each in found) else 'NOT equal'}"
+    return f"{counts} layers replaced, logits {'' if all(each['bits_equal'] for each in found) else 'NOT '}bit-equal"
 
 
 def main():

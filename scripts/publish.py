@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,17 @@ class Project:
 
 
 @dataclass
+class Release:
+    """A build that may be published, and what goes with it."""
+
+    project: Project
+    build: Path
+    files: dict[str, bytes]  # by path on the branch
+    card: bytes
+    source: str
+
+
+@dataclass
 class Plan:
     """What one commit shall do to a branch."""
 
@@ -89,7 +101,12 @@ class Plan:
             for what, files in (("added", self.added), ("changed", self.changed), ("deleted", self.deleted))
             if files
         ]
-        return f"{where}: {', '.join(parts) or 'nothing to do'}, {self.unchanged} files as they are"
+        return f"{where}: {', '.join(parts) or 'nothing to do'}, {self.unchanged} unchanged"
+
+    def details(self) -> str:
+        """A line for each file that the commit touches."""
+        marked = (("+", self.added), ("~", self.changed), ("-", self.deleted))
+        return "".join(f"\n    {mark} {path}" for mark, paths in marked for path in paths)
 
 
 # The build
@@ -275,67 +292,51 @@ def render_card(root: Path, project: Project, has_benchmark: bool) -> str:
 # Publishing
 
 
-def publish(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, dry_run: bool, console: Console) -> None:
+def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, step: Callable[[str], None]) -> Release:
+    """Everything about the build that can be checked without the Hub."""
+    step("comparing the build with the commit")
     project = read_project(root, repo_id)
-    api = HfApi()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=STEPS)
-
-        def step(description):
-            progress.update(task, description=description)
-            progress.advance(task)
-
-        step("comparing the build with the commit")
-        check_tree(root, allow_dirty)
-        files = check_build(root, build)
-        step("loading the build")
-        check_loads(build)
-        benchmarks = {f"benchmarks/{path.name}": path.read_bytes() for path in root.glob("benchmarks/benchmark*.py")}
-        card = render_card(root, project, bool(benchmarks))
-
-        step("reading what the Hub holds")
-        branches = remote_branches(api, project.repo_id)
-        heads = branches or {}
-        head = heads.get(project.branch)
-        plan = make_plan(api, project.repo_id, project.branch, head, {**files, **benchmarks}, PUBLISHED)
-        step("comparing public names and signatures")
-        if head and not plan.is_empty:
-            check_compatible(api, project, head, build)
-        # Of two versions the newer one has the card.
-        wanted_card = {} if newest_version(heads) > project.version else {"README.md": card.encode()}
-        card_plan = make_plan(api, project.repo_id, "main", heads.get("main"), wanted_card, ())
-        if dry_run:
-            print_plan(project, branches, plan, card_plan)
-            return
-
-        if branches is None:
-            step("creating the repository")
-            create_repository(api, project.repo_id)
-        if head is None:
-            step("creating the branch")
-            api.create_branch(project.repo_id, repo_type="kernel", branch=project.branch, exist_ok=True)
-            # A new branch holds what main does.
-            head = remote_branches(api, project.repo_id)[project.branch]
-            plan = make_plan(api, project.repo_id, project.branch, head, {**files, **benchmarks}, PUBLISHED)
-        source = f"{project.commit}, with uncommitted changes" if allow_dirty else project.commit
-        step(f"uploading {len(plan.added) + len(plan.changed)} files")
-        commit = send(api, project.repo_id, plan, f"{project.name} v{project.version}, built from {source}")
-        step("uploading the card")
-        card_plan.parent = remote_branches(api, project.repo_id)["main"]
-        card_commit = send(api, project.repo_id, card_plan, f"Card of {project.name} v{project.version}")
-    print(f"{project.repo_id} at {api.endpoint}")
-    for each, oid in ((plan, commit), (card_plan, card_commit)):
-        print(f"  {each}; commit {oid}")
+    check_tree(root, allow_dirty)
+    files = check_build(root, build)
+    step("loading the build")
+    check_loads(build)
+    benchmarks = {f"benchmarks/{path.name}": path.read_bytes() for path in root.glob("benchmarks/benchmark*.py")}
+    card = render_card(root, project, bool(benchmarks))
+    source = f"{project.commit}, with uncommitted changes" if allow_dirty else project.commit
+    return Release(project, build, {**files, **benchmarks}, card.encode(), source)
 
 
-def print_plan(project: Project, branches: dict | None, plan: Plan, card_plan: Plan) -> None:
-    print(f"Dry run, nothing is sent. {project.repo_id}{' (new)' if branches is None else ''}:")
-    for each in (plan, card_plan):
-        print(f"  {each}")
-        for mark, paths in (("+", each.added), ("~", each.changed), ("-", each.deleted)):
-            for path in paths:
-                print(f"    {mark} {path}")
+def upload(api: HfApi, release: Release, dry_run: bool, step: Callable[[str], None]) -> list[str]:
+    """Brings the Hub to what `release` holds; a line on each branch."""
+    project, repo_id, branch = release.project, release.project.repo_id, release.project.branch
+    step("reading what the Hub holds")
+    branches = remote_branches(api, repo_id)
+    heads = branches or {}
+    plan = make_plan(api, repo_id, branch, heads.get(branch), release.files, PUBLISHED)
+    # Of two versions the newer one has the card.
+    card = {} if newest_version(heads) > project.version else {"README.md": release.card}
+    card_plan = make_plan(api, repo_id, "main", heads.get("main"), card, ())
+    step("comparing public names and signatures")
+    if plan.parent and not plan.is_empty:
+        check_compatible(api, project, plan.parent, release.build)
+    if dry_run:
+        return [str(each) + each.details() for each in (plan, card_plan)]
+
+    step("creating repository and branch")
+    if branches is None:
+        create_repository(api, repo_id)
+    if plan.parent is None:
+        api.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True)
+    if plan.parent is None or card_plan.parent is None:
+        # What is new holds something already: a branch what main did, a repository its .gitattributes.
+        heads = remote_branches(api, repo_id)
+        plan = make_plan(api, repo_id, branch, heads[branch], release.files, PUBLISHED)
+        card_plan = make_plan(api, repo_id, "main", heads["main"], card, ())
+    step(f"uploading {len(plan.added) + len(plan.changed)} files")
+    commit = send(api, repo_id, plan, f"{project.name} v{project.version}, built from {release.source}")
+    step("uploading the card")
+    card_commit = send(api, repo_id, card_plan, f"Card of {project.name} v{project.version}")
+    return [f"{plan}; commit {commit}", f"{card_plan}; commit {card_commit}"]
 
 
 def create_repository(api: HfApi, repo_id: str) -> None:
@@ -386,7 +387,19 @@ def main() -> int:
 
     def command():
         console = Console(stderr=True)
-        publish(ROOT, options.build.absolute(), options.repo_id, options.allow_dirty, options.dry_run, console)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=STEPS)
+
+            def step(description):
+                progress.update(task, description=description, advance=1)
+
+            release = prepare(ROOT, options.build.absolute(), options.repo_id, options.allow_dirty, step)
+            api = HfApi()
+            lines = upload(api, release, options.dry_run, step)
+        print(f"{release.project.repo_id} at {api.endpoint}{': what would be sent' if options.dry_run else ''}")
+        for line in lines:
+            print(" ", line)
 
     return exit_status("publish", command)
 
