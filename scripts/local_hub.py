@@ -506,7 +506,9 @@ def serve(root: Path, trusted: Union[list, set, tuple] = (), port: int = 0) -> I
 
 def environment(hub: LocalHub) -> dict[str, str]:
     """The variables with which a new process speaks to `hub` and to no other."""
-    return {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "local", "HF_HUB_OFFLINE": "0"}
+    # A proxy would look for 127.0.0.1 on its own machine.
+    direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    return {**os.environ, **direct, "HF_ENDPOINT": hub.url, "HF_TOKEN": "local", "HF_HUB_OFFLINE": "0"}
 
 
 def main() -> int:

@@ -54,14 +54,13 @@ for folder in sys.argv[1:]:
 
 @dataclass
 class Project:
-    """What build.toml says, and where the code comes from."""
+    """What build.toml says."""
 
     name: str
     version: int
     repo_id: str
     general: dict
     package: Path
-    commit: str
 
     @property
     def branch(self) -> str:
@@ -121,23 +120,24 @@ def read_project(root: Path, repo_id: str | None) -> Project:
             f"--repo-id: expected ORG/NAME, found {repo_id!r}; build.toml may name one under general.hub"
         )
     package = root / "torch-ext" / build_kernel.kernels_rust().KernelName(general["name"]).python_name
-    commit = build_kernel.git(root, "rev-parse", "--verify", "--quiet", "HEAD") or "no commit"
-    return Project(general["name"], general["version"], repo_id, general, package, commit)
+    return Project(general["name"], general["version"], repo_id, general, package)
 
 
-def check_tree(root: Path, allow_dirty: bool) -> None:
-    """The project must be a commit: with changes nobody could build again what was published."""
-    if allow_dirty:
-        return
-    if build_kernel.git(root, "rev-parse", "--verify", "--quiet", "HEAD") is None:
+def check_tree(root: Path, allow_dirty: bool) -> str:
+    """Where the build comes from. It must be a commit: with changes nobody could build again what was published."""
+    commit = build_kernel.git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    if commit is None:
+        if allow_dirty:
+            return "no commit"
         raise CommandError(f"{root}: no commit to publish; --allow-dirty publishes it all the same")
     changes = build_kernel.git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     # A new file under these would be built or uploaded, whether tracked or not.
     shipped = build_kernel.git(root, "status", "--porcelain", "--", "torch-ext", "benchmarks", "build.toml", "CARD.md")
     changed = [line[3:] for line in f"{changes or ''}\n{shipped or ''}".splitlines() if line]
-    if changed:
+    if changed and not allow_dirty:
         names = ", ".join(dict.fromkeys(changed))
         raise CommandError(f"uncommitted changes: {names}; commit them, or publish them with --allow-dirty")
+    return f"{commit}, with uncommitted changes" if changed else commit
 
 
 def check_build(root: Path, build: Path) -> dict[str, bytes]:
@@ -296,13 +296,12 @@ def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, ste
     """Everything about the build that can be checked without the Hub."""
     step("comparing the build with the commit")
     project = read_project(root, repo_id)
-    check_tree(root, allow_dirty)
+    source = check_tree(root, allow_dirty)
     files = check_build(root, build)
     step("loading the build")
     check_loads(build)
     benchmarks = {f"benchmarks/{path.name}": path.read_bytes() for path in root.glob("benchmarks/benchmark*.py")}
     card = render_card(root, project, bool(benchmarks))
-    source = f"{project.commit}, with uncommitted changes" if allow_dirty else project.commit
     return Release(project, build, {**files, **benchmarks}, card.encode(), source)
 
 

@@ -15,6 +15,9 @@ if not torch.cuda.is_available():
     # does not do.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# The tests' Hub is on this machine, whatever the shell says about the real one, and no proxy leads to it.
+os.environ.update(HF_HUB_OFFLINE="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+
 from bits import fresh_seed
 
 ROOT = Path(__file__).resolve().parent.parent

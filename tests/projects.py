@@ -1,4 +1,4 @@
-"""Copies of the project that are git repositories of their own, and the scripts as modules."""
+"""Copies of the project that are git repositories of their own."""
 
 import os
 import shutil
@@ -10,9 +10,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 PACKAGE = "torch-ext/lossless_kernels"
 REPO_ID = "lossless-kernels/lossless-kernels"
-
-if str(SCRIPTS) not in sys.path:
-    sys.path.insert(0, str(SCRIPTS))
 
 
 def run(command, folder, **environment):
