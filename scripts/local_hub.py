@@ -356,6 +356,8 @@ class Fault:
             `slow` (`seconds` pass before the request is served), `late` (or before the answer to a served request).
         times: how many requests it meets; all of them if not given.
         seconds: for `slow` and `late`.
+
+    `met` counts the requests it met, `served` those among them that the Hub has carried out.
     """
 
     where: str
@@ -363,6 +365,7 @@ class Fault:
     times: Optional[int] = None
     seconds: float = 30.0
     met: int = field(default=0, init=False)
+    served: int = field(default=0, init=False)
 
     def meets(self, request: str) -> bool:
         if re.search(self.where, request) and (self.times is None or self.met < self.times):
@@ -398,6 +401,7 @@ class _Faulty:
             answer.append(message)
 
         await self.app(scope, receive, keep)
+        fault.served += 1
         await _send_spoiled(fault, answer, send)
 
 

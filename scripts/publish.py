@@ -130,13 +130,15 @@ def check_tree(root: Path, allow_dirty: bool) -> str:
         if allow_dirty:
             return "no commit"
         raise CommandError(f"{root}: no commit to publish; --allow-dirty publishes it all the same")
-    changes = build_kernel.git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
-    # A new file under these would be built or uploaded, whether tracked or not.
-    shipped = build_kernel.git(root, "status", "--porcelain", "--", "torch-ext", "benchmarks", "build.toml", "CARD.md")
-    changed = [line[3:] for line in f"{changes or ''}\n{shipped or ''}".splitlines() if line]
+    changed = build_kernel.git(root, "diff", "--name-only", "HEAD").splitlines()
+    # These would be built or uploaded although no commit has them.
+    changed += build_kernel.git(
+        root, "ls-files", "--others", "--exclude-standard", "--", "torch-ext", "benchmarks"
+    ).splitlines()
     if changed and not allow_dirty:
-        names = ", ".join(dict.fromkeys(changed))
-        raise CommandError(f"uncommitted changes: {names}; commit them, or publish them with --allow-dirty")
+        raise CommandError(
+            f"uncommitted changes: {', '.join(changed)}; commit them, or publish them with --allow-dirty"
+        )
     return f"{commit}, with uncommitted changes" if changed else commit
 
 
@@ -249,19 +251,32 @@ def check_compatible(api: HfApi, project: Project, head: str, build: Path) -> No
             cache_dir=Path(scratch, "cache"),
         )
         ours = build / variant if (build / variant).is_dir() else next(build.glob("torch-*"))
-        interfaces = []
-        for name, folder in (("old", Path(published, "build", variant)), ("new", ours)):
-            package = Path(scratch, name, project.package.name)
-            shutil.copytree(folder, package)
-            interfaces.append(griffe.load(package.name, search_paths=[package.parent], allow_inspection=False))
-        breaks = [
-            f"{each.obj.path.split('.', 1)[1]}: {each.kind.value}" for each in griffe.find_breaking_changes(*interfaces)
+        interfaces = [
+            public_interface(Path(shutil.copytree(folder, Path(scratch, name, project.package.name))))
+            for name, folder in (("old", Path(published, "build", variant)), ("new", ours))
         ]
+        breaks = sorted({describe(each) for each in griffe.find_breaking_changes(*interfaces)})
     if breaks:
         raise CommandError(
-            f"branch {project.branch} promises what this build breaks: {'; '.join(sorted(set(breaks)))}; "
+            f"branch {project.branch} promises what this build breaks: {'; '.join(breaks)}; "
             f"raise `version` in build.toml (now {project.version}) to publish it"
         )
+
+
+def public_interface(package: Path) -> griffe.Object:
+    """What `__all__` of a package names, read from its source."""
+    interface = griffe.load(package.name, search_paths=[package.parent], allow_inspection=False)
+    for name in set(interface.members) - set(interface.exports or ()):
+        del interface.members[name]
+    return interface
+
+
+def describe(breakage: griffe.Breakage) -> str:
+    name = breakage.obj.path.split(".", 1)[1]
+    parameter = next(
+        (each for each in (breakage.old_value, breakage.new_value) if isinstance(each, griffe.Parameter)), None
+    )
+    return f"{name}{f'({parameter.name})' if parameter else ''}: {breakage.kind.value.lower()}"
 
 
 # The card
@@ -298,18 +313,16 @@ def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, ste
     project = read_project(root, repo_id)
     source = check_tree(root, allow_dirty)
     files = check_build(root, build)
-    step("loading the build")
-    check_loads(build)
     benchmarks = {f"benchmarks/{path.name}": path.read_bytes() for path in root.glob("benchmarks/benchmark*.py")}
     card = render_card(root, project, bool(benchmarks))
     return Release(project, build, {**files, **benchmarks}, card.encode(), source)
 
 
-def upload(api: HfApi, release: Release, dry_run: bool, step: Callable[[str], None]) -> list[str]:
-    """Brings the Hub to what `release` holds; a line on each branch."""
+def upload(
+    api: HfApi, release: Release, branches: dict[str, str] | None, dry_run: bool, step: Callable[[str], None]
+) -> list[str]:
+    """Brings the Hub, which has `branches`, to what `release` holds; a line on each branch."""
     project, repo_id, branch = release.project, release.project.repo_id, release.project.branch
-    step("reading what the Hub holds")
-    branches = remote_branches(api, repo_id)
     heads = branches or {}
     plan = make_plan(api, repo_id, branch, heads.get(branch), release.files, PUBLISHED)
     # Of two versions the newer one has the card.
@@ -395,7 +408,11 @@ def main() -> int:
 
             release = prepare(ROOT, options.build.absolute(), options.repo_id, options.allow_dirty, step)
             api = HfApi()
-            lines = upload(api, release, options.dry_run, step)
+            step("asking the Hub")
+            branches = remote_branches(api, release.project.repo_id)
+            step("loading the build")
+            check_loads(release.build)
+            lines = upload(api, release, branches, options.dry_run, step)
         print(f"{release.project.repo_id} at {api.endpoint}{': what would be sent' if options.dry_run else ''}")
         for line in lines:
             print(" ", line)

@@ -83,3 +83,11 @@ def run_python():
 def interpreted():
     """`run_python` with the kernels in Triton's interpreter, on CPU tensors."""
     return functools.partial(_run_python, TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """A `hub.Published`: the project as it lies here, committed, built and published as version 1. Nobody changes it."""
+    from hub import Published
+
+    return Published(tmp_path_factory.mktemp("published"))

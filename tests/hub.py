@@ -21,29 +21,40 @@ from huggingface_hub import HfApi  # noqa: E402
 ORGANISATION = REPO_ID.split("/")[0]
 
 
+UPLOAD_PY = """
+import pickle, sys
+sys.path.insert(0, sys.argv[1])
+import publish
+from huggingface_hub import HfApi
+
+with open(sys.argv[2], "rb") as file:
+    release = pickle.load(file)
+api = HfApi()
+publish.upload(api, release, publish.remote_branches(api, release.project.repo_id), False, lambda step: None)
+"""
+
+
 def client(hub):
     return HfApi(endpoint=hub.url, token="local")
 
 
 def release_of(project, repo_id=REPO_ID, allow_dirty=False):
-    """Builds a project and checks the build as `publish.py` does."""
+    """Builds a project and checks the build as `publish.py` does, but for loading it."""
     build_kernel.build(project, project / "build", None, None, quiet=True)
     return publish.prepare(project, project / "build", repo_id, allow_dirty, lambda step: None)
 
 
 def upload(hub, release, dry_run=False):
-    return publish.upload(client(hub), release, dry_run, lambda step: None)
+    api = client(hub)
+    branches = publish.remote_branches(api, release.project.repo_id)
+    return publish.upload(api, release, branches, dry_run, lambda step: None)
 
 
 def upload_process(hub, release, folder):
     """The upload in a process of its own, which a test may kill."""
     path = folder / "release.pickle"
     path.write_bytes(pickle.dumps(release))
-    code = (
-        "import pickle, sys; sys.path.insert(0, sys.argv[1]); import publish; from huggingface_hub import HfApi;"
-        "publish.upload(HfApi(), pickle.load(open(sys.argv[2], 'rb')), False, lambda step: None)"
-    )
-    return subprocess.Popen([sys.executable, "-c", code, str(SCRIPTS), str(path)], env=local_hub.environment(hub))
+    return subprocess.Popen([sys.executable, "-c", UPLOAD_PY, SCRIPTS, path], env=local_hub.environment(hub))
 
 
 class Published:
