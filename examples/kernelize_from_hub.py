@@ -61,6 +61,8 @@ def compare(repo_id, version, lockfile, device):
     if not on_gpu:
         # Proof compares with eager on this device, and a CPU adds in another order than CUDA.
         os.environ["LOSSLESS_PROOF"] = "off"
+    ways = [("version", from_version, version), ("lockfile", from_lockfile, lockfile)]
+    found = {name: way(repo_id, which, (device_type,)) for name, way, which in ways if which is not None}
     tokens = llama.draw_tokens(options, options.tokens[0])
     with tempfile.TemporaryDirectory(prefix="kernelize-from-hub-") as folder:
         llama.save_model(options, dtype, folder)
@@ -68,18 +70,15 @@ def compare(repo_id, version, lockfile, device):
         if not on_gpu:
             llama.use_cuda_arithmetic(reference, NAMES)
         expected = llama.make_pass(reference, options)(tokens)
-        ways = [("version", from_version, version), ("lockfile", from_lockfile, lockfile)]
         return [
-            {"by": name, **replace(way(repo_id, which, (device_type,)), folder, options, dtype, tokens, expected)}
-            for name, way, which in ways
-            if which is not None
+            {"by": name, **replace(*kernel_and_mapping, folder, options, dtype, tokens, expected)}
+            for name, kernel_and_mapping in found.items()
         ]
 
 
-def replace(kernel_and_mapping, folder, options, dtype, tokens, expected):
+def replace(kernel, mapping, folder, options, dtype, tokens, expected):
     from kernels import Mode, kernelize, register_kernel_mapping
 
-    kernel, mapping = kernel_and_mapping
     register_kernel_mapping(mapping, inherit_mapping=False)
     model = llama.load_model(options, dtype, folder)
     kernelize(model, mode=Mode.INFERENCE)
@@ -106,8 +105,9 @@ def main():
             # A refused layer is bit-equal too, but it is not what is shown here.
             warnings.filterwarnings("error", message="lossless-kernels")
             results = compare(options.repo_id, options.version, options.lockfile, options.device)
-    except (llama.DemoError, ImportError, OSError, ValueError, RuntimeWarning) as error:
-        print(f"kernelize_from_hub: error: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:
+        # Whatever the Hub, the cache or the proof have to say.
+        print(f"kernelize_from_hub: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
     for result in results:
         print(json.dumps(result))
