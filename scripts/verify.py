@@ -73,6 +73,9 @@ def check_variant(variant: Path) -> Finding:
         for name in folders:
             if Path(folder, name).is_symlink():
                 finding.violations.append(f"Link to a folder: {os.path.relpath(Path(folder, name), variant)}")
+        for name in files:
+            if not Path(folder, name).exists():
+                finding.violations.append(f"Link to nothing: {os.path.relpath(Path(folder, name), variant)}")
         bytecode += sum(name.endswith(".pyc") for name in files)
     if bytecode:
         finding.notes.append(f"{bytecode} files of bytecode, which Python runs and no digest covers")
@@ -172,6 +175,8 @@ def read_lockfile(path: Path) -> dict[str, tuple[str, Optional[str]]]:
     """Repository -> locked commit and, if a version was locked, the branch it was."""
     try:
         locks = _rust.KernelLocks.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"--lockfile: {path}: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"--lockfile: {path}: {one_line(error)}") from None
     return {

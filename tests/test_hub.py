@@ -200,8 +200,7 @@ for model, kernel in zip(models, kernels):
     assert_replaced(model, kernel)
 tokens = draw_tokens(1, 17)
 assert_bits_equal(logits(models[0], tokens), logits(models[1], tokens))
-spaces = [kernel._ops.add_op_namespace_prefix("silu").split("::")[0] for kernel in kernels]
-assert len(set(spaces)) == 2
+assert first.__name__ != second.__name__
 
 # The same build from three places: its two folders here, and the Hub.
 here, there = get_local_kernel(build), get_local_kernel(copy)
@@ -209,8 +208,12 @@ assert here.__name__ == there.__name__ == first.__name__
 assert len(get_loaded_kernels()) == 4
 x, weight = torch.randn(3, 64), torch.rand(64)
 for kernel in (*kernels, here, there):
-    run = torch.compile(lambda x: kernel.silu(kernel.rms_norm(x, weight, 1e-6)), backend="aot_eager", fullgraph=True)
-    assert_bits_equal(run(x), first.silu(first.rms_norm(x, weight, 1e-6)))
+    assert_bits_equal(kernel.silu(x), first.silu(x))
+    assert_bits_equal(kernel.rms_norm(x, weight, 1e-6), first.rms_norm(x, weight, 1e-6))
+    # What torch.compile calls.
+    ops = getattr(torch.ops, kernel.__name__)
+    assert_bits_equal(ops.silu(x), first.silu(x))
+    assert_bits_equal(ops.rms_norm(x, weight, 1e-6), first.rms_norm(x, weight, 1e-6))
 model = llama(1)
 with only(there.kernel_mapping(devices=("cpu",))):
     kernelize(model, mode=Mode.INFERENCE)
@@ -243,7 +246,7 @@ def test_two_versions_and_one_twice_in_a_process(hub, published, interpreted, tm
 CLIENT_FAULTS = {
     "status-500": ("GET .*/torch-cpu/layers.py", 500, "HfHubHTTPError"),
     "status-404": ("GET .*/torch-cpu/layers.py", 404, "HfHubHTTPError"),
-    "no-tree": ("GET .*/tree/", 500, "HfHubHTTPError"),
+    "no-tree": ("GET .*/tree/", 500, None),
     "no-refs": ("GET .*/refs", "reset", "ReadError"),
     "reset": ("GET .*/torch-cpu/layers.py", "reset", "ReadError"),
     "truncate": ("GET .*/torch-cpu/layers.py", "truncate", None),
@@ -300,7 +303,7 @@ def test_faults_while_kernels_fetches(published, tmp_path):
                 f"{ORGANISATION}/{repository}", [operation], commit_message="x", repo_type="kernel", revision="v1"
             )
         for name, (where, what, _) in CLIENT_FAULTS.items():
-            place = where if name == "untrusted" else where.replace(".*", f".*/{name}/.*", 1)
+            place = where if name == "untrusted" else where.replace(".*", f".*/{name}.*", 1)
             hub.faults.append(local_hub.Fault(place, what, times=1))
         environment = {**local_hub.environment(hub), "KERNELS_CACHE": tmp_path / "cache"}
         output = python(FETCH, ORGANISATION, *CLIENT_FAULTS, **environment)
@@ -351,8 +354,8 @@ VENDOR_FAULTS = {
     "tamper": (local_hub.Fault(LAYERS, "tamper"), "damaged, nothing was kept: .*layers.py: not the content"),
     "etag of another": (local_hub.Fault("HEAD .*layers.py", "wrong-etag"), None),
     "etag of all": (local_hub.Fault("HEAD .*", "wrong-etag"), "damaged, nothing was kept: .*not the content"),
-    "metadata": (CommitOperationAdd("build/torch-cuda/metadata.json", b"{"), "torch-cuda: Cannot parse metadata"),
-    "digest": (CommitOperationAdd("build/torch-cuda/layers.py", b"x"), "torch-cuda: File hash mismatch for layers.py"),
+    "metadata": (("build/torch-cuda/metadata.json", b"{"), "torch-cuda: Cannot parse metadata"),
+    "digest": (("build/torch-cuda/layers.py", b"x"), "torch-cuda: File hash mismatch for layers.py"),
     "no variant": (CommitOperationDelete("build/", is_folder=True), "no variant of a kernel"),
 }
 
@@ -365,7 +368,7 @@ def test_a_damaged_download_reaches_no_cache(hub, cache, tmp_path, fault, messag
     if isinstance(fault, local_hub.Fault):
         hub.faults.append(fault)
     else:
-        damaged(hub, fault)
+        damaged(hub, CommitOperationAdd(*fault) if isinstance(fault, tuple) else fault)
     if message is None:
         fetch(hub, output)
         return
@@ -421,9 +424,10 @@ def test_two_processes_vendor_at_once(hub, lockfile, tmp_path):
         for _ in range(2)
     ]
     assert [process.wait() for process in running] == [0, 0]
-    assert contents(tmp_path / "both") == contents(lockfile.parent / "cache") | contents(tmp_path / "both")
+    one, other = (repository_folder(folder, REPO_ID) for folder in (tmp_path / "both", lockfile.parent / "cache"))
+    assert contents(one) == contents(other)
     assert not bad(check([REPO_ID], tmp_path / "both", None, False))
-    assert [path.name for path in (tmp_path / "both").iterdir()] == [repository_folder(tmp_path, REPO_ID).name]
+    assert not list((tmp_path / "both").glob(".vendor-*"))
 
 
 # Verifying
@@ -480,7 +484,7 @@ def link_a_folder(variant):
 DAMAGES = {
     "same length": (change_in_place, "File hash mismatch for layers.py"),
     "digest too": (change_with_digest, "build/torch-cuda/layers.py: not the content of this commit"),
-    "file gone": (lambda variant: (variant / "silu.py").symlink_to("gone"), "silu.py"),
+    "broken link": (lambda variant: (variant / "more.py").symlink_to("gone"), "Link to nothing: more.py"),
     "file less": (lambda variant: (variant / "layers.py").unlink(), "layers.py"),
     "file more": (lambda variant: (variant / "more.py").write_text(""), "Unknown file: more.py"),
     "folder behind a link": (link_a_folder, "Link to a folder: more"),
@@ -550,7 +554,7 @@ def test_verify_as_a_command(published, cache):
         (["scripts"], "scripts: holds no variant"),
         (["build", "--online"], "--online: needs a repository"),
         (["a/b"], "a/b: nothing of it in"),
-        (["--lockfile", "/nowhere"], "/nowhere"),
+        (["--lockfile", "/nowhere"], "--lockfile: /nowhere: No such file"),
     ):
         done = verify(*arguments, KERNELS_CACHE=cache)
         assert (done.returncode, done.stdout) == (1, "")
