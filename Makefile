@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu demo publish verify hub lint clean
+.PHONY: help setup build test test-gpu demo bench publish verify hub lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,9 @@ verify: $(READY) ## check digests: make verify ARGS="ORG/NAME"; of build/ if not
 
 hub: $(READY) ## serve a Hub on this machine for trying out a release: make hub ARGS="--root hub --trust ORG"
 	$(PY) scripts/local_hub.py $(ARGS)
+
+bench: build ## time the kernels beside every installed peer, on a GPU: make bench ARGS="--help"
+	$(PY) benchmarks/peers.py $(ARGS)
 
 lint: $(READY) ## ruff
 	$(PY) -m ruff check .

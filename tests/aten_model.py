@@ -7,13 +7,14 @@ and gives the same bits on a CPU and on a GPU. Sequential sums run step by step,
 
 Sources: ATen/native/cuda/Reduce.cuh (in every torch wheel, under torch/include) for the sums,
 ATen/TensorIterator.cpp for the halving of very large tensors, ReduceMomentKernel.cu for the mean,
-ActivationSiluKernel.cu for SiLU, tools/autograd/derivatives.yaml for the gradients.
-`rsqrt` and `exp` have no such guarantee: a CPU's differ from a GPU's in the last bit, so they are
+ActivationSiluKernel.cu and ActivationGeluKernel.cu for SiLU and GELU, PowKernel.cu and BinaryMiscBackwardOpsKernels.cu for
+parts of GELU as transformers writes it, tools/autograd/derivatives.yaml for the gradients, CUDA's libdevice for tanh and erf.
+`rsqrt`, `exp` and `exp2` have no such guarantee: a CPU's differ from a GPU's in the last bit, so they are
 arguments, or their results are.
 """
 
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -414,3 +415,148 @@ def silu_backward(dy: Tensor, x: Tensor, exp: Callable[[Tensor], Tensor] = torch
     sigmoid = ones / (exp(-x_fp32) + ones)
     slope = fused_multiply_add(x_fp32, ones - sigmoid, ones)
     return ((dy.float() * sigmoid) * slope).to(x.dtype)
+
+
+# CUDA's own functions, step by step, and what ATen and compositions of its operations make of them
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _polynomial(x: Tensor, *coefficients: float) -> Tensor:
+    """By Horner's rule in fp32, an FMA a step; the highest coefficient first."""
+    total, *rest = (torch.full_like(x, coefficient) for coefficient in coefficients)
+    for coefficient in rest:
+        total = fused_multiply_add(total, x, coefficient)
+    return total
+
+
+def tanh(x: Tensor, exp2: Function = torch.exp2) -> Tensor:
+    """CUDA's `tanhf` of fp32. On a GPU 2**y and 1 / y are the approximations of its special function unit."""
+    magnitude, ones = x.abs(), torch.ones_like(x)
+    large = fused_multiply_add(ones / (exp2(magnitude * 2.88539) + 1.0), -2.0 * ones, ones)
+    large = torch.where(magnitude >= 9.010914, ones, large)
+    square = x * x
+    small = _polynomial(square, 0.015739683, -0.052303962, 0.13315298, -0.33332768, 0.0)
+    return torch.where(magnitude >= 0.6, large.copysign(x), fused_multiply_add(small, x, x))
+
+
+def erf(x: Tensor, exp2: Function = torch.exp2) -> Tensor:
+    """CUDA's `erff` of fp32."""
+    magnitude = x.abs()
+    large = _polynomial(
+        magnitude, 0.000112198715, -0.0013275252, 0.008396535, -0.040246584, 0.15950431, 0.9129177, 0.62906003
+    )
+    large = 1.0 - exp2(fused_multiply_add(large, -magnitude, -magnitude))
+    small = _polynomial(
+        x * x, 8.4834945e-05, -0.00082130916, 0.005213489, -0.026868774, 0.11284005, -0.37612665, 0.12837915
+    )
+    return torch.where(magnitude >= 1.00296, large.copysign(x), fused_multiply_add(small, x, x))
+
+
+def gelu(x: Tensor, erf: Function = erf) -> Tensor:
+    h = x.float()
+    return ((h * 0.5) * (erf(h * 0.70710677) + 1.0)).to(x.dtype)
+
+
+def gelu_backward(dy: Tensor, x: Tensor, erf: Function = erf, exp: Function = torch.exp) -> tuple[Tensor]:
+    """dy * fma(1 + erf(x / sqrt(2)), 1 / 2, x * density)."""
+    h = x.float()
+    density = exp((h * -0.5) * h) * 0.3989423
+    slope = fused_multiply_add(erf(h * 0.70710677) + 1.0, torch.full_like(h, 0.5), h * density)
+    return ((dy.float() * slope).to(x.dtype),)
+
+
+def _gelu_tanh(h: Tensor, tanh: Function) -> Tensor:
+    return tanh(fused_multiply_add(h * (h * h), torch.full_like(h, 0.044715), h) * 0.7978846)
+
+
+def gelu_tanh(x: Tensor, tanh: Function = tanh) -> Tensor:
+    h = x.float()
+    return ((h * 0.5) * (_gelu_tanh(h, tanh) + 1.0)).to(x.dtype)
+
+
+def gelu_tanh_backward(dy: Tensor, x: Tensor, tanh: Function = tanh) -> tuple[Tensor]:
+    h = x.float()
+    ones, t = torch.ones_like(h), _gelu_tanh(h, tanh)
+    d_inner = fused_multiply_add(h * h, 0.13414499 * ones, ones) * 0.7978846
+    right = ((h * 0.5) * fused_multiply_add(-t, t, ones)) * d_inner
+    return ((dy.float() * fused_multiply_add(t + 1.0, 0.5 * ones, right)).to(x.dtype),)
+
+
+def _of_fp32(function: Function, x: Tensor) -> Tensor:
+    return function(x.float()).to(x.dtype)
+
+
+def _times(x: Tensor, y: Union[Tensor, float]) -> Tensor:
+    """A product of ATen's: of fp32 numbers, a Python number's among them, rounded to x's dtype."""
+    y = y.float() if isinstance(y, Tensor) else torch.tensor(y, dtype=torch.float32)
+    return (x.float() * y).to(x.dtype)
+
+
+def _one_plus(x: Tensor) -> Tensor:
+    return (x.float() + 1.0).to(x.dtype)
+
+
+def _tanh_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """dy * (1 - y * y), every operation in the dtype of y: in fp32 nvcc makes an FMA of it."""
+    if y.dtype == torch.float32:
+        return dy * fused_multiply_add(-y, y, torch.ones_like(y))
+    return _times(dy, (1.0 - _times(y, y).float()).to(y.dtype))
+
+
+def _new_gelu_tanh(x: Tensor, tanh: Function) -> Tensor:
+    cube = _times(_times(x, x), x)
+    return _of_fp32(tanh, _times(x + _times(cube, 0.044715), 0.7978845608028654))
+
+
+def new_gelu(x: Tensor, tanh: Function = tanh) -> Tensor:
+    return _times(_times(x, 0.5), _one_plus(_new_gelu_tanh(x, tanh)))
+
+
+def new_gelu_backward(dy: Tensor, x: Tensor, tanh: Function = tanh) -> tuple[Tensor, ...]:
+    """The gradients that reach x one after the other: past the cube, through it, and through x / 2."""
+    t = _new_gelu_tanh(x, tanh)
+    d_half, d_tanh = _times(dy, _one_plus(t)), _times(dy, _times(x, 0.5))
+    d_inner = _times(_tanh_backward(d_tanh, t), 0.7978845608028654)
+    d_power = _times(_times(d_inner, 0.044715), _times(_times(x, x), 3.0))
+    return d_inner, d_power, _times(d_half, 0.5)
+
+
+def _fast_gelu_terms(x: Tensor, tanh: Function) -> tuple[Tensor, ...]:
+    scaled, linear = _times(x, 0.7978845608), _times(x, 0.044715)
+    slope = _one_plus(_times(linear, x))
+    return scaled, linear, slope, _of_fp32(tanh, _times(scaled, slope))
+
+
+def fast_gelu(x: Tensor, tanh: Function = tanh) -> Tensor:
+    return _times(_times(x, 0.5), _one_plus(_fast_gelu_terms(x, tanh)[-1]))
+
+
+def fast_gelu_backward(dy: Tensor, x: Tensor, tanh: Function = tanh) -> tuple[Tensor, ...]:
+    """The gradients that reach x one after the other: as the last factor, then through linear, scaled and x / 2."""
+    scaled, linear, slope, t = _fast_gelu_terms(x, tanh)
+    d_half, d_tanh = _times(dy, _one_plus(t)), _times(dy, _times(x, 0.5))
+    d_inner = _tanh_backward(d_tanh, t)
+    d_scaled, d_slope = _times(d_inner, slope), _times(d_inner, scaled)
+    return (
+        _times(d_slope, linear),
+        _times(_times(d_slope, x), 0.044715),
+        _times(d_scaled, 0.7978845608),
+        _times(d_half, 0.5),
+    )
+
+
+def _quick_gelu_sigmoid(x: Tensor, exp: Function) -> Tensor:
+    return _of_fp32(lambda h: torch.ones_like(h) / (exp(-h) + 1.0), _times(x, 1.702))
+
+
+def quick_gelu(x: Tensor, exp: Function = torch.exp) -> Tensor:
+    return _times(x, _quick_gelu_sigmoid(x, exp))
+
+
+def quick_gelu_backward(dy: Tensor, x: Tensor, exp: Function = torch.exp) -> tuple[Tensor, ...]:
+    """The gradients that reach x one after the other: as a factor, then through the sigmoid."""
+    s = _quick_gelu_sigmoid(x, exp)
+    d_sigmoid = _times(_times(_times(dy, x), (1.0 - s.float()).to(s.dtype)), s)
+    return _times(dy, s), _times(d_sigmoid, 1.702)

@@ -1,9 +1,11 @@
 """The kernels in Triton's interpreter against the model of CUDA's arithmetic: fp32 and fp16, bit for bit.
 
-The interpreter truncates where a GPU rounds to bf16 and knows no libdevice: bf16 and the last bit of the exponential belong
-to the tests on a GPU, and so does the FMA in SiLU's gradient, which the interpreter rounds twice. CPU eager sums in another order than CUDA's, so proof would rightly refuse and is off.
+The interpreter truncates where a GPU rounds to bf16 and knows no libdevice: bf16 and the last bit of exponentials belong to
+the tests on a GPU, and so do FMAs, which the interpreter rounds twice. CPU eager sums in another order than CUDA's, so proof
+would rightly refuse and is off.
 """
 
+import functools
 import importlib
 import itertools
 import random
@@ -71,6 +73,10 @@ def given(generator, shape, dtype, weight_dtype):
     return x, weight, dy, aten_model.rms_norm_statistics(x, 1e-5).rstd
 
 
+def llama(rms_norm):
+    return importlib.import_module(f"{rms_norm.__package__}.variants").LLAMA
+
+
 def assert_gradients(found, expected, label):
     assert_bits_equal(found.dx, expected.dx[0], f"dx of {label}")
     if len(expected.dx) == 2:
@@ -81,7 +87,7 @@ def assert_gradients(found, expected, label):
 
 
 def assert_gradients_equal_the_model(rms_norm, x, weight, dy, rstd, device=aten_model.H200, label=""):
-    backward = rms_norm.resolve(dy, x, weight, rstd[..., None], True, True)
+    backward = rms_norm.resolve(llama(rms_norm), dy, x, weight, rstd[..., None], True, True)
     expected = aten_model.rms_norm_backward(dy, x, weight, rstd, device)
     found = backward(dy, x, weight, rstd[..., None])
     assert_gradients(found, expected, f"{list(x.shape)} {x.dtype} {weight.dtype} {label}")
@@ -94,6 +100,35 @@ def test_rms_norm_gradients_equal_the_model(module, seed):
     for rows, hidden_size, dtype, weight_dtype in cases:
         inputs = given(generator, (rows, hidden_size), dtype, weight_dtype)
         assert_gradients_equal_the_model(module("rms_norm_backward"), *inputs)
+
+
+@pytest.mark.parametrize("name", ["fp32_product", "one_plus_weight", "fp32_output", "unweighted"])
+def test_other_variants_equal_the_model(module, seed, name):
+    """They round nothing between the fp32 norm and the product, so the model's arithmetic of fp32 tensors is theirs."""
+    variant, family = module("variants").BY_NAME[name], module("rms_norm")
+    generator = torch.Generator().manual_seed(seed)
+    for rows, hidden_size, dtype, weight_dtype in [*random_cases(seed, 6, most_elements=20_000), (300, 128, *DTYPES)]:
+        x, weight, dy, _ = given(generator, (rows, hidden_size), dtype, weight_dtype)
+        dy = dy.to(variant.output_dtype(dtype, weight_dtype))
+        factor = {"one_plus_weight": 1.0 + weight.float(), "unweighted": torch.ones(hidden_size)}.get(
+            name, weight.float()
+        )
+        rstd = aten_model.rms_norm_statistics(x, 1e-5, rsqrt=numpy_rsqrt).rstd
+        label = f"{rows}x{hidden_size} {dtype} {weight_dtype}"
+        weights = () if name == "unweighted" else (weight.requires_grad_(),)
+        x.requires_grad_()
+        out = family.replacement(x, weights[0] if weights else None, 1e-5, family.EAGER[variant])
+        found = torch.autograd.grad(out, (x, *weights), dy)
+        x.requires_grad_(False)
+        expected = aten_model.rms_norm_given_rstd(x.float(), factor, rstd).to(dy.dtype)
+        assert_bits_equal(out.detach(), expected, f"output of {label}")
+        with torch.no_grad():
+            again = family.replacement(x, weights[0] if weights else None, 1e-5, family.EAGER[variant])
+        assert_bits_equal(again, expected, f"output without gradients of {label}")
+        gradients = aten_model.rms_norm_backward(dy.float(), x.float(), factor, rstd)
+        assert_bits_equal(found[0], sum(gradients.dx[1:], gradients.dx[0]).to(dtype), f"dx of {label}")
+        for dweight in found[1:]:
+            assert_bits_equal(dweight, gradients.dweight.to(weight_dtype), f"dweight of {label}")
 
 
 # Layouts
@@ -124,12 +159,12 @@ def test_rms_norm_of_permuted_and_spaced_rows(kernel, module, seed):
         for layout in (permuted(x, order), permuted(spaced, order)[..., :hidden_size]):
             found = kernel.rms_norm(layout, weight, 1e-5)
             assert_bits_equal(found.contiguous(), expected, f"{order} {list(x.shape)} {dtype}")
-            assert_strides(found, module("rms_norm").eager(layout, weight, 1e-5), x.shape)
+            assert_strides(found, module("variants").LLAMA.eager(layout, weight, 1e-5), x.shape)
 
 
 def test_gradients_of_other_layouts(module, seed):
     """The sum over rows runs through memory as eager's product lies there, which dy and x decide together."""
-    rms_norm, eager = module("rms_norm_backward"), module("rms_norm").eager
+    rms_norm, eager = module("rms_norm_backward"), module("variants").LLAMA.eager
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
     orders = list(itertools.permutations(range(3)))
     transposed = (0, 2, 1)
@@ -147,7 +182,7 @@ def test_gradients_of_other_layouts(module, seed):
 def test_transposed_gradient_is_walked_in_three_levels(module):
     rms_norm, levels = module("rms_norm_backward"), []
     x, weight, dy, rstd = given(torch.Generator(), (2, 5, 4, 64), *DTYPES)
-    backward = rms_norm.resolve(permuted(dy, (0, 2, 1)), x, weight, rstd[..., None], True, True)
+    backward = rms_norm.resolve(llama(rms_norm), permuted(dy, (0, 2, 1)), x, weight, rstd[..., None], True, True)
     for part in backward.parts:
         levels += [launch._launcher.constants["LEVELS"] for launch in (part.dx, part.sum_chains) if launch is not None]
     assert set(levels) == {3} and backward.dy_strides is None
@@ -189,7 +224,7 @@ def test_gradients_too_large_for_32_bit_indexing_are_summed_in_parts(module, mon
     monkeypatch.setattr(module("reduce_config"), "_MAX_32_BIT_OFFSET", limit)
     for dtype in DTYPES:
         x, weight, dy, rstd = given(torch.Generator().manual_seed(seed), (67, 100), dtype, dtype)
-        backward = rms_norm.resolve(dy, x, weight, rstd[:, None], True, True)
+        backward = rms_norm.resolve(llama(rms_norm), dy, x, weight, rstd[:, None], True, True)
         assert len(backward.parts) == (8 if dtype == torch.float32 else 4)
         dx = aten_model.rms_norm_input_gradient(dy, x, weight, rstd)
         dweight = aten_model.rms_norm_weight_gradient(dy, x, weight, rstd, indexing_limit=limit)
@@ -229,8 +264,10 @@ def test_only_what_is_needed_is_computed_and_nothing_given_is_written(module, se
         x, weight, dy, rstd = given(torch.Generator().manual_seed(seed), (70, 64), dtype, torch.float32)
         inputs = dy, x, weight, rstd[:, None]
         before = [tensor.clone() for tensor in inputs]
-        both = rms_norm.gradients(*inputs, True, True)
-        only_dx, only_dweight = rms_norm.gradients(*inputs, True, False), rms_norm.gradients(*inputs, False, True)
+        both, only_dx, only_dweight = (
+            rms_norm.gradients(llama(rms_norm), *inputs, *needs)
+            for needs in ((True, True), (True, False), (False, True))
+        )
         assert only_dx.dweight is None and only_dweight.dx is only_dweight.dx_mean is None
         assert_bits_equal(only_dx.dx, both.dx)
         assert_bits_equal(only_dweight.dweight, both.dweight)
@@ -253,7 +290,11 @@ class LlamaRMSNorm(torch.nn.Module):
         self.variance_epsilon = 1e-5
 
     def forward(self, hidden_states):
-        raise AssertionError("the original forward runs")
+        # A proof's stand-in may run it.
+        assert not isinstance(self.weight, torch.nn.Parameter), "the original forward runs"
+        h = hidden_states.float()
+        normalized = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * normalized.to(hidden_states.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -283,14 +324,69 @@ def test_layer_in_a_residual_block(kernel, seed, dtype):
         assert not torch.equal(dx, dy + sum(expected.dx))
 
 
-# SiLU
+# Activations
 
 
-def silu_inputs(generator, dtype):
+def numpy_exp2(x):
+    return torch.from_numpy(numpy.asarray(numpy.exp2(x.numpy())))
+
+
+TANH = {"tanh": functools.partial(aten_model.tanh, exp2=numpy_exp2)}
+ERF, EXP = {"erf": functools.partial(aten_model.erf, exp2=numpy_exp2)}, {"exp": numpy_exp}
+# By name the model's forward and backward, each with the functions it is made of as the interpreter computes them.
+MODELS = {
+    "silu": (functools.partial(aten_model.silu, **EXP), lambda dy, x: (aten_model.silu_backward(dy, x, **EXP),)),
+    "gelu": (functools.partial(aten_model.gelu, **ERF), functools.partial(aten_model.gelu_backward, **ERF, **EXP)),
+    "gelu_tanh": (
+        functools.partial(aten_model.gelu_tanh, **TANH),
+        functools.partial(aten_model.gelu_tanh_backward, **TANH),
+    ),
+    "new_gelu": (
+        functools.partial(aten_model.new_gelu, **TANH),
+        functools.partial(aten_model.new_gelu_backward, **TANH),
+    ),
+    "fast_gelu": (
+        functools.partial(aten_model.fast_gelu, **TANH),
+        functools.partial(aten_model.fast_gelu_backward, **TANH),
+    ),
+    "quick_gelu": (
+        functools.partial(aten_model.quick_gelu, **EXP),
+        functools.partial(aten_model.quick_gelu_backward, **EXP),
+    ),
+}
+each_activation = pytest.mark.parametrize("name", MODELS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture
+def rounded_twice(monkeypatch):
+    """The interpreter's FMA."""
+    monkeypatch.setattr(aten_model, "fused_multiply_add", lambda a, b, c: a * b + c)
+
+
+def function(kernel, name):
+    return functools.partial(kernel.gelu, approximate="tanh") if name == "gelu_tanh" else getattr(kernel, name)
+
+
+def activation_inputs(generator, dtype):
     """Dense ones, permuted too, of an even and an odd number of elements, and rows with something in between."""
     x = 8 * torch.randn(4, 3, 40, generator=generator)
-    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), -88.0, -104.0, 1e-40, 70000.0])
-    x.view(-1)[: len(special)] = special
+    special = [
+        0.0,
+        -0.0,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        -88.0,
+        -104.0,
+        1e-40,
+        70000.0,
+        0.6,
+        -0.6,
+        1e-8,
+        9.1,
+    ]
+    x.view(-1)[: len(special)] = torch.tensor(special)
     x = x.to(dtype)
     return (
         x,
@@ -302,22 +398,31 @@ def silu_inputs(generator, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_equals_the_model(kernel, seed, dtype):
-    for x in silu_inputs(torch.Generator().manual_seed(seed), dtype):
-        found = kernel.silu(x)
-        assert_bits_equal(found, aten_model.silu(x, numpy_exp), f"{list(x.shape)} {x.stride()}")
-        assert_strides(found, torch.nn.functional.silu(x), x.shape)
+@each_dtype
+@each_activation
+def test_activation_equals_the_model(kernel, module, rounded_twice, seed, name, dtype):
+    model, eager = MODELS[name][0], module("activation")._ACTIVATIONS[name].forward
+    for x in activation_inputs(torch.Generator().manual_seed(seed), dtype):
+        found = function(kernel, name)(x)
+        assert_bits_equal(found, model(x), f"{list(x.shape)} {x.stride()}")
+        assert_strides(found, eager(None, x), x.shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_gradient_equals_the_model(kernel, monkeypatch, seed, dtype):
-    """But for the FMA, which the interpreter rounds twice."""
-    monkeypatch.setattr(aten_model, "fused_multiply_add", lambda a, b, c: a * b + c)
+@each_dtype
+@each_activation
+def test_activation_gradients_equal_the_model(kernel, module, rounded_twice, seed, name, dtype):
+    """One by one, and added up by autograd to another gradient that reaches the input first."""
     generator = torch.Generator().manual_seed(seed)
-    *dense, spaced = silu_inputs(generator, dtype)
+    *dense, _ = activation_inputs(generator, dtype)
     for x in dense:
-        dy = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
+        dy, other = (torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator)) for _ in range(2))
+        label = f"{list(x.shape)} {x.stride()}"
+        expected = MODELS[name][1](dy, x)
+        activation = module("activation")
+        found = activation.gradients(activation._ACTIVATIONS[name], dy, x)
+        assert len(found) == len(expected)
+        for path, (ours, models) in enumerate(zip(found, expected)):
+            assert_bits_equal(ours, models, f"path {path} of {label}")
         x = x.detach().requires_grad_()
-        (dx,) = torch.autograd.grad(kernel.silu(x), x, dy)
-        assert_bits_equal(dx, aten_model.silu_backward(dy, x.detach(), numpy_exp), f"{list(x.shape)} {x.stride()}")
+        (dx,) = torch.autograd.grad((function(kernel, name)(x), x * 1.0), x, (dy, other))
+        assert_bits_equal(dx, functools.reduce(torch.add, expected, other), label)

@@ -26,6 +26,7 @@ COMPILE = """
     kernel = get_local_kernel(Path("build"))
     module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
     domain, launch, backward, activation = map(module, ("domain", "launch", "rms_norm_backward", "activation"))
+    LLAMA = module("variants").LLAMA
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
     seen = set()
     compiled = []
@@ -82,10 +83,11 @@ COMPILE = """
                         dy, x = torch.empty(2, rows, hidden_size + padding, dtype=dtype)
                         dy, x = dy.flatten()[:rows * hidden_size].view(rows, hidden_size), x[:, :hidden_size]
                         kernel.rms_norm(x, weight, 1e-6)
-                        backward.gradients(dy, x, weight, torch.empty(rows, 1), True, True)
+                        backward.gradients(LLAMA, dy, x, weight, torch.empty(rows, 1), True, True)
             x, dy = torch.empty(2, 4096, dtype=dtype)
-            kernel.silu(x)
-            activation.gradient(dy, x)
+            for function in activation._ACTIVATIONS.values():
+                activation._activate(x, function)
+                activation.gradients(function, dy, x)
     sources = [module(f"kernels_src.{name}") for name in ("rms_norm", "activation")]
     names = [name for source in sources for name, member in vars(source).items()
              if isinstance(member, triton.JITFunction) and member.fn.__module__ == source.__name__ and name[0] != "_"]
@@ -98,9 +100,21 @@ ROWS_MOVED = {
     "rms_norm_forward": (1, 1),
     "rms_norm_backward": (2, 1),
     "rms_norm_sum_chains": (2, 0),
-    "silu_forward": (1, 1),
-    "silu_backward": (2, 1),
+    "activation_forward": (1, 1),
+    "activation_backward": (2, 1),
 }
+# FMAs on fp32 numbers of a forward kernel, and how many more the backward kernel has: CUDA's own in exp (three, the fourth
+# rounds down), tanh (six) and erf (two polynomials of seven), and those that nvcc made of sums in ATen's kernels.
+# A composition of operations has those of its functions only, and in fp32 one more in tanh's gradient.
+FMAS = {
+    "silu": (3, 1),
+    "gelu": (7 + 7, 3 + 1),
+    "gelu_tanh": (1 + 6, 3),
+    "new_gelu": (6, {"bfloat16": 0, "float32": 1}),
+    "fast_gelu": (6, {"bfloat16": 0, "float32": 1}),
+    "quick_gelu": (3, 0),
+}
+PATHS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
 # Bytes that a thread spills, the most of the three generations with Triton 3.6.0 and 3.7.1. No other kernel spills any.
 SPILLED = {
     ("rms_norm_forward", "float32", 32768): 84,
@@ -151,8 +165,9 @@ def rms_norm(compiled):
     return [entry for entry in compiled if entry["kernel"].startswith("rms_norm")]
 
 
-def silu(compiled, direction):
-    found = [entry for entry in compiled if entry["kernel"] == f"silu_{direction}"]
+def activations(compiled, direction):
+    """Every activation's kernel, and how many elements a thread has."""
+    found = [entry for entry in compiled if entry["kernel"] == f"activation_{direction}"]
     return [(entry, entry["constants"]["BLOCK"] // entry.threads) for entry in found]
 
 
@@ -175,6 +190,8 @@ def test_rows_move_16_bytes_at_a_time(compiled):
             continue
         read, written = ROWS_MOVED[entry["kernel"]]
         written *= 2 if constants.get("TWO_EDGES") else 1
+        if entry["kernel"] == "activation_backward":
+            written *= PATHS.get(constants["ACTIVATION"], 1)
         if "ROWS" in constants:
             tile = constants["ROWS"] * 4 * constants["WIDTH"] * constants["HEIGHT"] << constants["LOG2_STEPS"]
         else:
@@ -229,19 +246,37 @@ def test_rms_norm_divides_with_correct_rounding(rms_norm):
         assert not entry.count(r"rcp\S*\.f32"), str(entry)
 
 
-def test_silu_divides_with_correct_rounding(compiled):
-    for entry, elements in silu(compiled, "forward"):
-        assert entry.count(r"div\.rn\.f32") == entry.count(r"div\S*\.f32") == elements, str(entry)
-        assert not entry.count(r"rcp\S*\.f32"), str(entry)
-    for entry, elements in silu(compiled, "backward"):
-        assert entry.count(r"rcp\.rn\.f32") == entry.count(r"rcp\S*\.f32") == elements, str(entry)
-        assert not entry.count(r"div\S*\.f32"), str(entry)
+def test_activations_divide_with_correct_rounding(compiled):
+    for direction in ("forward", "backward"):
+        for entry, elements in activations(compiled, direction):
+            name = entry["constants"]["ACTIVATION"]
+            divisions = elements if (name, direction) == ("silu", "forward") else 0
+            assert entry.count(r"div\.rn\.f32") == entry.count(r"div\S*\.f32") == divisions, str(entry)
+            # Of the sigmoid; CUDA's tanh is made of an approximate one.
+            correct = elements if name == "quick_gelu" or (name, direction) == ("silu", "backward") else 0
+            assert entry.count(r"rcp\.rn\.f32") == correct, str(entry)
+            approximate = elements if name in ("gelu_tanh", "new_gelu", "fast_gelu") else 0
+            assert entry.count(r"rcp\.approx\.ftz\.f32") == approximate, str(entry)
+            assert entry.count(r"rcp\S*\.f32") == correct + approximate, str(entry)
 
 
-def test_silu_backward_has_one_fma_more_than_forward(compiled):
-    """The exponential of libdevice has the others."""
-    for (forward, elements), (backward, _) in zip(silu(compiled, "forward"), silu(compiled, "backward")):
-        assert backward.count("fma") == forward.count("fma") + elements, str(backward)
+def test_activations_have_cudas_fmas_and_no_others(compiled):
+    assert {entry["constants"]["ACTIVATION"] for entry, _ in activations(compiled, "forward")} == set(FMAS)
+    for direction in ("forward", "backward"):
+        for entry, elements in activations(compiled, direction):
+            forward, more = FMAS[entry["constants"]["ACTIVATION"]]
+            more = more[entry["dtype"]] if isinstance(more, dict) else more
+            expected = forward + more * (direction == "backward")
+            assert entry.count(r"fma\.rn\.f32") == expected * elements, str(entry)
+            assert not entry.count(r"mad\S*\.f32") and not entry.count(r"fma\.rn\.ftz"), str(entry)
+
+
+def test_activations_flush_only_where_cuda_does(compiled):
+    """Its approximations of 2**x and 1 / x: the instructions have no other form in `expf`, `tanhf` and `erff`."""
+    for direction in ("forward", "backward"):
+        for entry, _ in activations(compiled, direction):
+            found = set(re.findall(r"\S*\.ftz\S*", entry["ptx"]))
+            assert found <= {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}, f"{entry}: {found}"
 
 
 def ptxas(entry, folder):

@@ -29,7 +29,7 @@ from training import (
     random_batches,
     train,
 )
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:lossless-kernels:RuntimeWarning")]
@@ -48,11 +48,20 @@ def silu(hidden_size, dtype=FP32):
     return SiLUActivation()
 
 
+def gelu_tanh(hidden_size, dtype=FP32):
+    return GELUTanh()
+
+
+def new_gelu(hidden_size, dtype=FP32):
+    return NewGELUActivation()
+
+
 def normal(*shape, dtype=FP32):
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-each_layer = pytest.mark.parametrize("layer", (rms_norm, silu), ids=lambda layer: layer.__name__)
+LAYERS = rms_norm, silu, gelu_tanh, new_gelu
+each_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 each_dtype = pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 
 
@@ -261,7 +270,7 @@ def test_compiled_layer_is_the_uncompiled_one(kernel, seed, layer, dtype, option
         label = f"call {index}, {count} rows"
         assert_same(actual, forward_and_backward(uncompiled, x, dy), f"{label}, uncompiled")
         assert_same(actual, forward_and_backward(original, x, dy), f"{label}, original")
-    names = {rms_norm: ("rms_norm_with_rstd", "rms_norm_backward"), silu: ("silu", "silu_backward")}[layer]
+    names = ("rms_norm_with_rstd", "rms_norm_backward") if layer is rms_norm else ("activation", "activation_backward")
     ours = {f"{operators(kernel)[0]}::{name}" for name in names}
     assert ours <= operators_called[0]
     # A CUDA graph that is replayed calls no operators.
@@ -335,6 +344,9 @@ def test_cuda_graph_of_an_unproved_layer_has_its_original_forward(kernel, seed):
     assert from_kernel(replaced(x), kernel), "the refusal outlived the capture"
 
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "new_gelu", "fast_gelu", "quick_gelu")
+
+
 @each_dtype
 def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     torch.manual_seed(seed)
@@ -342,11 +354,13 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     rstd = torch.rand(TOKENS, 1, device=DEVICE)
     leaf, weight_leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
     samples = {
-        "rms_norm": [(x, weight, 1e-6)],
-        "rms_norm_with_rstd": [(leaf, leaf if dtype == FP32 else None, weight_leaf, 1e-6)],
-        "rms_norm_backward": [(dy, x, weight, rstd, *needs) for needs in ((True, True), (True, False), (False, True))],
-        "silu": [(leaf,)],
-        "silu_backward": [(dy, x)],
+        "rms_norm": [(x, weight, 1e-6, "llama")],
+        "rms_norm_with_rstd": [(leaf, leaf if dtype == FP32 else None, weight_leaf, 1e-6, "llama")],
+        "rms_norm_backward": [
+            (dy, x, weight, rstd, *needs, "llama") for needs in ((True, True), (True, False), (False, True))
+        ],
+        "activation": [(name, leaf) for name in ACTIVATIONS],
+        "activation_backward": [(name, dy, x) for name in ACTIVATIONS],
     }
     namespace, names = operators(kernel)
     assert set(samples) == names
@@ -420,7 +434,7 @@ def test_first_order_under_create_graph(kernel, seed, layer, dtype):
     expected_first, expected_second = first_and_second_order(original, x, dy, v, q)
     for actual, expected in zip(first, expected_first, strict=True):
         assert_bits_equal(actual, expected)
-    if layer is silu:
+    if layer in (silu, gelu_tanh):
         # Eager differentiates the same elementwise operations one by one, in one order.
         for actual, expected in zip(second, expected_second, strict=True):
             assert_bits_equal(actual, expected)

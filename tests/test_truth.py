@@ -1,6 +1,8 @@
 """The kernels against eager on the GPU at hand: outputs and gradients, bit for bit, dtype and strides included."""
 
+import functools
 import importlib
+import itertools
 import math
 import random
 import time
@@ -118,32 +120,67 @@ def test_zero_rows(kernel):
         x, weight = torch.empty(shape, device="cuda", dtype=torch.bfloat16), torch.ones(128, device="cuda")
         with torch.no_grad():
             assert_same(kernel.rms_norm(x, weight, EPS), eager(x, weight), str(shape))
-            assert_same(kernel.silu(x), functional.silu(x), str(shape))
+            for name in ACTIVATIONS:
+                ours, eager_activation = activation(kernel, name)
+                assert_same(ours(x), eager_activation(x), f"{name} {shape}")
+
+
+# The kernel's function, its other arguments, and what it must equal: transformers' own layer where it is written in Python.
+ACTIVATIONS = {
+    "silu": ("silu", {}, "silu"),
+    "gelu": ("gelu", {}, "gelu"),
+    "gelu_tanh": ("gelu", {"approximate": "tanh"}, "gelu_pytorch_tanh"),
+    "new_gelu": ("new_gelu", {}, "gelu_new"),
+    "fast_gelu": ("fast_gelu", {}, "gelu_fast"),
+    "quick_gelu": ("quick_gelu", {}, "quick_gelu"),
+}
+each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
+
+
+def activation(kernel, name):
+    """An activation as ours and as eager's."""
+    from transformers.activations import ACT2FN
+
+    function, arguments, key = ACTIVATIONS[name]
+    return functools.partial(getattr(kernel, function), **arguments), ACT2FN[key]
+
+
+def assert_activation_gradients(ours, eagers, x, dy, label):
+    """Alone, and where another gradient reaches x first, as a residual's does."""
+    for others in ((), (torch.randn_like(dy),)):
+        found, expected = (
+            torch.autograd.grad((function(x), *(x * 1.0 for _ in others)), x, (dy, *others))
+            for function in (ours, eagers)
+        )
+        assert_same(found[0], expected[0], f"{label}, {len(others)} others")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_silu_of_all_16_bit_inputs(kernel, refusals, dtype):
+@each_activation
+def test_activation_of_all_16_bit_inputs(kernel, refusals, name, dtype):
+    ours, eagers = activation(kernel, name)
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(dtype)
     with torch.no_grad():
-        assert_same(kernel.silu(x), functional.silu(x), str(dtype))
-    # Backward: every input against 256 gradients, which between them have every exponent.
-    dy = (torch.arange(256, dtype=torch.int32, device="cuda") * 257 - (1 << 15)).to(torch.int16).view(dtype)
-    x = x[None].expand(256, -1).contiguous().requires_grad_()
-    dy = dy[:, None].expand(x.shape).contiguous()
-    (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
-    (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
-    assert_same(found, expected, f"gradient, {dtype}")
+        assert_same(ours(x), eagers(x), str(dtype))
+    # Backward: every input against 64 gradients, which between them have every second exponent and more.
+    dy = (torch.arange(64, dtype=torch.int32, device="cuda") * 1027 - (1 << 15)).to(torch.int16).view(dtype)
+    x = x[None].expand(64, -1).contiguous().requires_grad_()
+    assert_activation_gradients(ours, eagers, x, dy[:, None].expand(x.shape).contiguous(), f"gradient, {dtype}")
 
 
-def test_silu_of_all_fp32_inputs(kernel, refusals):
+@each_activation
+def test_activation_of_all_fp32_inputs(kernel, refusals, name):
+    ours, eagers = activation(kernel, name)
     step = 1 << 27
     with torch.no_grad():
         for start in range(-(1 << 31), 1 << 31, step):
             x = torch.arange(start, start + step, dtype=torch.int64, device="cuda").to(torch.int32).view(torch.float32)
-            assert_bits_equal(kernel.silu(x), functional.silu(x), f"from {start}")
+            assert_bits_equal(ours(x), eagers(x), f"from {start}")
 
 
-def test_silu_layouts_and_gradients(kernel, refusals, seed):
+@each_activation
+def test_activation_layouts_and_gradients(kernel, refusals, seed, name):
+    ours, eagers = activation(kernel, name)
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     for _ in range(100):
         rows, columns = choose.choice((1, 2, 17, 64, 1001)), choose.choice((1, 3, 64, 257, 1024, 4099))
@@ -151,25 +188,25 @@ def test_silu_layouts_and_gradients(kernel, refusals, seed):
         if choose.random() < 0.2:
             x, kind = x.t() if x.dim() == 2 else x, "transposed"
         with torch.no_grad():
-            assert_same(kernel.silu(x), functional.silu(x), f"{tuple(x.shape)} {kind} {x.dtype}")
+            assert_same(ours(x), eagers(x), f"{tuple(x.shape)} {kind} {x.dtype}")
         x = x.detach().requires_grad_()
         dy = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
         if choose.random() < 0.3:
             dy = dy.t().contiguous().t() if dy.dim() == 2 else dy
-        (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
-        (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
-        assert_same(found, expected, f"gradient, {tuple(x.shape)} {kind} {x.dtype}")
+        assert_activation_gradients(ours, eagers, x, dy, f"gradient, {tuple(x.shape)} {kind} {x.dtype}")
 
 
-def test_silu_gradient_of_many_fp32_pairs(kernel, refusals, seed):
+@each_activation
+def test_activation_gradient_of_many_fp32_pairs(kernel, refusals, seed, name):
+    ours, eagers = activation(kernel, name)
     generator = torch.Generator("cuda").manual_seed(seed)
-    for _ in range(8):
-        numbers = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 26), generator=generator, device="cuda")
-        x, dy = numbers.to(torch.int32).view(torch.float32)
-        x = x.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(functional.silu(x), x, dy)
-        (found,) = torch.autograd.grad(kernel.silu(x), x, dy)
-        assert_bits_equal(found, expected)
+    for scale in (None, None, None, None, 1.0, 4.0):
+        if scale is None:
+            numbers = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 26), generator=generator, device="cuda")
+            x, dy = numbers.to(torch.int32).view(torch.float32)
+        else:
+            x, dy = torch.randn(2, 1 << 26, generator=generator, device="cuda") * scale
+        assert_activation_gradients(ours, eagers, x.clone().requires_grad_(), dy, f"scale {scale}")
 
 
 def gradients(function, x, weight, dy, residual=None):
@@ -223,6 +260,143 @@ def test_rms_norm_gradients(kernel, module, refusals, seed):
         compare_gradients(kernel, x, weight, dy, label, residual)
     assert len(backward._resolved) > 100
     assert sum(call is None for call in backward._resolved.values()) <= 5
+
+
+@pytest.mark.parametrize("name", ["fp32_product", "one_plus_weight", "fp32_output", "unweighted"])
+def test_other_variants_of_rms_norm(module, refusals, seed, name):
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    family, variant = module("rms_norm"), module("variants").BY_NAME[name]
+    sizes = [*choose.sample(HIDDEN_SIZES, 3), 4096]
+    for _ in range(60):
+        rows, hidden_size = choose.choice((*ROWS, 9_000)), choose.choice(sizes)
+        x, kind = tensor(choose, generator, rows, hidden_size, choose.choice(DTYPES))
+        weight = torch.randn(hidden_size, generator=generator, device="cuda").to(choose.choice(DTYPES))
+        label = f"{rows}x{hidden_size} {kind} {x.dtype} {weight.dtype}"
+        weights = () if name == "unweighted" else (weight.requires_grad_(),)
+        dy = torch.randn(x.shape, generator=generator, device="cuda")
+        dy = dy.to(variant.output_dtype(x.dtype, weight.dtype))
+
+        def ours(x, weight, eps):
+            return family.replacement(x, weight, eps, family.EAGER[variant])
+
+        results = []
+        for function in (ours, variant.eager):
+            leaf = x.detach().requires_grad_()
+            out = function(leaf, *(weights or (None,)), EPS)
+            results.append((out.detach(), *torch.autograd.grad(out, (leaf, *weights), dy)))
+        for what, found, expected in zip(("output", "dx", "dweight"), *results):
+            assert_same(found, expected, f"{what} of {label}")
+
+
+def planted(order):
+    """A forward that sums a row in another order than ATen, with everything else as it should be."""
+
+    def forward(x, weight, out, rstd):
+        h = x.to(torch.float32)
+        rstd.copy_(torch.rsqrt(order(h * h) / h.shape[-1] + 0.0123))
+        out.copy_(weight * (h * rstd).to(x.dtype))
+
+    return forward
+
+
+def atens_tree(squares, lanes=32, ascending=False):
+    """ATen's order for 1024 elements a row and 16 rows or more; right with 32 lanes that halve."""
+    total = torch.zeros(len(squares), lanes, 4, device=squares.device)
+    for step in squares.view(len(squares), -1, lanes, 4).unbind(1):
+        total = total + step
+    sums = ((total[..., 0] + total[..., 1]) + total[..., 2]) + total[..., 3]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, ::2] + sums[:, 1::2] if ascending else sums[:, :half] + sums[:, half:]
+    return sums
+
+
+WRONG_ORDERS = {
+    "ascending lanes": functools.partial(atens_tree, ascending=True),
+    "plain sum": lambda squares: squares.cumsum(-1)[:, -1:],
+    "another threshold": functools.partial(atens_tree, lanes=64),
+}
+
+
+def test_the_planted_order_is_right_but_for_what_is_planted(module):
+    llama = module("variants").LLAMA
+    x, weight = torch.randn(64, 1024, device="cuda"), torch.ones(1024, device="cuda")
+    out, rstd = torch.empty_like(x), torch.empty(64, 1, device="cuda")
+    planted(atens_tree)(x, weight, out, rstd)
+    with torch.no_grad():
+        assert_bits_equal(out, llama.eager(x, weight, 0.0123))
+
+
+@pytest.mark.parametrize("order", WRONG_ORDERS)
+def test_proof_finds_every_wrong_order(module, monkeypatch, order):
+    proof, family, llama = module("proof"), module("rms_norm"), module("variants").LLAMA
+    monkeypatch.setattr(family, "_forward", lambda *_, **__: planted(WRONG_ORDERS[order]))
+    seeds = itertools.count()
+    monkeypatch.setattr(proof, "generator", lambda device, seed: torch.Generator(device).manual_seed(next(seeds)))
+    device = torch.device("cuda", 0)
+    caught = 0
+    for trial in range(1000):
+        dtype = DTYPES[trial % 3]
+        arguments = (llama, family.EAGER[llama], dtype, dtype, 1024, 16, 1024, device)
+        reason = proof._disproof(device, functools.partial(family._comparisons, *arguments), [])
+        caught += reason is not None and "the fp32 rstd differ" in reason
+    assert caught == 1000
+
+
+def test_proof_finds_every_wrong_formula(module, monkeypatch):
+    """No variant passes for another; where both compute the same, as without 16-bit activations, either may."""
+    proof, family, variants = module("proof"), module("rms_norm"), module("variants")
+    seeds = itertools.count()
+    monkeypatch.setattr(proof, "generator", lambda device, seed: torch.Generator(device).manual_seed(next(seeds)))
+    device = torch.device("cuda", 0)
+    pairs = list(itertools.permutations(variants.WEIGHTED, 2))
+    caught = 0
+    for trial in range(1000):
+        mine, theirs = pairs[trial % len(pairs)]
+        arguments = (family.EAGER[mine], theirs, torch.bfloat16, torch.bfloat16, device)
+        caught += proof._disproof(device, functools.partial(family._formulas, *arguments), []) is not None
+    assert caught == 1000
+
+
+def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
+    """Compilation apart, up to rows of 16 KiB: the 1024 rows that make several blocks share a sum need 2 MB per KiB."""
+    proof, family, llama = module("proof"), module("rms_norm"), module("variants").LLAMA
+    device, costs = torch.device("cuda", 0), []
+    for hidden_size, dtype in (*itertools.product((128, 1024, 4096), DTYPES), (8192, torch.bfloat16)):
+        x = torch.randn(4096, hidden_size, device="cuda", dtype=dtype, requires_grad=True)
+        weight = torch.randn(hidden_size, device="cuda", dtype=dtype, requires_grad=True)
+        kernel.rms_norm(x, weight, EPS)
+        del x, weight
+        forward = (llama, family.EAGER[llama], dtype, dtype, hidden_size, 16, hidden_size, device)
+        least, _ = module("rms_norm_backward").proof_class(4096, hidden_size, device, True)
+        backward = (*forward[:5], least, 4096, device, (True, True))
+        for what, comparisons, arguments in (
+            ("forward", family._comparisons, forward),
+            ("gradients", family._gradient_comparisons, backward),
+            ("formula", family._formulas, (*forward[1:2], llama, dtype, dtype, device)),
+        ):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before, start = torch.cuda.memory_allocated(), time.perf_counter()
+            assert proof._disproof(device, functools.partial(comparisons, *arguments), []) is None
+            seconds = time.perf_counter() - start
+            held = (torch.cuda.max_memory_allocated() - before) / 1e6
+            costs.append((seconds, held))
+            print(f"{what} {hidden_size} {dtype}: {1e3 * seconds:.1f} ms, {held:.1f} MB")
+    assert max(seconds for seconds, _ in costs) < 0.050
+    assert max(held for _, held in costs) < 64
+
+
+def test_a_known_verdict_costs_a_lookup(kernel, module):
+    proof = module("proof")
+    kernel.rms_norm(torch.randn(16, 1024, device="cuda"), torch.ones(1024, device="cuda"), EPS)
+    key, verdict = next(iter(proof._verdicts.items()))
+    start = time.perf_counter()
+    for _ in range(100_000):
+        proof.admits(key, verdict.subject, None)
+    each = (time.perf_counter() - start) * 10
+    print(f"a known verdict takes {each:.3f} us")
+    assert each < 0.5
 
 
 @pytest.mark.parametrize("padding", [1, 2, 4])

@@ -23,7 +23,7 @@ from kernels import (
 )
 from kernels.layer.layer import kernelize_layer
 from transformers import KernelConfig, LlamaConfig, LlamaForCausalLM
-from transformers.activations import SiLUActivation
+from transformers.activations import ACT2FN, SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 try:
@@ -40,6 +40,15 @@ REPO_ID = "lossless-kernels/lossless-kernels"
 MODES = (Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE)
 # Layer name -> the class in transformers, the class in the kernel.
 LAYERS = {"RMSNorm": (LlamaRMSNorm, "LlamaRMSNorm"), "SiLU": (SiLUActivation, "SiLUActivation")}
+# Key of transformers' ACT2FN -> layer name, the class in the kernel, the kernel's function and its other arguments.
+ACTIVATIONS = {
+    "silu": ("SiLU", "SiLUActivation", "silu", {}),
+    "gelu": ("GeLU", "GELUActivation", "gelu", {}),
+    "gelu_pytorch_tanh": ("GeluTanh", "GELUTanh", "gelu", {"approximate": "tanh"}),
+    "gelu_new": ("NewGELU", "NewGELUActivation", "new_gelu", {}),
+    "gelu_fast": ("FastGELU", "FastGELUActivation", "fast_gelu", {}),
+    "quick_gelu": ("QuickGELU", "QuickGELUActivation", "quick_gelu", {}),
+}
 # One row; the classes of row counts on both sides of their borders; the report's length; long enough to fill a GPU.
 TOKENS = (1, 15, 16, 17, 118, 2048)
 
@@ -173,13 +182,36 @@ def test_other_models_with_the_same_layer_names(kernel, seed):
         assert {f.__module__ for f in bound} == {f"{kernel.__name__}.layers"}
 
 
+@each_mode
+def test_kernelize_replaces_the_activations_of_act2fn(kernel, seed, monkeypatch, mode):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Formulas written in Python, which are other arithmetic than the functions of the same layers.
+    in_python = ("gelu_python", "gelu_python_tanh")
+    model = torch.nn.ModuleDict({key: ACT2FN[key] for key in (*ACTIVATIONS, *in_python)}).to(device)
+    model.train(Mode.TRAINING in mode)
+    device_type = gpu_type() if device == "cuda" else "cpu"
+    with only(kernel.kernel_mapping(devices=(device_type,))):
+        kernelize(model, mode=mode, device=device_type)
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).to(device)
+    for key, (_, layer, function, arguments) in ACTIVATIONS.items():
+        assert model[key].forward.__func__ is getattr(kernel.layers, layer).forward
+        assert_bits_equal(model[key](x), getattr(kernel, function)(x, **arguments), key)
+    for key in in_python:
+        assert model[key].forward.__func__.__module__.startswith(kernel.__name__)
+        assert_bits_equal(model[key](x), ACT2FN[key](x), key)
+
+
 # The mapping
 
 
 def test_mapping_names_every_layer_device_and_mode(kernel):
     mapping = kernel.kernel_mapping()
-    assert set(mapping) == set(LAYERS)
-    for name, (_, layer) in LAYERS.items():
+    activations = {name: layer for name, layer, *_ in ACTIVATIONS.values()}
+    norms = {f"RMSNorm{kind}": f"RMSNorm{kind}" for kind in ("ZeroCentered", "Gated")}
+    layers = {name: layer for name, (_, layer) in LAYERS.items()} | activations | norms
+    assert set(mapping) == set(layers)
+    for name, layer in layers.items():
         assert set(mapping[name]) == {"cuda", "rocm"}
         for repositories in mapping[name].values():
             assert set(repositories) == set(MODES)
@@ -579,4 +611,5 @@ def test_layers_as_modules_of_their_own(kernel, seed, monkeypatch):
         original = LlamaRMSNorm(64)
         original.weight = norm.weight
         assert_bits_equal(norm(x), original(x))
-        assert_bits_equal(kernel.layers.SiLUActivation()(x), torch.nn.functional.silu(x))
+        for key, (_, layer, *_) in ACTIVATIONS.items():
+            assert_bits_equal(getattr(kernel.layers, layer)()(x), ACT2FN[key](x), key)

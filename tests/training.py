@@ -53,7 +53,7 @@ def replaceable(model):
     return {
         name: module
         for name, module in model.named_modules()
-        if getattr(type(module), "kernel_layer_name", None) in ("RMSNorm", "SiLU")
+        if getattr(type(module), "kernel_layer_name", None) in ("RMSNorm", "SiLU", "GeluTanh", "NewGELU")
     }
 
 

@@ -1,11 +1,13 @@
-"""Activation functions with the bits of ATen's eager CUDA kernels."""
+"""Activation functions with the bits of eager's, be it one ATen kernel or a composition of several operations."""
 
 import functools
 import math
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Callable, Optional
 
 import torch
-from torch import empty_like, is_grad_enabled
+from torch import empty_like, is_autocast_enabled, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -25,7 +27,7 @@ from .domain import (
 from .layout import Output, is_dense, is_same_order, rows_in_memory
 
 if launch.AVAILABLE:
-    from .kernels_src.activation import silu_backward, silu_forward
+    from .kernels_src.activation import activation_backward, activation_forward
 
 
 def silu(input: torch.Tensor) -> torch.Tensor:
@@ -41,15 +43,198 @@ def silu(input: torch.Tensor) -> torch.Tensor:
         TypeError: `input` is no tensor or not of a real floating dtype.
 
     The kernel runs for fp32, fp16 and bf16 on CUDA if the input is dense in memory or made of equally spaced rows;
-    anything else is computed by `torch.nn.functional.silu`.
+    anything else is computed by eager.
     """
+    return _activate(input, SILU)
+
+
+def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Gaussian error linear unit: bit for bit what `torch.nn.functional.gelu` returns.
+
+    `0.5 * input * (1 + erf(input / sqrt(2)))`, or with `approximate="tanh"`
+    `0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))`.
+
+    Args:
+        input: any shape and strides, any real floating dtype.
+        approximate: "none" or "tanh".
+
+    Returns:
+        A tensor of the shape, dtype and strides that eager returns.
+
+    Raises:
+        TypeError: `input` is no tensor or not of a real floating dtype.
+        ValueError: `approximate` is neither "none" nor "tanh".
+
+    The kernel runs where that of `silu` does.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'approximate: expected "none" or "tanh", found {approximate!r}')
+    return _activate(input, GELU if approximate == "none" else GELU_TANH)
+
+
+def new_gelu(input: torch.Tensor) -> torch.Tensor:
+    """`0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))`, rounded after every operation.
+
+    Bit for bit what transformers' `NewGELUActivation` returns.
+
+    Args:
+        input: any shape and strides, any real floating dtype.
+
+    Returns:
+        A tensor of the shape, dtype and strides that eager returns.
+
+    Raises:
+        TypeError: `input` is no tensor or not of a real floating dtype.
+
+    The kernel runs where that of `silu` does, but not for 16 bits under autocast, which computes the cube in fp32.
+    """
+    return _activate(input, NEW_GELU)
+
+
+def fast_gelu(input: torch.Tensor) -> torch.Tensor:
+    """`0.5 * input * (1 + tanh(input * sqrt(2 / pi) * (1 + 0.044715 * input * input)))`, rounded after every operation.
+
+    Bit for bit what transformers' `FastGELUActivation` returns.
+
+    Args:
+        input: any shape and strides, any real floating dtype.
+
+    Returns:
+        A tensor of the shape, dtype and strides that eager returns.
+
+    Raises:
+        TypeError: `input` is no tensor or not of a real floating dtype.
+
+    The kernel runs where that of `silu` does.
+    """
+    return _activate(input, FAST_GELU)
+
+
+def quick_gelu(input: torch.Tensor) -> torch.Tensor:
+    """`input * sigmoid(1.702 * input)`, rounded after every operation.
+
+    Bit for bit what transformers' `QuickGELUActivation` returns.
+
+    Args:
+        input: any shape and strides, any real floating dtype.
+
+    Returns:
+        A tensor of the shape, dtype and strides that eager returns.
+
+    Raises:
+        TypeError: `input` is no tensor or not of a real floating dtype.
+
+    The kernel runs where that of `silu` does.
+    """
+    return _activate(input, QUICK_GELU)
+
+
+def _activate(input, activation):
     check_floating("input", input)
-    out = replacement(input, eager_forward)
-    return torch.nn.functional.silu(input) if out is None else out
+    out = replacement(input, activation.forward, activation)
+    return activation.forward(None, input) if out is None else out
 
 
-def eager_forward(module, input):
+# Eager: the forward of transformers' layers, and what its backward sends into the input, path by path
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """An activation function, as eager computes it.
+
+    Attributes:
+        name: which one the kernels compute.
+        forward: `forward(module, input)`, the layer's forward.
+        gradients: `gradients(dy, input)`, what eager's graph sends into input, in the order of arrival. One for each path
+            from it to the output: what else reaches the input is added to them one by one, never to their sum.
+        paths: how many gradients these are.
+    """
+
+    name: str
+    forward: Callable
+    gradients: Callable
+    paths: int = 1
+
+
+def _silu(module, input):
     return torch.nn.functional.silu(input)
+
+
+def _silu_gradients(dy, x):
+    if is_grad_enabled() and x.requires_grad:  # Somebody differentiates the gradient: ATen then has another formula.
+        return torch.autograd.grad(torch.nn.functional.silu(x), x, dy, create_graph=True)
+    return (torch.ops.aten.silu_backward(dy, x),)
+
+
+def _gelu(module, input):
+    return torch.nn.functional.gelu(input)
+
+
+def _gelu_gradients(dy, x):
+    return (torch.ops.aten.gelu_backward(dy, x),)
+
+
+def _gelu_tanh(module, input):
+    return torch.nn.functional.gelu(input, approximate="tanh")
+
+
+def _gelu_tanh_gradients(dy, x):
+    return (torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),)
+
+
+_SQRT_2_PI = math.sqrt(2.0 / math.pi)
+
+
+def _new_gelu(module, input):
+    return 0.5 * input * (1.0 + torch.tanh(_SQRT_2_PI * (input + 0.044715 * torch.pow(input, 3.0))))
+
+
+def _new_gelu_gradients(dy, x):
+    tanh = torch.tanh(_SQRT_2_PI * (x + 0.044715 * torch.pow(x, 3.0)))
+    d_half, d_tanh = dy * (1.0 + tanh), dy * (0.5 * x)
+    d_inner = torch.ops.aten.tanh_backward(d_tanh, tanh) * _SQRT_2_PI
+    return d_inner, (d_inner * 0.044715) * (3.0 * x.pow(2.0)), d_half * 0.5
+
+
+def _fast_gelu(module, input):
+    return 0.5 * input * (1.0 + torch.tanh(input * 0.7978845608 * (1.0 + 0.044715 * input * input)))
+
+
+def _fast_gelu_gradients(dy, x):
+    scaled, linear = x * 0.7978845608, 0.044715 * x
+    slope = 1.0 + linear * x
+    tanh = torch.tanh(scaled * slope)
+    d_half, d_tanh = dy * (1.0 + tanh), dy * (0.5 * x)
+    d_inner = torch.ops.aten.tanh_backward(d_tanh, tanh)
+    d_scaled, d_slope = d_inner * slope, d_inner * scaled
+    d_linear = d_slope * x
+    return d_slope * linear, d_linear * 0.044715, d_scaled * 0.7978845608, d_half * 0.5
+
+
+def _quick_gelu(module, input):
+    return input * torch.sigmoid(1.702 * input)
+
+
+def _quick_gelu_gradients(dy, x):
+    sigmoid = torch.sigmoid(1.702 * x)
+    return dy * sigmoid, torch.ops.aten.sigmoid_backward(dy * x, sigmoid) * 1.702
+
+
+SILU = Activation("silu", _silu, _silu_gradients)
+GELU = Activation("gelu", _gelu, _gelu_gradients)
+GELU_TANH = Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_gradients)
+NEW_GELU = Activation("new_gelu", _new_gelu, _new_gelu_gradients, paths=3)
+FAST_GELU = Activation("fast_gelu", _fast_gelu, _fast_gelu_gradients, paths=4)
+QUICK_GELU = Activation("quick_gelu", _quick_gelu, _quick_gelu_gradients, paths=2)
+_ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH, NEW_GELU, FAST_GELU, QUICK_GELU)}
+
+
+def _is_widened(activation, input) -> bool:
+    """Whether autocast computes a part of the activation in another dtype than the input's: it does so for powers."""
+    return activation is NEW_GELU and input.dtype != torch.float32 and is_autocast_enabled(input.device.type)
+
+
+# Calls
 
 
 _BLOCK = 1024
@@ -59,9 +244,10 @@ _NUM_WARPS = 4
 
 
 @functools.cache
-def _launcher(kernel, dtype, unit, device) -> launch.Launcher:
+def _launcher(kernel, activation, dtype, unit, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    return launch.Launcher(kernel, {"UNIT": unit, "BLOCK": _BLOCK}, _NUM_WARPS, device)
+    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": _BLOCK}
+    return launch.Launcher(kernel, constants, _NUM_WARPS, device)
 
 
 def _unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
@@ -69,26 +255,28 @@ def _unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
     return math.gcd(columns, row_stride, 16 // dtype.itemsize)
 
 
-def _silu(dtype, rows, columns, row_stride, device: torch.device) -> launch.Launch:
+def _forward(activation, dtype, rows, columns, row_stride, device: torch.device) -> launch.Launch:
     """The launch of the forward kernel, to be called with input and out."""
     unit = _unit(columns, row_stride, dtype)
     blocks_per_row = -(-columns // _BLOCK)
-    launcher = _launcher(silu_forward, dtype, unit, device.index or 0)
+    launcher = _launcher(activation_forward, activation, dtype, unit, device.index or 0)
     return launcher.bind(rows * blocks_per_row, columns // unit, row_stride // unit, blocks_per_row)
 
 
-def _silu_backward(dtype, numel, device: torch.device) -> launch.Launch:
-    """The launch of the backward kernel, to be called with dy, input and dx, all dense and alike."""
+def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
+    """The launch of the backward kernel, to be called with dy, input and its gradients, all dense and alike."""
     unit = _unit(numel, numel, dtype)
-    return _launcher(silu_backward, dtype, unit, device.index or 0).bind(-(-numel // _BLOCK), numel // unit)
+    launcher = _launcher(activation_backward, activation, dtype, unit, device.index or 0)
+    return launcher.bind(-(-numel // _BLOCK), numel // unit)
 
 
 class _Call:
-    """All that follows from the shapes, strides, dtype and device of a call: of `silu` or of its gradient."""
+    """All that follows from the shapes, strides, dtype and device of a call: of an activation or of its gradients."""
 
-    __slots__ = ("launch", "out", "like_input")
+    __slots__ = ("activation", "launch", "out", "like_input")
 
-    def __init__(self, launch: Optional[launch.Launch], out: Output):
+    def __init__(self, activation: Activation, launch: Optional[launch.Launch], out: Output):
+        self.activation = activation
         self.launch = launch
         self.out = out
         self.like_input = out.like_input
@@ -99,120 +287,172 @@ class _Call:
             self.launch.on_two(input, out)
         return out
 
-    def backward(self, dy, input):
-        dx = self.out.empty(dy)
-        self.launch.on_three(dy, input, dx)
-        return dx
+    def differentiable(self, input):
+        return _Differentiable.apply(self, *(input,) * self.activation.paths)
+
+    def gradients(self, dy, input):
+        if self.activation.paths == 1:
+            dx = self.out.empty(dy)
+            self.launch.on_three(dy, input, dx)
+            return (dx,)
+        dxs = tuple([self.out.empty(dy) for _ in range(self.activation.paths)])
+        self.launch(dy, input, *dxs)
+        return dxs
 
 
 _calls = {}
-# By the forward that is replaced its last call, which is found without building the key above.
+# By the subject that is replaced its last call, which is found without building the key above.
 _recent = {}
 
 
-def replacement(input: torch.Tensor, original: Callable) -> Optional[torch.Tensor]:
-    """What `original(module, input)` returns, from the kernel; None where the caller must compute it itself."""
+def replacement(input: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
+    """What the layer returns that `subject` stands for, from the kernel; None where the caller must compute it itself.
+
+    Args:
+        input: the layer's input.
+        subject: the layer's original forward, or `(forward, name, value)` if that reads an attribute of the module.
+        activation: what the layer is thought to compute.
+    """
     if is_dynamo_compiling():
-        return _compiled(input, original)
+        return _compiled(input, subject, activation)
     needs_grad = is_grad_enabled() and input.requires_grad
-    recent = _recent.get(original)
+    recent = _recent.get(subject)
     if recent is not None:
         same, then, call = recent
         if same(input) and then == needs_grad and forward_ad._current_level < 0 and not dispatch_modes():
-            return _Differentiable.apply(input, call) if needs_grad else call(input)
-    if not are_plain(input, input):
+            return call(input)
+    if not are_plain(input, input) or _is_widened(activation, input):
         return None
     try:
-        key = (original, needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
-    except RuntimeError:  # Sparse and nested tensors have no strides.
+        key = (_by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
+        call = _calls.get(key, UNSEEN)
+    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
         return None
-    call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(input, original, needs_grad))
+        call = remember(_calls, key, _resolve(input, key[0], activation, needs_grad))
     if call is None:
         return None
+    call = call.differentiable if needs_grad else call.__call__
     same = same_tensors(input)
     if same is not None:
-        remember(_recent, original, (same, needs_grad, call.__call__))
-    return _Differentiable.apply(input, call) if needs_grad else call(input)
+        remember(_recent, subject, (same, needs_grad, call))
+    return call(input)
 
 
-def _resolve(x, original, needs_grad) -> Optional[_Call]:
-    """The call for this tensor, or None if it lies outside the domain or the kernels are not proved."""
+def _by_value(subject):
+    """The subject with what every module has for itself, a `functools.partial`, told by what it holds."""
+    if not isinstance(subject, tuple):
+        return subject
+    forward, name, value = subject
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, tuple(sorted(value.keywords.items())))
+    return forward, name, value
+
+
+def _forward_of(subject):
+    return subject[0] if isinstance(subject, tuple) else subject
+
+
+def _original(subject):
+    """The function of an input that a subject, told by value, stands for: the forward on a stand-in for the module."""
+    if not isinstance(subject, tuple):
+        return functools.partial(subject, None)
+    forward, name, value = subject
+    if isinstance(value, tuple):
+        function, arguments, keywords = value
+        value = functools.partial(function, *arguments, **dict(keywords))
+    return functools.partial(forward, SimpleNamespace(**{name: value}))
+
+
+def _outside(x) -> Optional[str]:
+    """Why no kernel takes this tensor, None if one may."""
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
+        return f"input {x.dtype} on {x.device}"
+    if x.numel() and not is_dense(x.shape, x.stride()) and rows_in_memory(x.shape, x.stride()) is None:
+        return f"input of shape {tuple(x.shape)} and strides {x.stride()}"
+    return None
+
+
+def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
+    """The call for this tensor, or None if it lies outside the domain or the kernels are not proved."""
+    reason = _outside(x)
+    if reason is not None:
+        proof.outside(_forward_of(subject), reason)
         return None
-    out = Output.of(torch.nn.functional.silu, x)
+    out = Output.of(functools.partial(activation.forward, None), x)
     shape, strides = x.shape, x.stride()
     if x.numel() == 0:
-        return None if needs_grad else _Call(None, out)
+        return None if needs_grad else _Call(activation, None, out)
     if is_dense(shape, strides):
         rows, columns, row_stride = 1, x.numel(), x.numel()
         same_order = is_same_order(shape, strides, out.strides)
     else:
-        matrix = rows_in_memory(shape, strides)
-        if matrix is None:
-            return None
-        rows, row_stride, order = matrix
+        rows, row_stride, order = rows_in_memory(shape, strides)
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     unit = _unit(columns, row_stride, x.dtype)
     if rows * -(-columns // _BLOCK) > _MAX_PROGRAMS:
         return None
-    if not same_order or not _proved("silu", _comparisons, original, x.dtype, unit, x.device):
+    if not same_order or not _proved(subject, activation, x.dtype, unit, x.device):
         return None
-    if needs_grad and not _proved("silu gradient", _gradient_comparisons, original, x.dtype, unit, x.device):
+    if needs_grad and not _proved(subject, activation, x.dtype, unit, x.device, gradients=True):
         return None
-    return _Call(_silu(x.dtype, rows, columns, row_stride, x.device), out)
+    return _Call(activation, _forward(activation, x.dtype, rows, columns, row_stride, x.device), out)
 
 
 _gradient_calls = {}
 
 
-def gradient(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """The gradient of `silu`: from the kernel if dy lies in memory as the input does, otherwise from ATen."""
-    if are_plain(dy, input):
-        key = (input.shape, input.stride(), dy.stride(), input.dtype, dy.dtype, input.get_device())
+def gradients(activation: Activation, dy: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`activation.gradients(dy, input)`: from the kernel if dy lies in memory as the input does."""
+    if are_plain(dy, input) and not _is_widened(activation, input):
+        key = (activation, input.shape, input.stride(), dy.stride(), input.dtype, dy.dtype, input.get_device())
         call = _gradient_calls.get(key, UNSEEN)
         if call is UNSEEN:
-            call = remember(_gradient_calls, key, _resolve_gradient(dy, input))
+            call = remember(_gradient_calls, key, _resolve_gradients(activation, dy, input))
         if call is not None:
-            return call.backward(dy, input)
-    return torch.ops.aten.silu_backward(dy, input)
+            return call.gradients(dy, input)
+    return activation.gradients(dy, input)
 
 
-def _resolve_gradient(dy, x) -> Optional[_Call]:
+def _resolve_gradients(activation, dy, x) -> Optional[_Call]:
     if not runs_kernels(x.device) or x.dtype not in FLOAT_DTYPES:
         return None
     if dy.stride() != x.stride() or dy.dtype != x.dtype or not is_dense(x.shape, x.stride()) or x.numel() == 0:
         return None
-    out = Output.of(torch.ops.aten.silu_backward, dy, x)
+    out = Output.of(lambda dy, x: activation.gradients(dy, x)[0], dy, x)
     if not is_same_order(x.shape, x.stride(), out.strides):
         return None
-    return _Call(_silu_backward(x.dtype, x.numel(), x.device), out)
+    return _Call(activation, _backward(activation, x.dtype, x.numel(), x.device), out)
 
 
 class _Differentiable(torch.autograd.Function):
+    """The input enters once for each of eager's paths from it."""
+
     @staticmethod
-    def forward(ctx, input, call):
+    def forward(ctx, call, input, *again):
         ctx.save_for_backward(input)
+        ctx.activation = call.activation
         return call(input)
 
     @staticmethod
     def backward(ctx, dy):
         (input,) = ctx.saved_tensors
-        if is_grad_enabled():  # Somebody differentiates the gradient: ATen then has another formula for it.
-            (dx,) = torch.autograd.grad(torch.nn.functional.silu(input), input, dy, create_graph=True)
-            return dx, None
-        return gradient(dy, input), None
+        if is_grad_enabled():  # Somebody differentiates the gradients.
+            return None, *ctx.activation.gradients(dy, input)
+        return None, *gradients(ctx.activation, dy, input)
 
 
 # Proof
 
 
-def _proved(what, comparisons, original, dtype, unit, device) -> bool:
-    key = (what, original, dtype, unit, device)
-    subject = f"{original.__qualname__} ({what}) on {device}, {dtype},"
-    return proof.admits(key, subject, device, functools.partial(comparisons, original, dtype, unit, device))
+def _proved(subject, activation, dtype, unit, device, gradients=False) -> bool:
+    what, comparisons = ("gradient", _gradient_comparisons) if gradients else ("output", _comparisons)
+    return proof.admits(
+        ("activation", activation, what, subject, dtype, unit, device),
+        proof.Subject(_forward_of(subject), device, f"{dtype}, {what}", activation.name),
+        functools.partial(comparisons, subject, activation, dtype, unit, device),
+    )
 
 
 def _all_inputs(dtype, device):
@@ -224,83 +464,90 @@ def _all_inputs(dtype, device):
     return ((bits << 16) | low).view(dtype)
 
 
-def _comparisons(original, dtype, unit, device):
+def _comparisons(subject, activation, dtype, unit, device):
     rows, columns = 256, 256
     padded = torch.zeros(rows, columns + unit, dtype=dtype, device=device)
     x = padded[:, :columns]
     x.copy_(_all_inputs(dtype, device).view(rows, columns))
     out = torch.full((rows, columns), math.nan, dtype=dtype, device=device)
-    _silu(dtype, rows, columns, columns + unit, device)(x, out)
-    yield "the output", out, original(None, x)
+    _forward(activation, dtype, rows, columns, columns + unit, device)(x, out)
+    yield "the output", out, _original(subject)(x)
 
 
-def _gradient_comparisons(original, dtype, unit, device):
+def _gradient_comparisons(subject, activation, dtype, unit, device):
     # `unit` elements more than a whole number of blocks.
     x = torch.cat([_all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
-    dy = torch.randn(x.shape, dtype=torch.float32, device=device, generator=proof.generator(device, 1)).to(dtype)
-    dx = torch.full(x.shape, math.nan, dtype=dtype, device=device)
+    make = functools.partial(torch.randn, x.shape, device=device, generator=proof.generator(device, 1))
+    dy, other = make().to(dtype), make().to(dtype)
+    dxs = tuple(torch.full(x.shape, math.nan, dtype=dtype, device=device) for _ in range(activation.paths))
+    _backward(activation, dtype, x.numel(), device)(dy, x.detach(), *dxs)
     with torch.enable_grad():
-        (expected,) = torch.autograd.grad(original(None, x), x, dy)
-    _silu_backward(dtype, x.numel(), device)(dy, x.detach(), dx)
-    yield "the input's gradient", dx, expected
+        original = _original(subject)
+        (alone,) = torch.autograd.grad(original(x), x, dy)
+        # A gradient that is there already shows how many reach x, and in which order.
+        (joined,) = torch.autograd.grad((original(x), x * 1.0), x, (dy, other))
+    yield "the input's gradient", functools.reduce(torch.add, dxs), alone
+    yield "the input's gradient with another", functools.reduce(torch.add, dxs, other), joined
 
 
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("silu"), mutates_args=())
-def _silu_op(input: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op(add_op_namespace_prefix("activation"), mutates_args=())
+def _activation_op(name: str, input: torch.Tensor) -> torch.Tensor:
+    activation = _ACTIVATIONS[name]
     with torch.no_grad():
-        out = replacement(input, eager_forward)
-    return torch.nn.functional.silu(input) if out is None else out
+        out = replacement(input, activation.forward, activation)
+    return activation.forward(None, input) if out is None else out
 
 
-@_silu_op.register_fake
-def _(input):
-    return torch.nn.functional.silu(input)
+@_activation_op.register_fake
+def _(name, input):
+    return _ACTIVATIONS[name].forward(None, input)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("silu_backward"), mutates_args=())
-def _silu_backward_op(dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+# The paths are added up in here: Inductor would add 16-bit gradients without rounding in between.
+@torch.library.custom_op(add_op_namespace_prefix("activation_backward"), mutates_args=())
+def _activation_backward_op(name: str, dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     # Proved with the forward operator, or else this graph would not have it.
-    return gradient(dy, input)
+    return functools.reduce(torch.add, gradients(_ACTIVATIONS[name], dy, input))
 
 
-@_silu_backward_op.register_fake
-def _(dy, input):
-    return torch.ops.aten.silu_backward(dy, input)
+@_activation_backward_op.register_fake
+def _(name, dy, input):
+    return functools.reduce(torch.add, _ACTIVATIONS[name].gradients(dy, input))
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    ctx.name, input = inputs
+    ctx.save_for_backward(input)
 
 
-def _backward(ctx, dy):
-    return _silu_backward_op(dy, *ctx.saved_tensors)
+def _op_gradient(ctx, dy):
+    return None, _activation_backward_op(ctx.name, dy, *ctx.saved_tensors)
 
 
-_silu_op.register_autograd(_backward, setup_context=_setup_context)
+_activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
 @torch.compiler.assume_constant_result
-def _proved_for_compile(original, dtype, device_index, training) -> bool:
+def _proved_for_compile(subject, activation_name, dtype, device_index, training) -> bool:
     device = torch.device("cuda", device_index)
     if under_transform():
         return False
-    proofs = [("silu", _comparisons)] + [("silu gradient", _gradient_comparisons)] * training
     return all(
-        _proved(*proof_, original, dtype, 1 << power, device)
-        for proof_ in proofs
+        _proved(_by_value(subject), _ACTIVATIONS[activation_name], dtype, 1 << power, device, of_gradients)
+        for of_gradients in (False, True)[: 1 + training]
         for power in range(4)
         if dtype.itemsize << power <= 16
     )
 
 
-def _compiled(input, original):
+def _compiled(input, subject, activation):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if not input.is_cuda or input.dtype not in FLOAT_DTYPES:
+    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _is_widened(activation, input):
         return None
     training = torch.is_grad_enabled() and input.requires_grad
-    if not _proved_for_compile(original, input.dtype, input.device.index or 0, training):
+    if not _proved_for_compile(subject, activation.name, input.dtype, input.device.index or 0, training):
         return None
-    return _silu_op(input)
+    return _activation_op(activation.name, input)

@@ -6,6 +6,7 @@ costs 7 to 9 (H200). So the first call goes through Triton, and later ones throu
 
 import functools
 import operator
+import time
 
 import torch
 
@@ -25,6 +26,9 @@ _ALIGNMENT_MASK = 15
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+# Spent in Triton's own calls, nearly all of it on compiling.
+seconds_compiling = 0.0
 
 if _KNOWN_INTERFACE:
     _enter_hooks = triton.knobs.runtime.launch_enter_hook
@@ -67,11 +71,14 @@ class Launcher:
         if INTERPRETED:
             self.kernel[(blocks,)](*tensors, *scalars, **self.constants)
             return
+        global seconds_compiling
+        start = time.perf_counter()
         with torch.cuda.device(self.device):
             # Without fusion plain `*` and `+` stay mul.rn and add.rn: every eager operation rounds on its own.
             compiled = self.kernel[(blocks,)](
                 *tensors, *scalars, **self.constants, num_warps=self.num_warps, enable_fp_fusion=False
             )
+        seconds_compiling += time.perf_counter() - start
         run = compiled.run
         aligned = not any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
         if aligned and _KNOWN_INTERFACE and hasattr(run, "launch"):

@@ -5,46 +5,196 @@ kernel cannot, or has not proved to return the same bits. One class serves every
 by `torch.is_grad_enabled()` and `requires_grad`.
 """
 
+import functools
+from types import BuiltinFunctionType, FunctionType
+from typing import Optional
+
 import torch
 from torch import nn
 
-from .activation import eager_forward as silu_eager_forward
-from .activation import replacement as silu_replacement
-from .rms_norm import eager_forward as rms_norm_eager_forward
+from . import proof
+from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
+from .activation import replacement as activation_replacement
+from .gated_rms_norm import eager as gated_eager
+from .gated_rms_norm import replacement as gated_replacement
+from .rms_norm import EAGER
 from .rms_norm import replacement as rms_norm_replacement
+from .variants import LLAMA, ONE_PLUS_WEIGHT
 
 
 class LlamaRMSNorm(nn.Module):
-    """`weight * (h * rsqrt(mean(h**2, -1) + variance_epsilon)).to(hidden_states.dtype)`, h = hidden_states in fp32.
+    """RMSNorm with `weight` and `variance_epsilon`; hidden_states: `[..., hidden_size]`.
 
-    Replaces transformers' `LlamaRMSNorm` and the classes that compute the same; hidden_states: `[..., hidden_size]`.
+    With `h = hidden_states.to(float32)` and `n = h * rsqrt(mean(h**2, -1) + variance_epsilon)` it replaces transformers' `LlamaRMSNorm`,
+    `weight * n.to(dtype)`, and the classes that compute `(weight * n).to(dtype)`, as Olmo2's and NemotronH's do.
     """
 
     has_backward = True
     can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        original = type(self).forward
+        owner = type(self)
         # `self.weight` costs 0.2 us: nn.Module looks for parameters last.
         weight = self._parameters.get("weight")
         if weight is None:
             weight = self.weight
-        out = rms_norm_replacement(hidden_states, weight, self.variance_epsilon, original)
+        out = rms_norm_replacement(hidden_states, weight, self.variance_epsilon, owner)
         if out is not None:
             return out
         # Somebody may have made a module of this class itself.
-        return (rms_norm_eager_forward if isinstance(self, LlamaRMSNorm) else original)(self, hidden_states)
+        return (EAGER[LLAMA] if isinstance(self, LlamaRMSNorm) else owner).forward(self, hidden_states)
+
+
+class RMSNormZeroCentered(nn.Module):
+    """RMSNorm with `weight` around zero and `eps`: `((1 + weight.float()) * n).to(dtype)`, n as in `LlamaRMSNorm`.
+
+    Replaces transformers' `Qwen3_5RMSNorm` and, asked to, Gemma's. A layer without a weight (`weight` None or missing) is
+    replaced where it returns `n.to(dtype)`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        owner = type(self)
+        out = rms_norm_replacement(x, getattr(self, "weight", None), self.eps, owner)
+        if out is not None:
+            return out
+        if isinstance(self, RMSNormZeroCentered):
+            return ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps)
+        return owner.forward(self, x)
+
+
+class RMSNormGated(nn.Module):
+    """RMSNorm with `weight` and `variance_epsilon`, times `activation(gate)` in fp32, rounded to the dtype of hidden_states.
+
+    Replaces transformers' `Qwen3NextRMSNormGated` and `KimiLinearRMSNormGated` and those that compute the same; both
+    tensors are `[..., hidden_size]`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor, gate: Optional[torch.Tensor] = None) -> torch.Tensor:
+        owner = type(self)
+        out = gated_replacement(hidden_states, gate, self.weight, self.variance_epsilon, self.activation, owner)
+        if out is not None:
+            return out
+        if isinstance(self, RMSNormGated):
+            return gated_eager(LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon)
+        return owner.forward(self, hidden_states, gate)
 
 
 class SiLUActivation(nn.Module):
-    """`input / (1 + exp(-input))`, any shape. Replaces transformers' `SiLUActivation`."""
+    """`input / (1 + exp(-input))`, any shape. Replaces transformers' `SiLUActivation` and, asked to, `torch.nn.SiLU`."""
 
     has_backward = True
     can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         original = type(self).forward
-        out = silu_replacement(input, original)
+        inplace = self.__dict__.get("inplace")
+        if not inplace:
+            subject = original if inplace is None else (original, "inplace", inplace)
+            out = activation_replacement(input, subject, SILU)
+            if out is not None:
+                return out
+        return (SILU.forward if isinstance(self, SiLUActivation) else original)(self, input)
+
+
+# What the `act` of a layer may be: a function, which a proof can call without the module it comes from. A method of the
+# module, as for formulas written in Python, is left to the original forward.
+_FUNCTIONS = frozenset((FunctionType, BuiltinFunctionType, functools.partial))
+
+
+def _gelu(self, input, activation):
+    """The output of `activation` around `self.act` (transformers) or `self.approximate` (torch.nn.GELU), or None."""
+    original = type(self).forward
+    act = self.__dict__.get("act")
+    if act is not None:
+        if type(act) in _FUNCTIONS:
+            return activation_replacement(input, (original, "act", act), activation)
+        proof.outside(original, f"act is {getattr(act, '__qualname__', act)}")
+        return None
+    approximate = self.__dict__.get("approximate")
+    if approximate is not None:
+        activation = GELU_TANH if approximate == "tanh" else GELU
+        return activation_replacement(input, (original, "approximate", approximate), activation)
+    return activation_replacement(input, original, activation)
+
+
+class GELUActivation(nn.Module):
+    """`0.5 * input * (1 + erf(input / sqrt(2)))`, any shape. Replaces transformers' `GELUActivation` around `F.gelu`.
+
+    Asked to, it replaces `torch.nn.GELU` too, with either value of `approximate`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = _gelu(self, input, GELU)
         if out is not None:
             return out
-        return (silu_eager_forward if isinstance(self, SiLUActivation) else original)(self, input)
+        return (GELU.forward if isinstance(self, GELUActivation) else type(self).forward)(self, input)
+
+
+class GELUTanh(nn.Module):
+    """`F.gelu(input, approximate="tanh")`, any shape. Replaces transformers' `GELUTanh` around that function."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = _gelu(self, input, GELU_TANH)
+        if out is not None:
+            return out
+        return (GELU_TANH.forward if isinstance(self, GELUTanh) else type(self).forward)(self, input)
+
+
+class NewGELUActivation(nn.Module):
+    """`0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))`, operation by operation, any shape.
+
+    Replaces transformers' `NewGELUActivation`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, NEW_GELU)
+        if out is not None:
+            return out
+        return (NEW_GELU.forward if isinstance(self, NewGELUActivation) else original)(self, input)
+
+
+class FastGELUActivation(nn.Module):
+    """`0.5 * input * (1 + tanh(0.7978845608 * input * (1 + 0.044715 * input * input)))`, operation by operation.
+
+    Any shape. Replaces transformers' `FastGELUActivation`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, FAST_GELU)
+        if out is not None:
+            return out
+        return (FAST_GELU.forward if isinstance(self, FastGELUActivation) else original)(self, input)
+
+
+class QuickGELUActivation(nn.Module):
+    """`input * sigmoid(1.702 * input)`, operation by operation, any shape. Replaces transformers' `QuickGELUActivation`."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        original = type(self).forward
+        out = activation_replacement(input, original, QUICK_GELU)
+        if out is not None:
+            return out
+        return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)

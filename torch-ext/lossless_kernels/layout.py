@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Optional
 
 import torch
 
@@ -112,18 +112,23 @@ class Output:
     like_input: bool
 
     @classmethod
-    def of(cls, formula: Callable, *arguments: torch.Tensor) -> "Output":
-        """The output of `formula(*arguments)`, whose shape is the first argument's, found out without data or device."""
+    def of(cls, formula: Callable, *arguments: torch.Tensor, dtype: Optional[torch.dtype] = None) -> "Output":
+        """The output of `formula(*arguments)`, whose shape is the first argument's, found out without data or device.
+
+        Args:
+            dtype: the output's; by default that to which the arguments' are promoted.
+        """
         first = arguments[0]
+        if dtype is None:
+            dtype = functools.reduce(torch.promote_types, (argument.dtype for argument in arguments))
         if first.stride() == contiguous_strides(first.shape):
             strides = first.stride()
-            dtype = functools.reduce(torch.promote_types, (argument.dtype for argument in arguments))
         else:
             with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
                 out = formula(
                     *(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in arguments)
                 )
-            strides, dtype = out.stride(), out.dtype
+            strides = out.stride()
         return cls(first.shape, strides, dtype, (strides, dtype) == (first.stride(), first.dtype))
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional, Union
 
-_LAYERS = {"RMSNorm": "LlamaRMSNorm", "SiLU": "SiLUActivation"}
+# transformers' layer name -> ours.
+LAYERS = {
+    "RMSNorm": "LlamaRMSNorm",
+    "RMSNormZeroCentered": "RMSNormZeroCentered",
+    "RMSNormGated": "RMSNormGated",
+    "SiLU": "SiLUActivation",
+    "GeLU": "GELUActivation",
+    "GeluTanh": "GELUTanh",
+    "NewGELU": "NewGELUActivation",
+    "FastGELU": "FastGELUActivation",
+    "QuickGELU": "QuickGELUActivation",
+}
 
 
 def kernel_mapping(
@@ -56,5 +67,5 @@ def kernel_mapping(
     modes = (Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE)
     return {
         name: {device: {mode: repository(layer) for mode in modes} for device in devices}
-        for name, layer in _LAYERS.items()
+        for name, layer in LAYERS.items()
     }

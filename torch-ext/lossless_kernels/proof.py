@@ -1,25 +1,78 @@
 """The one place that decides whether a kernel may replace a layer's arithmetic.
 
-A kernel is admitted once it has returned the bits of the original forward, and of the fp32 statistics inside it, on
-synthetic data on the machine at hand. Until then, and for ever if it does not, the original forward runs.
+Two proofs, on synthetic data on the machine at hand, each once a process. The formula proof finds out which of the known
+formulas a forward function computes, outputs and gradients, in torch operations. The order proof then lets the kernel return the
+bits of that forward function and of the fp32 statistics inside it. Until then, and for ever if it does not, the original
+forward runs.
 
-`LOSSLESS_PROOF` sets the policy: `on` (default), `off` (admit without proof: for Triton's interpreter, whose CPU tensors
-eager sums in another order than CUDA's) or `strict` (raise instead of falling back).
+`LOSSLESS_PROOF` sets the policy: `on` (default), `off` (no order proof: for Triton's interpreter, whose CPU tensors eager sums
+in another order than CUDA's) or `strict` (raise instead of falling back).
 """
 
 import contextlib
 import os
 import threading
+import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
-from typing import Callable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
 
 import torch
+
+from . import launch
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_verdicts = {}
+
+@dataclass(frozen=True)
+class Subject:
+    """What a proof is about.
+
+    Args:
+        original: the forward function that is to be replaced.
+        device: where the kernel runs.
+        where: dtypes and sizes, for people to read.
+        formula: what the kernel computes.
+    """
+
+    original: Callable
+    device: torch.device
+    where: str
+    formula: str = ""
+
+    def __str__(self):
+        return f"{self.original.__qualname__} on {self.device}, {self.where},"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a proof.
+
+    Args:
+        reason: why the original forward keeps running; None if it is replaced.
+        chosen: the formula that was recognised.
+        seconds: the time it took, without what Triton took to compile.
+        bytes: device memory that it held when it compared.
+    """
+
+    subject: Subject
+    reason: Optional[str]
+    chosen: Any = None
+    seconds: float = 0.0
+    bytes: int = 0
+
+    def __bool__(self):
+        return self.reason is None
+
+
+_verdicts: dict[Hashable, Verdict] = {}
+# Forward functions whose kernel is proved as another function's.
+_relying: dict[Callable, set[Callable]] = {}
+# Forward functions that met tensors no kernel takes: the reasons.
+_outside: dict[Callable, set[str]] = {}
+_warned: set[Callable] = set()
 _lock = threading.RLock()
 
 
@@ -70,51 +123,105 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 Comparison = tuple[str, torch.Tensor, torch.Tensor]
+Comparisons = Callable[[], Iterable[Comparison]]
 
 
-def admits(key: Hashable, subject: str, device: torch.device, comparisons: Callable[[], Iterable[Comparison]]) -> bool:
-    """Whether the kernel behind `key` has proved equal, proving it at the first call.
+def admits(key: Hashable, subject: Subject, comparisons: Comparisons) -> bool:
+    """The order proof: whether the kernel behind `key` has proved equal, proving it at the first call.
 
     Args:
         key: what the verdict is for; one verdict a process.
-        subject: names function, kernel and device in the warning.
-        device: where the proof runs.
+        subject: what reports and the warning name.
         comparisons: yields `(what, kernel's tensor, eager's tensor)`, every one of which must be equal bit for bit.
 
     A verdict needs synchronisation, so inside a CUDA graph's capture an unproved kernel is refused for this call only.
     """
     verdict = _verdicts.get(key)
-    if verdict is not None:
-        return verdict
-    mode = policy()
-    if mode == "off":
-        return True
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
+    if verdict is None:
+        if policy() == "off":
+            return True
+        verdict = _judge(key, subject, {subject.formula: comparisons})
+    return bool(verdict)
+
+
+def recognize(key: Hashable, subject: Subject, candidates: Mapping[Any, Comparisons]) -> Optional[Any]:
+    """The formula proof: the first of the candidates whose comparisons are all equal, None if there is none.
+
+    The rules of `admits`, but that it takes place under every policy: which formula it is has to be known.
+    """
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        verdict = _judge(key, subject, candidates)
+    return verdict.chosen if verdict else None
+
+
+def recognized(key: Hashable) -> Optional[Verdict]:
+    """The verdict of an earlier `recognize`."""
+    return _verdicts.get(key)
+
+
+def relies(original: Callable, other: Callable) -> None:
+    """Remembers for reports that part of `original` is computed by what is proved for `other`."""
+    _relying.setdefault(original, set()).add(other)
+
+
+def verdicts(original: Callable) -> list[Verdict]:
+    """All verdicts on a forward function and on what it relies on."""
+    originals = {original, *_relying.get(original, ())}
+    return [verdict for verdict in list(_verdicts.values()) if verdict.subject.original in originals]
+
+
+def outside(original: Callable, reason: str) -> None:
+    """Remembers for reports that `original` ran because no kernel takes such tensors."""
+    _outside.setdefault(original, set()).add(reason)
+
+
+def _judge(key, subject, candidates) -> Optional[Verdict]:
+    if subject.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
     with _lock:
-        if key not in _verdicts:
-            try:
-                reason = _disproof(device, comparisons)
-            except torch.OutOfMemoryError:  # It may pass: the next call tries again.
-                return False
-            _verdicts[key] = reason is None
-            if reason is not None:
-                message = f"lossless-kernels: {subject} keeps its original forward: {reason}"
-                if mode == "strict":
-                    del _verdicts[key]
-                    raise LosslessProofError(message)
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
-        return _verdicts[key]
+        if key in _verdicts:
+            return _verdicts[key]
+        start, compiling, held = time.perf_counter(), launch.seconds_compiling, []
+        try:
+            chosen, reason = _first_equal(subject.device, candidates, held)
+        except torch.OutOfMemoryError:  # It may pass: the next call tries again.
+            return None
+        seconds = time.perf_counter() - start - (launch.seconds_compiling - compiling)
+        verdict = Verdict(subject, reason, chosen, seconds, max(held, default=0))
+        if reason is not None:
+            message = f"lossless-kernels: {subject} keeps its original forward: {reason}"
+            if policy() == "strict":
+                raise LosslessProofError(message)
+            if subject.original not in _warned:
+                _warned.add(subject.original)
+                warnings.warn(message, RuntimeWarning, stacklevel=4)
+        _verdicts[key] = verdict
+        return verdict
 
 
-def _disproof(device, comparisons):
-    """Why the kernel may not replace the original, or None if it may."""
+def _first_equal(device, candidates, held) -> tuple[Any, Optional[str]]:
+    """The first candidate without a disproof, or None and the reason."""
+    reasons = []
+    for candidate, comparisons in candidates.items():
+        reason = _disproof(device, comparisons, held)
+        if reason is None:
+            return candidate, None
+        reasons.append(reason)
+    return None, reasons[0] if len(reasons) == 1 else f"none of the known formulas: {reasons[0]}"
+
+
+def _disproof(device, comparisons, held) -> Optional[str]:
+    """Why the kernel may not replace the original, or None if it may; `held` takes the bytes in use at each comparison."""
+    memory = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
     try:
         with _undisturbed(device):
-            counts = {}
+            before = memory(device)
+            found = {}
             for what, actual, expected in comparisons():
-                counts[what] = counts.get(what, 0) + differing(actual, expected)
-            wrong = {what: int(count) for what, count in counts.items()}
+                held.append(memory(device) - before)
+                found.setdefault(what, []).append(differing(actual, expected))
+            wrong = {what: sum(int(count) for count in counts) for what, counts in found.items()}
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # No C compiler, out of resources, another assembler: whatever it is, eager still works.

@@ -1,10 +1,9 @@
-"""RMSNorm with the bits of transformers' eager `LlamaRMSNorm`."""
+"""RMSNorm with the bits of transformers' eager layers."""
 
 import functools
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Callable, Optional, Union
+from typing import Optional, Union
 
 import torch
 from torch import empty_like, is_grad_enabled
@@ -26,6 +25,7 @@ from .domain import (
 )
 from .layout import Output, row_number_strides, rows_in_memory
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
+from .variants import BY_NAME, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
 
 if launch.AVAILABLE:
     from .kernels_src.rms_norm import rms_norm_forward
@@ -70,22 +70,21 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
         raise TypeError(f"eps: expected a number, found {type(eps).__name__}")
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps: expected a finite number that is not negative, found {eps}")
-    out = replacement(hidden_states, weight, eps, eager_forward)
-    return eager(hidden_states, weight, eps) if out is None else out
+    out = replacement(hidden_states, weight, eps, EAGER[LLAMA])
+    return LLAMA.eager(hidden_states, weight, eps) if out is None else out
 
 
-def eager(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The formula of `rms_norm` in torch operations, one rounding each."""
-    h = hidden_states.to(torch.float32)
-    return weight * (h * _eager_rstd(h, eps)).to(hidden_states.dtype)
+def _eager_layer(variant: Variant) -> type:
+    class Eager(torch.nn.Module):
+        def forward(self, hidden_states):
+            return variant.eager(hidden_states, self.weight, self.variance_epsilon)
+
+    Eager.__qualname__ = f"RMSNorm, {variant.formula}"
+    return Eager
 
 
-def _eager_rstd(h, eps):
-    return torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def eager_forward(module, hidden_states):
-    return eager(hidden_states, module.weight, module.variance_epsilon)
+# Layers that compute a variant in torch operations.
+EAGER = {variant: _eager_layer(variant) for variant in BY_NAME.values()}
 
 
 def in_domain(dtype: torch.dtype, weight_dtype: torch.dtype, hidden_size: int) -> bool:
@@ -125,11 +124,14 @@ def launch_plan(rows: int, hidden_size: int) -> Plan:
 
 
 @functools.cache
-def _forward_launcher(dtype, weight_dtype, hidden_size, rows, stride_unit, device) -> launch.Launcher:
+def _forward_launcher(
+    scale, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, device
+) -> launch.Launcher:
     """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
     plan = launch_plan(rows, hidden_size)
     order = row_reduction(rows, hidden_size)
     constants = {
+        "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
         "STRIDE_UNIT": stride_unit,
         "ROWS": plan.rows_per_program,
@@ -147,11 +149,12 @@ def _stride_unit(row_stride: int, dtype: torch.dtype) -> int:
 
 
 def _forward(
-    dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False
+    variant, dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False
 ) -> launch.Launch:
     """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd."""
     unit = _stride_unit(row_stride, dtype)
-    launcher = _forward_launcher(dtype, weight_dtype, hidden_size, row_class(rows), unit, device.index or 0)
+    dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
+    launcher = _forward_launcher(variant.scale, *dtypes, hidden_size, row_class(rows), unit, device.index or 0)
     blocks = -(-rows // launcher.constants["ROWS"])
     return launcher.bind(blocks, rows, row_stride // unit, int(store_rstd), eps)
 
@@ -179,9 +182,10 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("launch", "out", "rstd_strides", "eps")
+    __slots__ = ("variant", "launch", "out", "rstd_strides", "eps")
 
-    def __init__(self, launch: launch.Launch, out: Output, rstd_strides, eps):
+    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, rstd_strides, eps):
+        self.variant = variant
         self.launch = launch
         self.out = out
         self.rstd_strides = rstd_strides
@@ -207,40 +211,43 @@ _recent = {}
 
 
 def replacement(
-    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, original: Callable
+    hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float, owner: type
 ) -> Optional[torch.Tensor]:
-    """What `original(module, hidden_states)` returns, from the kernel; None where the caller must compute it itself.
+    """What `owner.forward` returns, from the kernel; None where the caller must compute it itself.
 
     Args:
-        original: the forward that is replaced. Reads `weight` and `variance_epsilon` of the module it gets.
+        weight: None for an RMSNorm without one.
+        owner: the class of the layer that is replaced.
     """
     if is_dynamo_compiling():
-        return _compiled(hidden_states, weight, eps, original)
+        return _compiled(hidden_states, weight, eps, owner)
     recent = _recent.get(id(weight))
     if recent is not None:
         same, replaced, added, grad, call = recent
         if (
             same(hidden_states, weight)
-            and replaced is original
+            and replaced is owner
             and added == eps
             and grad == is_grad_enabled()
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
             return call(hidden_states, weight)
+    if weight is None:
+        weight = hidden_states.new_empty(0)
     if not are_plain(hidden_states, weight):
         return None
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
-    call = _call(hidden_states, weight, eps, original, needs)
+    call = _call(hidden_states, weight, eps, owner, needs)
     if call is None:
         return None
     same = same_tensors(hidden_states, weight)
-    if same is not None:
-        remember(_recent, id(weight), (same, original, eps, is_grad_enabled(), call.__call__))
+    if same is not None and weight.numel():
+        remember(_recent, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
     return call(hidden_states, weight)
 
 
-def _call(x, weight, eps, original, needs) -> Union[_Inference, _Training, None]:
+def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs.
 
     Args:
@@ -248,7 +255,7 @@ def _call(x, weight, eps, original, needs) -> Union[_Inference, _Training, None]
     """
     try:
         key = (
-            original,
+            owner.forward,
             needs,
             eps,
             x.dtype,
@@ -264,33 +271,54 @@ def _call(x, weight, eps, original, needs) -> Union[_Inference, _Training, None]
         return None
     call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(x, weight, eps, original, needs))
+        call = remember(_calls, key, _resolve(x, weight, eps, owner, needs))
     return call
 
 
-def _resolve(x, weight, eps, original, needs) -> Union[_Inference, _Training, None]:
-    if x.dim() == 0 or not runs_kernels(x.device) or weight.device != x.device or not isinstance(eps, (int, float)):
+def _outside(x, weight, eps, needs) -> Optional[str]:
+    """Why no kernel takes these tensors, None if one may."""
+    if x.dim() == 0 or x.numel() == 0:
+        return "there are no rows"
+    if not runs_kernels(x.device) or weight.device != x.device:
+        return f"activations on {x.device}, weight on {weight.device}"
+    if not isinstance(eps, (int, float)):
+        return f"eps is of type {type(eps).__name__}"
+    hidden_size = x.shape[-1]
+    if not in_domain(x.dtype, weight.dtype, hidden_size):
+        return f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}"
+    if weight.numel() and (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
+        return f"weight of shape {tuple(weight.shape)} and strides {weight.stride()}"
+    if rows_in_memory(x.shape, x.stride()) is None:
+        return f"activations of shape {tuple(x.shape)} and strides {x.stride()}"
+    if needs != NO_GRADIENTS and x.dim() == 1:  # Of a single row that is no matrix, eager sums no dweight.
+        return "gradients of one row that is no matrix"
+    return None
+
+
+def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
+    reason = _outside(x, weight, eps, needs)
+    if reason is not None:
+        proof.outside(owner.forward, reason)
+        return None
+    variant = _variant(owner, x.dtype, weight.dtype if weight.numel() else None, x.device)
+    if variant is None:
         return None
     hidden_size = x.shape[-1]
-    if not in_domain(x.dtype, weight.dtype, hidden_size) or (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
-        return None
-    matrix = rows_in_memory(x.shape, x.stride())
-    if matrix is None:
-        return None
+    rows, row_stride, order = rows_in_memory(x.shape, x.stride())
     with_rstd = needs != NO_GRADIENTS
-    rows, row_stride, order = matrix
-    out = Output.of(functools.partial(eager, eps=0.0), x, weight)
+    out = Output.of(
+        functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
+    )
     if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
+        proof.outside(owner.forward, f"activations of shape {tuple(x.shape)} and strides {x.stride()}")
         return None
-    if rows == 0 or (with_rstd and x.dim() == 1):  # Of a single row that is no matrix, eager sums no dweight.
+    if not _proved(variant, owner, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
         return None
-    if not _proved(original, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
+    if with_rstd and not _gradients_proved(variant, owner, x.dtype, weight.dtype, hidden_size, rows, x.device, needs):
         return None
-    if with_rstd and not _gradients_proved(original, x.dtype, weight.dtype, hidden_size, rows, x.device, needs):
-        return None
-    launch = _forward(x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
+    launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
     if with_rstd:
-        return _Training(launch, out, (*row_number_strides(x.shape, order), 1), eps)
+        return _Training(variant, launch, out, (*row_number_strides(x.shape, order), 1), eps)
     return _Inference(launch, out)
 
 
@@ -299,146 +327,233 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx, x, x_again, weight, call):
         out, rstd = call.with_rstd(x, weight)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.eps = call.eps
+        ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         needs_dx, _, needs_dweight, _ = ctx.needs_input_grad
+        variant = ctx.call.variant
         if torch.is_grad_enabled():  # Somebody differentiates the gradients.
-            rstd = _eager_rstd(x.to(torch.float32), ctx.eps)
-            return *rms_norm_backward.formula(dy, x, weight, rstd, needs_dx, needs_dweight), None
-        return *rms_norm_backward.gradients(dy, x, weight, rstd, needs_dx, needs_dweight), None
+            rstd = eager_rstd(x.to(torch.float32), ctx.call.eps)
+            return *rms_norm_backward.formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
+        return *rms_norm_backward.gradients(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
 
 
 # Proof
 
 
-def _subject(original, device, dtype, weight_dtype, hidden_size, rows):
-    more = " or more" if rows == ROW_CLASSES[-1] else ""
-    return (
-        f"{original.__qualname__} on {device}, activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, "
-        f"{rows}{more} rows,"
+def stand_in(owner, weight, eps):
+    """A layer of this class with another weight, made without its constructor."""
+    layer = torch.nn.Module.__new__(owner)
+    torch.nn.Module.__init__(layer)
+    layer.weight = weight
+    layer.variance_epsilon = layer.eps = eps
+    return layer
+
+
+def _variant(owner, dtype, weight_dtype, device) -> Optional[Variant]:
+    """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients."""
+    key = ("formula of rms_norm", owner.forward, dtype, weight_dtype, device)
+    subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
+    variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
+    return proof.recognize(
+        key,
+        subject,
+        {variant: functools.partial(_formulas, owner, variant, dtype, weight_dtype, device) for variant in variants},
     )
 
 
-def _proved(original, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
-    """Whether the forward kernel for such rows has proved to return the bits of `original`."""
+def _formulas(owner, variant, dtype, weight_dtype, device):
+    generator = proof.generator(device, seed=1)
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+    eps = _PROOF_EPS
+    results = []
+    data = make(64, 128).to(dtype), make(128).to(weight_dtype or dtype), make(64, 128)
+    for layer_class in (owner, EAGER[variant]):
+        x, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
+        with torch.enable_grad():
+            out = layer_class.forward(stand_in(layer_class, weight if weight_dtype else None, eps), x)
+            inputs = (x, weight) if weight_dtype else (x,)
+            results.append((out.detach(), *torch.autograd.grad(out, inputs, data[2].to(out.dtype))))
+    for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
+        yield what, found, expected
+
+
+def _subject(variant, owner, device, dtype, weight_dtype, hidden_size, rows, what=""):
+    more = " or more" if rows == ROW_CLASSES[-1] else ""
+    where = f"activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, {rows}{more} rows{what}"
+    return proof.Subject(owner.forward, device, where, variant.formula)
+
+
+def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
+    """Whether the forward kernel for such rows has proved to return the bits of `owner.forward`."""
     rows = row_class(rows)
     unit = _stride_unit(row_stride, dtype)
-    key = ("rms_norm", original, dtype, weight_dtype, hidden_size, rows, unit, device)
-    subject = _subject(original, device, dtype, weight_dtype, hidden_size, rows)
+    key = ("rms_norm", owner.forward, variant, dtype, weight_dtype, hidden_size, rows, unit, device)
+    subject = _subject(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
     # Rows of the same alignment, with elements in between that must not count.
     row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
-    comparisons = functools.partial(_comparisons, original, dtype, weight_dtype, hidden_size, rows, row_stride, device)
-    return proof.admits(key, subject, device, comparisons)
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device)
+    return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
 
 
-def _gradients_proved(original, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
-    """Whether the backward kernels for such rows have proved to return the bits of autograd through `original`."""
+def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
+    """Whether the backward kernels for such rows have proved to return the bits of autograd through `owner.forward`."""
     least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs))
+    shared = row_class(rows)
     key = (
         "rms_norm gradients",
-        original,
+        owner.forward,
+        variant,
         dtype,
         weight_dtype,
         hidden_size,
-        row_class(rows),
+        shared,
         least,
         plan,
         device,
         needs,
     )
-    subject = _subject(original, device, dtype, weight_dtype, hidden_size, row_class(rows)) + " in training,"
-    comparisons = functools.partial(
-        _gradient_comparisons, original, dtype, weight_dtype, hidden_size, least, rows, device, needs
-    )
-    return proof.admits(key, subject, device, comparisons)
+    subject = _subject(variant, owner, device, dtype, weight_dtype, hidden_size, shared, ", in training")
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, least, rows, device, needs)
+    return proof.admits(key, subject, functools.partial(_gradient_comparisons, *arguments))
 
 
 # Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12.
 _PROOF_ROWS = 128
+_PROOF_EPS = 0.0123
 
 
-def _comparisons(original, dtype, weight_dtype, hidden_size, rows, row_stride, device):
+def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = (1, _PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-_PROOF_ROWS // rows), rows)
-    eps = 0.0123
-    forward = _forward(dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
+    eps = _PROOF_EPS
+    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
     for _ in range(calls):
         x = make(rows, row_stride).to(dtype)[:, :hidden_size]
-        weight = make(hidden_size).to(weight_dtype)
-        expected = original(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
+        weight = _random_weight(variant, make, hidden_size, weight_dtype)
+        expected = _original(variant, owner, weight, eps, x)
         out = torch.full_like(expected, math.nan)
         rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
         forward(x, weight, out, rstd)
-        yield "the fp32 rstd", rstd, _eager_rstd(x.to(torch.float32), eps)
+        yield "the fp32 rstd", rstd, eager_rstd(x.to(torch.float32), eps)
         yield "the output", out, expected
 
 
-def _gradient_comparisons(original, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs):
+def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs):
+    few = min(rows, rms_norm_backward.rows_of_same_kernel(rows, _PROOF_ROWS, hidden_size, device))
     generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    eps = 0.0123
-    forward = _forward(dtype, weight_dtype, hidden_size, rows, hidden_size, device, eps, store_rstd=True)
-    for _ in range(-(-_PROOF_ROWS // rows)):
-        x = make(rows, hidden_size).to(dtype).requires_grad_()
-        weight = make(hidden_size).to(weight_dtype).requires_grad_()
-        dy = make(rows, hidden_size).to(torch.promote_types(weight_dtype, dtype))
-        with torch.enable_grad():
-            expected = original(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
-            dx, dweight = torch.autograd.grad(expected, (x, weight), dy)
-        x, weight = x.detach(), weight.detach()
-        rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
-        forward(x, weight, torch.empty_like(expected), rstd)
-        backward = rms_norm_backward.resolve(dy, x, weight, rstd, *needs, like_rows, statistics=True)
-        d_rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
-        dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=device)
-        ours = backward(dy, x, weight, rstd, d_rstd, dweight_sum)
-        needs_dx, needs_dweight = needs
-        h = x.to(torch.float32)
-        if needs_dx:
-            d_normalized = (dy * weight).to(dtype).to(torch.float32)
-            yield "the fp32 gradient of rstd", d_rstd, (d_normalized * h).sum(-1, keepdim=True)
-            yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
-        if needs_dweight:
-            yield "the fp32 weight gradient", dweight_sum, (dy * (h * rstd).to(dtype)).sum(0, dtype=torch.float32)
-            yield "the weight's gradient", ours.dweight, dweight
+    make = functools.partial(torch.randn, device=device, generator=generator)
+    arguments = (variant, make, dtype, weight_dtype, hidden_size)
+    for _ in range(-(-_PROOF_ROWS // few)):
+        yield from _comparisons_with_autograd(owner, *arguments, few, like_rows, needs)
+    if few < rows and needs[1]:
+        yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs)
+
+
+def _comparisons_with_autograd(owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs):
+    x = make(rows, hidden_size).to(dtype).requires_grad_()
+    weight = _random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
+    dy = make(rows, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
+    with torch.enable_grad():
+        expected = _original(variant, owner, weight, _PROOF_EPS, x)
+        dx, dweight = torch.autograd.grad(expected, (x, weight), dy, allow_unused=True)
+    x, weight = x.detach(), weight.detach()
+    rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows)
+    needs_dx, needs_dweight = needs
+    if needs_dx:
+        d_normalized = variant.incoming(dy)
+        if variant is not UNWEIGHTED:
+            d_normalized = d_normalized * variant.factor(weight)
+        if variant.scale == "after_cast":
+            d_normalized = d_normalized.to(dtype).to(torch.float32)
+        yield "the fp32 gradient of rstd", d_rstd, (d_normalized * x.to(torch.float32)).sum(-1, keepdim=True)
+        yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
+    if needs_dweight:
+        product = _weight_gradients(variant, dy, x, rstd)
+        yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
+        yield "the weight's gradient", ours.dweight, dweight
+
+
+def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs):
+    """The order in which several blocks share the rows. As few tensors of this size as it takes: dy is x."""
+    x = make(rows, hidden_size, dtype=dtype)
+    weight = _random_weight(variant, make, hidden_size, weight_dtype)
+    dy = x.to(variant.output_dtype(dtype, weight_dtype))
+    rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows)
+    dweight = ours.dweight
+    del ours
+    product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
+    for first in range(0, rows, _PROOF_ROWS):
+        at = slice(first, first + _PROOF_ROWS)
+        product[at] = _weight_gradients(variant, dy[at], x[at], rstd[at])
+    yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
+    yield "the weight's gradient", dweight, product.sum(0).to(weight_dtype)
+
+
+def _our_gradients(variant, dy, x, weight, needs, like_rows):
+    """rstd, the gradients, and the fp32 statistics in them."""
+    rows, hidden_size = x.shape
+    forward = _forward(
+        variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, _PROOF_EPS, store_rstd=True
+    )
+    rstd, d_rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=x.device)
+    dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=x.device)
+    forward(x, weight, torch.empty_like(dy), rstd)
+    backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, like_rows, statistics=True)
+    return rstd, backward(dy, x, weight, rstd, d_rstd, dweight_sum), d_rstd, dweight_sum
+
+
+def _weight_gradients(variant, dy, x, rstd):
+    """What is summed over the rows."""
+    normalized = x.to(torch.float32) * rstd
+    return variant.incoming(dy) * (normalized.to(x.dtype) if variant.scale == "after_cast" else normalized)
+
+
+def _random_weight(variant, make, hidden_size, dtype):
+    return make(0 if variant is UNWEIGHTED else hidden_size).to(dtype)
+
+
+def _original(variant, owner, weight, eps, x):
+    return owner.forward(stand_in(owner, None if variant is UNWEIGHTED else weight, eps), x)
 
 
 # torch.compile
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
-def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    call = _call(hidden_states, weight, eps, eager_forward, NO_GRADIENTS)
-    return eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
+def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
+    formula = BY_NAME[variant]
+    call = _call(hidden_states, weight, eps, EAGER[formula], NO_GRADIENTS)
+    return formula.eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
 @_rms_norm_op.register_fake
-def _(hidden_states, weight, eps):
-    return eager(hidden_states, weight, eps)
+def _(hidden_states, weight, eps, variant):
+    return BY_NAME[variant].eager(hidden_states, weight, eps)
 
 
 # `again` is hidden_states once more where eager has two edges to it.
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_with_rstd"), mutates_args=())
 def _rms_norm_with_rstd_op(
-    hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float
+    hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(hidden_states, weight, eps, eager_forward, (True, True))
+    formula = BY_NAME[variant]
+    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula is not UNWEIGHTED))
     if call is None:
-        out, rstd = eager(hidden_states, weight, eps), _eager_rstd(hidden_states.to(torch.float32), eps)
-    else:
-        out, rstd = call.with_rstd(hidden_states, weight)
+        rstd = eager_rstd(hidden_states.to(torch.float32), eps)
+        return formula.eager(hidden_states, weight, eps), rstd.contiguous()
+    out, rstd = call.with_rstd(hidden_states, weight)
     return out, rstd.contiguous()
 
 
 @_rms_norm_with_rstd_op.register_fake
-def _(hidden_states, again, weight, eps):
+def _(hidden_states, again, weight, eps, variant):
     rstd = hidden_states.new_empty((*hidden_states.shape[:-1], 1), dtype=torch.float32)
-    return eager(hidden_states, weight, eps), rstd
+    return BY_NAME[variant].eager(hidden_states, weight, eps), rstd
 
 
 def _present(gradients, like):
@@ -454,75 +569,85 @@ def _rms_norm_backward_op(
     rstd: torch.Tensor,
     needs_dx: bool,
     needs_dweight: bool,
+    variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, hidden_size, needs = rstd.numel(), weight.shape[0], (needs_dx, needs_dweight)
+    rows, hidden_size, needs = rstd.numel(), hidden_states.shape[-1], (needs_dx, needs_dweight)
+    formula, dtypes = BY_NAME[variant], (hidden_states.dtype, weight.dtype)
     proved = (
         runs_kernels(dy.device)
-        and in_domain(hidden_states.dtype, weight.dtype, hidden_size)
+        and in_domain(*dtypes, hidden_size)
         and rows > 0
-        and _gradients_proved(eager_forward, hidden_states.dtype, weight.dtype, hidden_size, rows, dy.device, needs)
+        and _gradients_proved(formula, EAGER[formula], *dtypes, hidden_size, rows, dy.device, needs)
     )
     compute = rms_norm_backward.gradients if proved else rms_norm_backward.formula
-    return _present(compute(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
+    return _present(compute(formula, dy, hidden_states, weight, rstd, *needs), dy)
 
 
 @_rms_norm_backward_op.register_fake
-def _(dy, hidden_states, weight, rstd, needs_dx, needs_dweight):
-    return _present(rms_norm_backward.formula(dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
+def _(dy, hidden_states, weight, rstd, needs_dx, needs_dweight, variant):
+    arguments = (dy, hidden_states, weight, rstd, needs_dx, needs_dweight)
+    return _present(rms_norm_backward.formula(BY_NAME[variant], *arguments), dy)
 
 
 def _setup_context(ctx, inputs, output):
-    hidden_states, _, weight, _ = inputs
+    hidden_states, _, weight, _, ctx.variant = inputs
     ctx.save_for_backward(hidden_states, weight, output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, d_rstd):
     if dy is None:
-        return None, None, None, None
-    needs_dx, needs_again, needs_dweight, _ = ctx.needs_input_grad
-    dx, dx_mean, dweight = _rms_norm_backward_op(dy, *ctx.saved_tensors, needs_dx, needs_dweight)
-    return dx if needs_dx else None, dx_mean if needs_again else None, dweight if needs_dweight else None, None
+        return None, None, None, None, None
+    needs_dx, needs_again, needs_dweight, *_ = ctx.needs_input_grad
+    gradients = _rms_norm_backward_op(dy, *ctx.saved_tensors, needs_dx, needs_dweight, ctx.variant)
+    needed = zip((needs_dx, needs_again, needs_dweight), gradients)
+    return *(gradient if need else None for need, gradient in needed), None, None
 
 
 _rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.compiler.assume_constant_result
-def _proved_for_compile(original, dtype, weight_dtype, hidden_size, device_index, training) -> bool:
-    """Taken at trace time, for all classes of row counts, since a graph with dynamic shapes meets them all.
+def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
+    """The name of the proved variant; None if the original forward is traced.
 
-    In training the operators prove more at their first call, as eager does, and compute the formula where that fails.
+    Taken at trace time, for all classes of row counts, since a graph with dynamic shapes meets them all. In training the
+    operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)
     if under_transform():
-        return False
-    return all(
-        _proved(original, dtype, weight_dtype, hidden_size, rows, hidden_size, device) for rows in ROW_CLASSES
-    ) and (
-        not training
-        or _gradients_proved(original, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], device, (True, True))
-    )
-
-
-def _compiled(hidden_states, weight, eps, original):
-    """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if (
-        not hidden_states.is_cuda
-        or weight.device != hidden_states.device
-        or hidden_states.dim() < 2
-        or weight.dim() != 1
-    ):
         return None
-    # A constant in the graph, even where every other size is symbolic.
-    hidden_size = int(weight.shape[0])
+    variant = _variant(owner, dtype, weight_dtype, device)
+    if variant is None:
+        return None
+    subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
+    needs = (True, weight_dtype is not None)
+    proved = all(_proved(*subject, rows, hidden_size, device) for rows in ROW_CLASSES) and (
+        not training or _gradients_proved(*subject, ROW_CLASSES[-1], device, needs)
+    )
+    return variant.name if proved else None
+
+
+def _compiled(hidden_states, weight, eps, owner):
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
+    if not hidden_states.is_cuda or hidden_states.dim() < 2:
+        return None
+    if weight is None:
+        hidden_size, weight_dtype = int(hidden_states.shape[-1]), None
+        weight = hidden_states.new_empty(0)
+    elif weight.device != hidden_states.device or weight.dim() != 1:
+        return None
+    else:
+        # A constant in the graph, even where every other size is symbolic.
+        hidden_size, weight_dtype = int(weight.shape[0]), weight.dtype
     if hidden_states.shape[-1] != hidden_size or not in_domain(hidden_states.dtype, weight.dtype, hidden_size):
         return None
     training = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
     device_index = hidden_states.device.index or 0
-    if not _proved_for_compile(original, hidden_states.dtype, weight.dtype, hidden_size, device_index, training):
+    variant = _variant_for_compile(owner, hidden_states.dtype, weight_dtype, hidden_size, device_index, training)
+    if variant is None:
         return None
     if not training:
-        return _rms_norm_op(hidden_states, weight, eps)
+        return _rms_norm_op(hidden_states, weight, eps, variant)
     again = hidden_states if hidden_states.dtype == torch.float32 else None
-    return _rms_norm_with_rstd_op(hidden_states, again, weight, eps)[0]
+    return _rms_norm_with_rstd_op(hidden_states, again, weight, eps, variant)[0]

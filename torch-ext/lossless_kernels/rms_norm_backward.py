@@ -1,4 +1,4 @@
-"""The gradients of RMSNorm with the bits of eager autograd through transformers' `LlamaRMSNorm`."""
+"""The gradients of RMSNorm with the bits of eager autograd through transformers' layers."""
 
 import contextlib
 import functools
@@ -13,6 +13,7 @@ from . import launch, proof
 from .domain import UNSEEN, are_plain, remember
 from .layout import contiguous_strides, row_levels, rows_in_memory
 from .reduce_config import ColumnReduction, column_reduction, row_class, row_reduction, split_rows
+from .variants import Variant, eager_rstd
 
 if launch.AVAILABLE:
     from .kernels_src.rms_norm import (
@@ -30,7 +31,7 @@ class Gradients(NamedTuple):
     dweight: Optional[torch.Tensor]
 
 
-def formula(dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
+def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
     """The gradients in torch operations, one rounding each, as autograd computes them; differentiable in turn.
 
     Args:
@@ -39,15 +40,21 @@ def formula(dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool
     """
     h = hidden_states.to(torch.float32)
     dx = dx_mean = dweight = None
+    dy = variant.incoming(dy)
     if needs_dx:
-        d_normalized = (dy * weight).to(hidden_states.dtype).to(torch.float32)
+        d_normalized = dy if variant.scale == "none" else dy * variant.factor(weight)
+        if variant.scale == "after_cast":
+            d_normalized = d_normalized.to(hidden_states.dtype).to(torch.float32)
         d_variance = (-0.5 * (d_normalized * h).sum(-1, keepdim=True)) * rstd.pow(3)
         dx = d_normalized * rstd
         dx_mean = d_variance / h.shape[-1] * (2 * h)
         if hidden_states.dtype != torch.float32:
             dx, dx_mean = (dx + dx_mean).to(hidden_states.dtype), None
     if needs_dweight:
-        dweight = (dy * (h * rstd).to(hidden_states.dtype)).sum_to_size(weight.shape).to(weight.dtype)
+        normalized = h * rstd
+        if variant.scale == "after_cast":
+            normalized = normalized.to(hidden_states.dtype)
+        dweight = (dy * normalized).sum_to_size(weight.shape).to(weight.dtype)
     return Gradients(dx, dx_mean, dweight)
 
 
@@ -110,10 +117,18 @@ def proof_class(rows: int, hidden_size: int, device: torch.device, both: bool) -
         least *= 2
 
 
+def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:
+    """`fewer` if the compiled kernels of `rows` rows take so few as well, otherwise `rows`."""
+    gpu = _multiprocessors(device)
+    heights = {column_reduction(count, hidden_size, *gpu).height for count in (rows, fewer)}
+    return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
+
+
 @functools.cache
-def _backward_launcher(dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
+def _backward_launcher(scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
     order = row_reduction(rows, hidden_size)
     constants = {
+        "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
         "STRIDE_UNIT": unit,
         "LEVELS": levels,
@@ -130,8 +145,9 @@ def _backward_launcher(dtypes, hidden_size, rows, unit, levels, plan: Plan, thre
 
 
 @functools.cache
-def _sum_chains_launcher(dtypes, hidden_size, unit, levels, threads, device) -> launch.Launcher:
+def _sum_chains_launcher(scale, dtypes, hidden_size, unit, levels, threads, device) -> launch.Launcher:
     constants = {
+        "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
         "STRIDE_UNIT": unit,
         "LEVELS": levels,
@@ -165,7 +181,7 @@ def _multiprocessors(device: torch.device) -> tuple[int, int]:
 # From a call's tensors to launches
 
 
-def _layout(dy, x, weight):
+def _layout(variant, dy, x, weight):
     """Strides of eager's dx and of its product dy * normalized, found out without data or device."""
     if dy.stride() == x.stride() == contiguous_strides(x.shape):
         return x.stride(), x.stride()
@@ -177,11 +193,10 @@ def _layout(dy, x, weight):
         dy, x, weight = (
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (dy, x, weight)
         )
-        x.requires_grad_()
-        h = x.to(torch.float32)
-        normalized = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True))).to(x.dtype)
-        (dx,) = torch.autograd.grad(weight * normalized, x, dy)
-        return dx.stride(), (dy * normalized.detach()).stride()
+        (dx,) = torch.autograd.grad(variant.eager(x.requires_grad_(), weight, 0.0), x, dy)
+        h = x.detach().to(torch.float32)
+        normalized = (h * eager_rstd(h, 0.0)).to(x.dtype)
+        return dx.stride(), (variant.incoming(dy) * normalized).stride()
 
 
 class _Part(NamedTuple):
@@ -243,7 +258,15 @@ class Backward:
 
 
 def resolve(
-    dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, like_rows: Optional[int] = None, statistics=False
+    variant: Variant,
+    dy,
+    x,
+    weight,
+    rstd,
+    needs_dx: bool,
+    needs_dweight: bool,
+    like_rows: Optional[int] = None,
+    statistics=False,
 ) -> Optional[Backward]:
     """The launches for these tensors, or None where `formula` must run.
 
@@ -253,9 +276,9 @@ def resolve(
         statistics: whether the fp32 gradient of rstd and the fp32 dweight are written too.
     """
     hidden_size = x.shape[-1]
-    if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1 or dy.dtype != torch.promote_types(x.dtype, weight.dtype):
+    if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1 or dy.dtype != variant.output_dtype(x.dtype, weight.dtype):
         return None
-    dx_strides, product_strides = _layout(dy, x, weight)
+    dx_strides, product_strides = _layout(variant, dy, x, weight)
     matrix = rows_in_memory(x.shape, product_strides)
     if matrix is None or dx_strides[-1] != 1:
         return None
@@ -274,10 +297,11 @@ def resolve(
     walk = (inner, middle, *in_units(dy_offsets), *in_units(x_offsets), *rstd_offsets)
     device = x.device.index or 0
     multiprocessors, threads = _multiprocessors(x.device)
-    dtypes = (x.dtype, weight.dtype)
+    dtypes = (x.dtype, weight.dtype, dy.dtype)
     parts = []
     most_sums = 0
-    ranges = split_rows(rows, hidden_size, dy.element_size())
+    product_size = dy.element_size() if variant.scale == "after_cast" else torch.float32.itemsize
+    ranges = split_rows(rows, hidden_size, product_size)
     for index, (first_row, count) in enumerate(ranges):
         columns = column_reduction(count, hidden_size, multiprocessors, threads)
         planned_rows = count if like_rows is None else like_rows
@@ -289,7 +313,9 @@ def resolve(
         left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:
             height = columns.height if plan.fused else plan.rows_per_program
-            launcher = _backward_launcher(dtypes, hidden_size, row_class(rows), unit, levels, plan, height, device)
+            launcher = _backward_launcher(
+                variant.scale, dtypes, hidden_size, row_class(rows), unit, levels, plan, height, device
+            )
             programs = columns.blocks * left if plan.fused else -(-count // plan.rows_per_program)
             dx = launcher.bind(
                 programs, int(statistics), first_row, count, columns.blocks, *walk, *in_units(dx_offsets)
@@ -297,7 +323,9 @@ def resolve(
         if needs_dweight:
             most_sums = max(most_sums, columns.blocks * left)
             if not plan.fused:
-                launcher = _sum_chains_launcher(dtypes, hidden_size, unit, levels, columns.height, device)
+                launcher = _sum_chains_launcher(
+                    variant.scale, dtypes, hidden_size, unit, levels, columns.height, device
+                )
                 programs = columns.blocks * -(-hidden_size // _CHAIN_COLUMNS)
                 sum_chains = launcher.bind(programs, first_row, count, columns.blocks, *walk)
             launcher = _sum_blocks_launcher(weight.dtype, hidden_size, left, columns.height, device)
@@ -318,26 +346,27 @@ def resolve(
 _resolved = {}
 
 
-def gradients(dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
+def gradients(variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
     """The gradients for `dy` from the kernels, or from `formula` where they cannot go."""
     if are_plain(dy, x) and are_plain(weight, rstd):
         needs = (needs_dx, needs_dweight)
-        key = (*needs, x.shape, dy.stride(), x.stride(), rstd.stride(), dy.dtype, x.dtype, weight.dtype, x.get_device())
+        strides = (dy.stride(), x.stride(), rstd.stride())
+        key = (variant, *needs, x.shape, *strides, dy.dtype, x.dtype, weight.dtype, x.get_device())
         backward = _resolved.get(key, UNSEEN)
         if backward is UNSEEN:
-            return _first(key, dy, x, weight, rstd, *needs)
+            return _first(key, variant, dy, x, weight, rstd, *needs)
         if backward is not None:
             return backward(dy, x, weight, rstd)
-    return formula(dy, x, weight, rstd, needs_dx, needs_dweight)
+    return formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight)
 
 
-def _first(key, dy, x, weight, rstd, needs_dx, needs_dweight) -> Gradients:
+def _first(key, variant, dy, x, weight, rstd, needs_dx, needs_dweight) -> Gradients:
     """The first call of its kind, which may have to compile: whatever fails there, the formula still works.
 
     A proof runs contiguous tensors. Where rows lie otherwise another compiled kernel reads them, so its first gradients are
     compared with the formula's.
     """
-    arguments = (dy, x, weight, rstd, needs_dx, needs_dweight)
+    arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
     expected = None
     try:
         backward = resolve(*arguments)

@@ -1,22 +1,140 @@
-"""Activation functions as ATen's CUDA kernels compute them."""
+"""Activation functions as ATen's CUDA kernels compute them, one rounding for each operation that eager launches.
+
+What one ATen kernel computes stays in fp32 and is rounded once; nvcc made FMAs of its products and sums, and they are
+spelled out here. What eager computes by several operations is rounded to the activations' dtype by each.
+"""
 
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp, reciprocal
+from .primitives import divide, erf, exp, reciprocal, tanh
+
+# fp32(sqrt(1 / 2)), fp32(sqrt(2 / pi)) and fp32(1 / sqrt(2 * pi)).
+_SQRT_1_2 = tl.constexpr(0.70710677)
+_SQRT_2_PI = tl.constexpr(0.7978846)
+_DENSITY_AT_0 = tl.constexpr(0.3989423)
+_CUBIC = tl.constexpr(0.044715)
+_THREE_CUBIC = tl.constexpr(0.13414499)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    """The tanh inside ATen's own approximation of GELU."""
+    return tanh(tl.fma(x * (x * x), _CUBIC, x) * _SQRT_2_PI)
+
+
+@triton.jit
+def _new_gelu_tanh(x, DTYPE: tl.constexpr):
+    """tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)), each operation rounded; the cube is two of them."""
+    cube = _rounded(_rounded(x * x, DTYPE) * x, DTYPE)
+    inner = _rounded(x + _rounded(cube * _CUBIC, DTYPE), DTYPE)
+    return _rounded(tanh(_rounded(inner * _SQRT_2_PI, DTYPE)), DTYPE)
+
+
+@triton.jit
+def _fast_gelu_terms(x, DTYPE: tl.constexpr):
+    """scaled, linear, slope and tanh(scaled * slope) with scaled = x * sqrt(2 / pi) and slope = 1 + linear * x."""
+    scaled = _rounded(x * _SQRT_2_PI, DTYPE)
+    linear = _rounded(x * _CUBIC, DTYPE)
+    slope = _rounded(_rounded(linear * x, DTYPE) + 1.0, DTYPE)
+    return scaled, linear, slope, _rounded(tanh(_rounded(scaled * slope, DTYPE)), DTYPE)
+
+
+@triton.jit
+def _quick_gelu_sigmoid(x, DTYPE: tl.constexpr):
+    return _rounded(reciprocal(1.0 + exp(-_rounded(x * 1.702, DTYPE))), DTYPE)
+
+
+@triton.jit
+def _times_half_x(one_plus, x, DTYPE: tl.constexpr):
+    return _rounded(x * 0.5, DTYPE) * _rounded(one_plus + 1.0, DTYPE)
+
+
+@triton.jit
+def _activation(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    if ACTIVATION == "silu":
+        return divide(x, 1.0 + exp(-x))
+    elif ACTIVATION == "gelu":
+        return (x * 0.5) * (erf(x * _SQRT_1_2) + 1.0)
+    elif ACTIVATION == "gelu_tanh":
+        return (x * 0.5) * (_gelu_tanh(x) + 1.0)
+    elif ACTIVATION == "new_gelu":
+        return _times_half_x(_new_gelu_tanh(x, DTYPE), x, DTYPE)
+    elif ACTIVATION == "fast_gelu":
+        _, _, _, tanh_ = _fast_gelu_terms(x, DTYPE)
+        return _times_half_x(tanh_, x, DTYPE)
+    else:
+        tl.static_assert(ACTIVATION == "quick_gelu")
+        return x * _quick_gelu_sigmoid(x, DTYPE)
+
+
+@triton.jit
+def _tanh_gradient(dy, y, DTYPE: tl.constexpr):
+    """ATen's tanh_backward, which computes in the activations' dtype: in fp32 with an FMA."""
+    if DTYPE == tl.float32:
+        return dy * tl.fma(-y, y, 1.0)
+    else:
+        return _rounded(dy * _rounded(1.0 - _rounded(y * y, DTYPE), DTYPE), DTYPE)
+
+
+@triton.jit
+def _sigmoid_gradient(dy, y, DTYPE: tl.constexpr):
+    """ATen's sigmoid_backward, which computes in the activations' dtype."""
+    return _rounded(_rounded(dy * _rounded(1.0 - y, DTYPE), DTYPE) * y, DTYPE)
+
+
+@triton.jit
+def _gradients(dy, x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """What eager sends into x, path by path, in the order of arrival."""
+    if ACTIVATION == "silu":
+        sigmoid = reciprocal(1.0 + exp(-x))
+        return ((dy * sigmoid) * tl.fma(x, 1.0 - sigmoid, 1.0),)
+    elif ACTIVATION == "gelu":
+        density = exp((x * -0.5) * x) * _DENSITY_AT_0
+        return (dy * tl.fma(erf(x * _SQRT_1_2) + 1.0, 0.5, x * density),)
+    elif ACTIVATION == "gelu_tanh":
+        tanh_ = _gelu_tanh(x)
+        d_inner = tl.fma(x * x, _THREE_CUBIC, 1.0) * _SQRT_2_PI
+        return (dy * tl.fma(tanh_ + 1.0, 0.5, ((x * 0.5) * tl.fma(-tanh_, tanh_, 1.0)) * d_inner),)
+    elif ACTIVATION == "new_gelu":
+        tanh_ = _new_gelu_tanh(x, DTYPE)
+        d_half = _rounded(dy * _rounded(tanh_ + 1.0, DTYPE), DTYPE)
+        d_tanh = _rounded(dy * _rounded(x * 0.5, DTYPE), DTYPE)
+        d_inner = _rounded(_tanh_gradient(d_tanh, tanh_, DTYPE) * _SQRT_2_PI, DTYPE)
+        d_cube = _rounded(d_inner * _CUBIC, DTYPE)
+        return d_inner, d_cube * _rounded(_rounded(x * x, DTYPE) * 3.0, DTYPE), d_half * 0.5
+    elif ACTIVATION == "fast_gelu":
+        scaled, linear, slope, tanh_ = _fast_gelu_terms(x, DTYPE)
+        d_half = _rounded(dy * _rounded(tanh_ + 1.0, DTYPE), DTYPE)
+        d_tanh = _rounded(dy * _rounded(x * 0.5, DTYPE), DTYPE)
+        d_inner = _tanh_gradient(d_tanh, tanh_, DTYPE)
+        d_slope = _rounded(d_inner * scaled, DTYPE)
+        d_linear = _rounded(d_slope * x, DTYPE)
+        d_scaled = _rounded(d_inner * slope, DTYPE)
+        return d_slope * linear, d_linear * _CUBIC, d_scaled * _SQRT_2_PI, d_half * 0.5
+    else:
+        tl.static_assert(ACTIVATION == "quick_gelu")
+        sigmoid = _quick_gelu_sigmoid(x, DTYPE)
+        return dy * sigmoid, _sigmoid_gradient(_rounded(dy * x, DTYPE), sigmoid, DTYPE) * 1.702
 
 
 @triton.jit(do_not_specialize=["column_units", "x_row_stride", "blocks_per_row"])
-def silu_forward(
+def activation_forward(
     x_ptr,
     out_ptr,
     column_units: tl.int64,
     x_row_stride: tl.int64,
     blocks_per_row: tl.int64,
+    ACTIVATION: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = x / (1 + exp(-x)) in fp32, rounded once to x's dtype.
+    """out = ACTIVATION(x).
 
     x has rows of `column_units * UNIT` elements, `x_row_stride * UNIT` apart; out is dense. Counting in units tells the
     compiler what is aligned; a dense x is one row.
@@ -26,20 +144,33 @@ def silu_forward(
     column = (program - row * blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
     mask = column // UNIT < column_units
     x = tl.load(x_ptr + row * x_row_stride * UNIT + column, mask=mask, other=0.0).to(tl.float32)
-    out = divide(x, 1.0 + exp(-x))
+    out = _activation(x, ACTIVATION, x_ptr.dtype.element_ty)
     tl.store(out_ptr + row * column_units * UNIT + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["units"])
-def silu_backward(dy_ptr, x_ptr, dx_ptr, units: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = (dy * s) * fma(x, 1 - s, 1) with s = 1 / (1 + exp(-x)), in fp32, rounded once; `units * UNIT` elements.
+def activation_backward(
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    second_dx_ptr,
+    third_dx_ptr,
+    fourth_dx_ptr,
+    units: tl.int64,
+    ACTIVATION: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of x, as many as eager has paths from x to the output; `units * UNIT` elements, all dense.
 
-    The FMA is ATen's: its source has a product and a sum, and nvcc contracts them.
+    They stay apart because a sum of their own has other bits than sums with what else reaches x, such as a residual's.
     """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset // UNIT < units
     dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = reciprocal(1.0 + exp(-x))
-    dx = (dy * sigmoid) * tl.fma(x, 1.0 - sigmoid, 1.0)
-    tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    gradients = _gradients(dy, x, ACTIVATION, x_ptr.dtype.element_ty)
+    pointers = (dx_ptr, second_dx_ptr, third_dx_ptr, fourth_dx_ptr)
+    for path in tl.static_range(len(gradients)):
+        gradient = gradients[path].to(pointers[path].dtype.element_ty)
+        tl.store(pointers[path] + offset, gradient, mask=mask)

@@ -10,19 +10,102 @@ except ImportError:
     from triton.language.extra.cuda import libdevice
 
 # Triton's interpreter knows neither libdevice nor inline assembly. What runs there instead differs from the GPU in the
-# last bit of the exponential; nothing else does.
+# last bit of exponentials, and it rounds an FMA twice; nothing else does.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # AMD's assembler takes no PTX, and ends the process rather than raise.
 PTX = tl.constexpr(torch.version.hip is None)
 
 
+# What CUDA's `expf` is made of. Triton has it from libdevice too, but builds that to flush subnormal results to zero.
+_EXP = tl.constexpr("""{
+    .reg .f32 steps, rest;
+    .reg .b32 power;
+    fma.rn.f32 steps, $1, 0f3BBB989D, 0f3F000000;
+    cvt.sat.f32.f32 steps, steps;
+    fma.rm.f32 steps, steps, 0f437C0000, 0f4B400001;
+    mov.b32 power, steps;
+    shl.b32 power, power, 23;
+    add.rn.f32 steps, steps, 0fCB40007F;
+    neg.f32 steps, steps;
+    fma.rn.f32 rest, $1, 0f3FB8AA3B, steps;
+    fma.rn.f32 rest, $1, 0f32A57060, rest;
+    ex2.approx.ftz.f32 rest, rest;
+    mov.b32 steps, power;
+    mul.rn.f32 $0, rest, steps;
+}""")
+
+
 @triton.jit
 def exp(x):
-    """e**x in fp32, as CUDA's `expf` (libdevice) rounds it; `tl.exp` is an approximation."""
+    """e**x in fp32, as CUDA's `expf` rounds it, subnormal results kept; `tl.exp` is an approximation."""
     if INTERPRETED:
         return tl.exp(x)
+    elif PTX:
+        return tl.inline_asm_elementwise(_EXP, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return libdevice.exp(x)
+
+
+@triton.jit
+def _approximate_exp2(x):
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _approximate_reciprocal(x):
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def tanh(x):
+    """CUDA's `tanhf`, step by step: libdevice's is the same, but Triton builds it to flush subnormals to zero."""
+    if PTX:
+        magnitude = tl.abs(x)
+        large = tl.fma(_approximate_reciprocal(_approximate_exp2(magnitude * 2.88539) + 1.0), -2.0, 1.0)
+        large = tl.where(magnitude >= 9.010914, 1.0, large)
+        square = x * x
+        small = tl.fma(square, 0.015739683, -0.052303962)
+        small = tl.fma(small, square, 0.13315298)
+        small = tl.fma(small, square, -0.33332768)
+        # The sum with zero decides the sign of a product that is zero.
+        small = tl.fma(tl.fma(small, square, 0.0), x, x)
+        return tl.where(magnitude >= 0.6, tl.where(x < 0.0, -large, large), small)
+    else:
+        return libdevice.tanh(x)
+
+
+@triton.jit
+def erf(x):
+    """CUDA's `erff`, step by step: libdevice's is the same, but Triton builds it to flush subnormals to zero."""
+    if PTX:
+        magnitude = tl.abs(x)
+        large = tl.fma(magnitude, 0.000112198715, -0.0013275252)
+        large = tl.fma(large, magnitude, 0.008396535)
+        large = tl.fma(large, magnitude, -0.040246584)
+        large = tl.fma(large, magnitude, 0.15950431)
+        large = tl.fma(large, magnitude, 0.9129177)
+        large = tl.fma(large, magnitude, 0.62906003)
+        large = 1.0 - _approximate_exp2(tl.fma(large, -magnitude, -magnitude))
+        square = x * x
+        small = tl.fma(square, 8.4834945e-05, -0.00082130916)
+        small = tl.fma(small, square, 0.005213489)
+        small = tl.fma(small, square, -0.026868774)
+        small = tl.fma(small, square, 0.11284005)
+        small = tl.fma(small, square, -0.37612665)
+        small = tl.fma(small, square, 0.12837915)
+        return tl.where(magnitude >= 1.00296, tl.where(x < 0.0, -large, large), tl.fma(small, x, x))
+    else:
+        return libdevice.erf(x)
 
 
 @triton.jit

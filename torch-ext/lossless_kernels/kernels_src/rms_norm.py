@@ -1,10 +1,23 @@
-"""RMSNorm as the eager LlamaRMSNorm of transformers computes it, one rounding per eager operation."""
+"""RMSNorm as the eager layers of transformers compute it, one rounding per eager operation.
+
+SCALE says where the weight comes in: "after_cast" multiplies the normalised values in x's dtype, "fp32" in fp32, "one_plus"
+multiplies them in fp32 by 1 + weight, "none" has no weight.
+"""
 
 import triton
 import triton.language as tl
 
 from .primitives import rsqrt
 from .summation import halves_sum, row_sum, sum_of_blocks, thread_sum
+
+
+@triton.jit
+def _factor(weight, SCALE: tl.constexpr):
+    """What a value is multiplied by, fp32."""
+    factor = weight.to(tl.float32)
+    if SCALE == "one_plus":
+        factor = 1.0 + factor
+    return factor
 
 
 @triton.jit(do_not_specialize=["rows", "x_row_stride", "store_rstd", "eps"])
@@ -17,6 +30,7 @@ def rms_norm_forward(
     x_row_stride: tl.int64,
     store_rstd: tl.int32,
     eps: tl.float32,
+    SCALE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -25,7 +39,7 @@ def rms_norm_forward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
 ):
-    """out[row] = weight * (x[row] * rstd[row]).to(x.dtype) with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
+    """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
     One program takes ROWS rows and keeps them in registers between the sum and the store. `x_row_stride` counts
     STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if `store_rstd` is 1.
@@ -38,7 +52,8 @@ def rms_norm_forward(
     mask = (row < rows)[:, None, None] & in_row[None, :, :]
 
     x = tl.load(x_ptr + (row * x_row_stride)[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+    if SCALE != "none":
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
     h = x.to(tl.float32)
     total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
 
@@ -47,8 +62,11 @@ def rms_norm_forward(
     rstd = rsqrt(total * mean_factor + eps)
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
 
-    normalized = (h * rstd[:, None, None]).to(x_ptr.dtype.element_ty)
-    out = weight.to(tl.float32)[None, :, :] * normalized.to(tl.float32)
+    out = h * rstd[:, None, None]
+    if SCALE == "after_cast":
+        out = out.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if SCALE != "none":
+        out = _factor(weight, SCALE)[None, :, :] * out
     out_offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -112,6 +130,15 @@ def _load_rows(
     return dy, x, tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
 
 
+@triton.jit
+def _weight_gradient(dy, normalized, SCALE: tl.constexpr, input_dtype: tl.constexpr, output_dtype: tl.constexpr):
+    """One row's share in the gradient of the weight, before it is summed."""
+    if SCALE == "after_cast":
+        return (dy * normalized.to(input_dtype).to(tl.float32)).to(output_dtype).to(tl.float32)
+    else:
+        return dy * normalized
+
+
 @triton.jit(do_not_specialize=["store_d_rstd", "first_row", "rows", "blocks", *_ROW_STRIDES, *_DX_STRIDES])
 def rms_norm_backward(
     dy_ptr,
@@ -140,6 +167,7 @@ def rms_norm_backward(
     dx_outer_stride: tl.int64,
     dx_middle_stride: tl.int64,
     dx_inner_stride: tl.int64,
+    SCALE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -168,7 +196,8 @@ def rms_norm_backward(
     output_dtype = dy_ptr.dtype.element_ty
     # Division by a scalar is a multiplication by its reciprocal in ATen.
     reciprocal = tl.div_rn(1.0, tl.cast(HIDDEN_SIZE, tl.float32))
-    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+    if SCALE != "none":
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
 
     program = tl.program_id(0).to(tl.int64)
     if SUM_CHAINS:
@@ -210,7 +239,11 @@ def rms_norm_backward(
                 rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
             )  # fmt: skip
 
-        d_normalized = (dy * weight.to(tl.float32)[None, :, :]).to(output_dtype).to(input_dtype).to(tl.float32)
+        d_normalized = dy
+        if SCALE != "none":
+            d_normalized = dy * _factor(weight, SCALE)[None, :, :]
+        if SCALE == "after_cast":
+            d_normalized = d_normalized.to(output_dtype).to(input_dtype).to(tl.float32)
         d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
         tl.store(d_rstd_ptr + this_row, d_rstd, mask=this_in_range & (store_d_rstd != 0))
         d_variance = (-0.5 * d_rstd) * ((rstd * rstd) * rstd)
@@ -225,8 +258,7 @@ def rms_norm_backward(
         else:
             tl.store(dx_ptr + dx_offset, (dx + dx_mean).to(input_dtype), mask=mask)
         if SUM_CHAINS:
-            normalized = (h * rstd[:, None, None]).to(input_dtype).to(tl.float32)
-            chain += (dy * normalized).to(output_dtype).to(tl.float32)
+            chain += _weight_gradient(dy, h * rstd[:, None, None], SCALE, input_dtype, output_dtype)
             if following % length == 0:
                 # The chains are added up from the first: 0 + a0 is a0, which is never -0.
                 threads += chain
@@ -257,6 +289,7 @@ def rms_norm_sum_chains(
     rstd_outer_stride: tl.int64,
     rstd_middle_stride: tl.int64,
     rstd_inner_stride: tl.int64,
+    SCALE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -284,8 +317,8 @@ def rms_norm_sum_chains(
             inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride,
             x_inner_stride, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
         )  # fmt: skip
-        normalized = (x.to(tl.float32) * rstd[:, None, None]).to(input_dtype).to(tl.float32)
-        chains += (dy.to(tl.float32) * normalized).to(output_dtype).to(tl.float32)
+        normalized = x.to(tl.float32) * rstd[:, None, None]
+        chains += _weight_gradient(dy.to(tl.float32), normalized, SCALE, input_dtype, output_dtype)
     threads = thread_sum(tl.reshape(chains, [4, THREADS, COLUMNS]), THREADS, COLUMNS)
     tl.store(block_ptr + block * HIDDEN_SIZE + column, halves_sum(threads, THREADS, COLUMNS), mask=in_row)
 

@@ -1,0 +1,343 @@
+"""Clocks, inputs and comparisons: one case at a time, all peers on the same tensors."""
+
+import contextlib
+import gc
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Callable, Optional
+
+import torch
+from cases import EAGER, HOST_OPS, OPS, OURS, Case, Op
+from report import Report, Result, quartiles
+
+# Inputs and outputs of the sets that calls take in turn, over the L2: the last set must be gone before its next turn.
+_CACHES = 16
+_MAX_SETS = 64
+# So long the calls of a peer run before the next peer's turn, in one graph likewise.
+_TURN_MS = 2.0
+_MAX_CALLS_A_TURN = 10
+_MAX_CALLS_A_GRAPH = 512
+_HOST_CALLS_A_TURN = 200
+_COPY_BYTES = 1 << 31
+_COPIES = 40
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class Gpu:
+    """The GPU at hand and its clocks.
+
+    All work goes to one stream that is not the default one: a backward pass runs on its forward's stream, and only such a
+    stream can be captured into a graph.
+    """
+
+    device = torch.device("cuda")
+    # Of `torch.cuda._sleep`; a clock below this one makes a head start longer.
+    _CYCLES_PER_SECOND = 2e9
+
+    def __init__(self):
+        torch.cuda.set_stream(torch.cuda.Stream())
+        properties = torch.cuda.get_device_properties(self.device)
+        self.name = properties.name
+        self.l2_bytes = properties.L2_cache_size
+
+    def synchronize(self):
+        torch.cuda.synchronize()
+
+    def release(self):
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def times(self, call: Callable[[int], object], indices: Iterable[int], head_start: float) -> list[float]:
+        """Milliseconds on the device of `call(index)` for each index.
+
+        The device sleeps `head_start` seconds before each call, so that the host has enqueued all of it before the clock
+        starts. Outputs are kept to the end: each call writes memory of its own, as in a model.
+        """
+        events, outputs = [], []
+        for index in indices:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(head_start * self._CYCLES_PER_SECOND))
+            start.record()
+            outputs.append(call(index))
+            end.record()
+            events.append((start, end))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    def capture(self, call: Callable[[int], object], indices: Iterable[int]) -> Callable[[int], None]:
+        """A function that replays a graph of all these calls."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                outputs = [call(index) for index in indices]
+        except Exception as error:
+            # A capture that CUDA has invalidated leaves the allocator in it, and `empty_cache` would fail from then on.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+            # The end of such a capture raises too, and says less.
+            raise error.__context__ or error from None
+        del outputs
+        return lambda _: graph.replay()
+
+
+def copy_bandwidth(gpu) -> tuple[float, float, float]:
+    """GB/s of a large device-to-device copy, bytes read plus bytes written: lower quartile, median, upper quartile."""
+    source, target = (torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device=gpu.device) for _ in range(2))
+    source.normal_()
+    times = gpu.times(lambda _: target.copy_(source), range(_COPIES + 5), head_start=100e-6)[5:]
+    return quartiles(2 * _COPY_BYTES / milliseconds / 1e6 for milliseconds in times)
+
+
+# Inputs and outputs
+
+
+@dataclass
+class Inputs:
+    # Of a peer's function: x and, for RMSNorm, the weight.
+    arguments: tuple
+    dy: Optional[torch.Tensor]
+
+
+def sets_needed(moved: int, l2_bytes: int) -> int:
+    """How many sets of inputs calls take in turn, if one call moves `moved` bytes."""
+    return min(max(math.ceil(_CACHES * l2_bytes / moved), 1), _MAX_SETS)
+
+
+def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
+    """Random inputs, the same in every run; all sets share the weight, as all tokens of a model do."""
+    op = OPS[case.op]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(shape):
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    # Away from 1, where different formulas would agree.
+    weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.family == "rms_norm" else []
+    return [
+        Inputs((normal(case.shape).requires_grad_(op.backward), *weights), normal(case.shape) if op.backward else None)
+        for _ in range(count)
+    ]
+
+
+def outcome(function, inputs: Inputs, op: Op) -> tuple:
+    """The output and, of a backward op, the gradients."""
+    out = function(*inputs.arguments)
+    if not op.backward:
+        return (out,)
+    return out.detach(), *torch.autograd.grad(out, inputs.arguments, inputs.dy)
+
+
+def _layout(tensor):
+    # The stride of a dimension of length 1 addresses nothing.
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+    return tensor.shape, tensor.dtype, strides
+
+
+def same_bits(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+    """Whether shapes, dtypes, strides and all bits agree."""
+    return all(
+        _layout(a) == _layout(e) and torch.equal(a.view(_INTEGERS[a.itemsize]), e.view(_INTEGERS[e.itemsize]))
+        for a, e in zip(found, expected, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def blamed_on(result: Result, doing: str = ""):
+    """What a peer raises is noted with its result, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        result.error = doing + reason(error)
+
+
+def reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def compare(functions: dict, results: list[Result], sets: list[Inputs], op: Op) -> None:
+    """Notes whose bits are eager's: ours on all sets, the others' on the first."""
+    by_peer = {result.peer: result for result in results}
+    for index, inputs in enumerate(sets):
+        with blamed_on(by_peer[EAGER]):
+            expected = outcome(functions[EAGER], inputs, op)
+        if by_peer[EAGER].error:
+            return
+        for peer in functions if index == 0 else (OURS,):
+            result = by_peer[peer]
+            if result.error is None:
+                with blamed_on(result):
+                    equal = same_bits(outcome(functions[peer], inputs, op), expected)
+                    result.bit_equal = equal and result.bit_equal is not False
+
+
+# Device time
+
+
+def prepare(function, sets: list[Inputs], op: Op) -> Callable[[int], object]:
+    """The call that is timed, by the index of its inputs; of a backward op only the backward pass."""
+    if not op.backward:
+        return lambda index: function(*sets[index].arguments)
+    outputs = [function(*inputs.arguments) for inputs in sets]
+
+    def backward(index):
+        inputs = sets[index]
+        return torch.autograd.grad(outputs[index], inputs.arguments, inputs.dy, retain_graph=True)
+
+    return backward
+
+
+@dataclass
+class Runner:
+    """One peer in one case."""
+
+    result: Result
+    call: Callable[[int], object]
+    indices: Iterable[int]
+    # Seconds that the host needs to enqueue a call, and milliseconds of the device.
+    head_start: float = 0.0
+    estimate: float = 0.0
+    times: list[float] = field(default_factory=list)
+    graph: Optional[Callable[[int], None]] = None
+    calls_a_graph: int = 0
+    device_times: list[float] = field(default_factory=list)
+
+    def next(self, count: int) -> list[int]:
+        return list(itertools.islice(self.indices, count))
+
+    def calls_in(self, milliseconds: float, least: int, most: int) -> int:
+        return min(max(math.ceil(milliseconds / max(self.estimate, 1e-4)), least), most)
+
+    def warm_up(self, gpu) -> None:
+        """Also measures what the number of calls and the head start follow from."""
+        host = []
+        for index in self.next(3):
+            gpu.synchronize()
+            start = time.perf_counter()
+            self.call(index)
+            host.append(time.perf_counter() - start)
+        self.head_start = 2 * min(host) + 50e-6
+        self.estimate = quartiles(gpu.times(self.call, self.next(3), self.head_start))[1]
+        # The allocator gets a turn's memory now.
+        gpu.times(self.call, self.next(self.calls_a_turn), self.head_start)
+
+    @property
+    def calls_a_turn(self) -> int:
+        return self.calls_in(_TURN_MS, 1, _MAX_CALLS_A_TURN)
+
+    def time_turn(self, gpu) -> None:
+        self.times += gpu.times(self.call, self.next(self.calls_a_turn), self.head_start)
+
+    def capture(self, gpu) -> None:
+        self.calls_a_graph = self.calls_in(_TURN_MS, 2, _MAX_CALLS_A_GRAPH)
+        self.graph = gpu.capture(self.call, self.next(self.calls_a_graph))
+        gpu.times(self.graph, range(2), head_start=100e-6)
+
+    def time_graph(self, gpu) -> None:
+        (milliseconds,) = gpu.times(self.graph, range(1), head_start=100e-6)
+        self.device_times.append(milliseconds / self.calls_a_graph)
+
+
+def in_turns(runners: list[Runner], rounds: int, doing: str, step: Callable[[Runner], None]) -> None:
+    """Every round in another order, so that clocks, heat and other tenants reach all peers alike."""
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        for runner in shuffle.sample(runners, len(runners)):
+            if runner.result.error is None:
+                with blamed_on(runner.result, doing):
+                    step(runner)
+
+
+def device_case(case: Case, functions: dict, gpu, report: Report, rounds: int, dtype: torch.dtype) -> list[Result]:
+    """All peers' device times in one case, by events and under a graph.
+
+    Args:
+        functions: peer -> function of x and, for RMSNorm, the weight.
+    """
+    op = OPS[case.op]
+    moved = case.bytes(report.dtype)
+    results = [Result(case.op, case.shape, report.dtype, peer) for peer in functions]
+    with torch.set_grad_enabled(op.backward):
+        sets = draw(case, dtype, gpu.device, sets_needed(moved, gpu.l2_bytes))
+        compare(functions, results, sets, op)
+        gpu.release()
+        runners = []
+        for result in results:
+            if result.error is None:
+                with blamed_on(result):
+                    call = prepare(functions[result.peer], sets, op)
+                    runners.append(Runner(result, call, itertools.cycle(range(len(sets)))))
+                    runners[-1].warm_up(gpu)
+        in_turns(runners, rounds, "", lambda runner: runner.time_turn(gpu))
+        for runner in runners:
+            if runner.result.error is None:
+                with blamed_on(runner.result, "under a CUDA graph: "):
+                    runner.capture(gpu)
+        in_turns(runners, rounds, "under a CUDA graph: ", lambda runner: runner.time_graph(gpu))
+    for runner in runners:
+        conclude(runner, report, moved)
+    return results
+
+
+def conclude(runner: Runner, report: Report, moved: int) -> None:
+    """Puts medians, and what follows from them, into the runner's result."""
+    result, floor = runner.result, report.floor_ms(runner.result.case)
+    if runner.times:
+        low, median, high = quartiles(runner.times)
+        if median < 0.6 * floor and moved > 2 * report.l2_bytes:
+            result.error = f"{median:.4f} ms is less than memory allows: not all of the work was on the timed stream"
+            return
+        result.samples = len(runner.times)
+        result.median_ms, result.quartiles_ms = median, (low, high)
+        result.gb_per_s, result.floor_ratio = moved / median / 1e6, median / floor
+    if runner.device_times:
+        low, median, high = quartiles(runner.device_times)
+        result.device_ms, result.device_quartiles_ms = median, (low, high)
+        result.device_floor_ratio = median / floor
+
+
+# Host time
+
+
+def host_case(case: Case, calls: dict, gpu, dtype_name: str, rounds: int) -> list[Result]:
+    """What the host pays for one call, by peer.
+
+    Args:
+        calls: peer -> function without arguments that returns the output.
+    """
+    results = {peer: Result(case.op, case.shape, dtype_name, peer) for peer in calls}
+    times = {peer: [] for peer in calls}
+
+    def turn(peer):
+        call = calls[peer]
+        gpu.synchronize()
+        start = time.perf_counter()
+        for _ in range(_HOST_CALLS_A_TURN):
+            call()
+        times[peer].append((time.perf_counter() - start) * 1e3 / _HOST_CALLS_A_TURN)
+
+    shuffle = random.Random(0)
+    with torch.set_grad_enabled(HOST_OPS[case.op]):
+        expected = (calls[EAGER]().detach(),)
+        for peer, result in results.items():
+            with blamed_on(result):
+                result.bit_equal = same_bits((calls[peer]().detach(),), expected)
+                turn(peer)
+        times = {peer: [] for peer, result in results.items() if result.error is None}
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(rounds):
+                for peer in shuffle.sample(list(times), len(times)):
+                    turn(peer)
+        finally:
+            gc.enable()
+    for peer, found in times.items():
+        low, median, high = quartiles(found)
+        results[peer].samples = len(found)
+        results[peer].median_ms, results[peer].quartiles_ms = median, (low, high)
+    return list(results.values())

@@ -1,0 +1,450 @@
+#!/usr/bin/env python3
+"""Every installed peer and lossless-kernels side by side, in one process, on the same tensors.
+
+Measured are device times between CUDA events (the peers take turns, inputs rotate through more memory than the L2 holds),
+device-only times under a CUDA graph, host times of a call at 1x4096, and the first call of a fresh process. The floor is
+what must move over the bandwidth of a copy measured in the same run. In every case our outputs and gradients are compared
+with eager's, bit for bit. Peers that are not installed or fail are named with the reason.
+
+ops:
+  rms_norm, rms_norm_backward, silu, silu_backward   device times
+  host                                               host time of an RMSNorm call, inference and training forward
+  first_call                                         from import to the first result, with an empty and a full Triton cache
+
+examples:
+  peers.py                                           everything: about five minutes on an H200
+  peers.py --quick                                   a few cases, a look within a minute
+  peers.py --ops rms_norm --cases 8192x4096 4096x32x128 --dtype fp16
+  peers.py --from-json results/peers.json --plots results/plots     tables and plots again, without a GPU
+
+Exit status: 0; 1 if ours failed or differed from eager in a bit; 2 if it could not run.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+
+from cases import (
+    COMPILED,
+    CUTILE,
+    DTYPES,
+    EAGER,
+    FLOOR,
+    HOST_OPS,
+    HOST_SHAPE,
+    LIGER,
+    NATIVE,
+    NATIVE_BARE,
+    OPS,
+    OURS,
+    QUACK,
+    QUICK_SHAPES,
+    Case,
+    select,
+)
+from report import Report, markdown, number, plot
+
+ROOT = Path(__file__).resolve().parent.parent
+EPS = 1e-5
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "kernels",
+    "liger-kernel",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "cuda-tile",
+)
+
+
+class BenchError(Exception):
+    """What was asked for cannot be run; the message says why and what to do."""
+
+
+# The peers: each loads as a dictionary, family of ops -> function of x and, for RMSNorm, the weight
+
+
+def eager():
+    from torch.nn import functional
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def rms_norm(x, weight):
+        return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
+
+    return {"rms_norm": rms_norm, "silu": functional.silu}
+
+
+def compiled():
+    import torch
+
+    # One compiled function for each shape; beyond the default limits torch would quietly run eager.
+    torch._dynamo.config.recompile_limit = 1024
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    # With donated buffers a graph could be walked backward only once.
+    torch._functorch.config.donated_buffer = False
+
+    def rms_norm(x, weight):
+        h = x.to(torch.float32)
+        return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+    def silu(x):
+        return torch.nn.functional.silu(x)
+
+    return {function.__name__: torch.compile(function, dynamic=False) for function in (rms_norm, silu)}
+
+
+def native():
+    from torch.nn import functional
+
+    def rms_norm(x, weight):
+        return functional.rms_norm(x, weight.shape, weight, EPS)
+
+    return {"rms_norm": rms_norm}
+
+
+def liger(module):
+    function = importlib.import_module(module).LigerRMSNormFunction
+
+    def rms_norm(x, weight):
+        offset, casting_mode, in_place = 0.0, "llama", False
+        return function.apply(x, weight, EPS, offset, casting_mode, in_place)
+
+    return {"rms_norm": rms_norm}
+
+
+def quack():
+    from quack.rmsnorm import rmsnorm
+
+    def rms_norm(x, weight):
+        return rmsnorm(x, weight, eps=EPS)
+
+    return {"rms_norm": rms_norm}
+
+
+def ours(kernel):
+    def rms_norm(x, weight):
+        return kernel.rms_norm(x, weight, EPS)
+
+    return {"rms_norm": rms_norm, "silu": kernel.silu}
+
+
+PEERS = {
+    EAGER: eager,
+    COMPILED: compiled,
+    NATIVE: native,
+    LIGER: functools.partial(liger, "liger_kernel.ops.rms_norm"),
+    QUACK: quack,
+    CUTILE: functools.partial(liger, "liger_kernel.ops.cutile.ops.rms_norm"),
+}
+
+
+def load_peers(names, kernel) -> tuple[dict, dict]:
+    """(peer -> family -> function, peer -> why it is missing)."""
+    loaded, missing = {}, {}
+    for name in names:
+        try:
+            loaded[name] = PEERS[name]()
+        except Exception as error:
+            if name == EAGER:
+                raise BenchError(f"eager is what everything is compared with, and it is missing: {error}") from error
+            missing[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    loaded[OURS] = ours(kernel)
+    return loaded, missing
+
+
+def load_kernel(build: Path):
+    from kernels import get_local_kernel
+
+    # A kernel that is refused must not be measured as its fallback.
+    os.environ["LOSSLESS_PROOF"] = "strict"
+    if not build.is_dir():
+        raise BenchError(f"--build: no folder {build}: run `make build` first")
+    try:
+        return get_local_kernel(build.resolve())
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--build: no kernel for this torch in {build}: {str(error).splitlines()[0]}") from None
+
+
+def module_calls(functions, kernel, device, dtype, training) -> dict:
+    """Peer -> a call of an RMSNorm module at 1x4096 whose forward is the peer's, bound as kernelize binds one."""
+    import torch
+    from torch.nn import functional
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    x = torch.randn(HOST_SHAPE, device=device, dtype=dtype, requires_grad=training)
+    calls = {}
+    for peer, function in functions.items():
+        norm = LlamaRMSNorm(HOST_SHAPE[-1], EPS).to(device, dtype)
+        if peer == OURS:
+            norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
+        elif peer != EAGER:
+            norm.forward = MethodType(lambda self, x, function=function: function(x, self.weight), norm)
+        calls[peer] = functools.partial(norm, x)
+        if peer == NATIVE:
+            calls[NATIVE_BARE] = functools.partial(functional.rms_norm, x, HOST_SHAPE[-1:], norm.weight, EPS)
+    return calls
+
+
+# The run
+
+
+def run(options, gpu, console) -> Report:
+    """Measures what `options` ask for. What is done is in the report and in options.json even if it is interrupted."""
+    import measure
+    import torch
+
+    kernel = load_kernel(options.build)
+    dtype = getattr(torch, DTYPES[options.dtype])
+    peers, missing = load_peers(options.peers, kernel)
+    low, copy, high = measure.copy_bandwidth(gpu)
+    report = Report(environment(gpu, kernel), options.dtype, copy, (low, high), gpu.l2_bytes, missing)
+    console.print(f"{gpu.name}: a copy moves {copy:.0f} GB/s; missing: {', '.join(missing) or 'nobody'}")
+
+    def device(case):
+        family = OPS[case.op].family
+        functions = {peer: families[family] for peer, families in peers.items() if family in families}
+        return measure.device_case(case, functions, gpu, report, options.rounds, dtype)
+
+    def host(case):
+        functions = {peer: families["rms_norm"] for peer, families in peers.items()}
+        calls = module_calls(functions, kernel, gpu.device, dtype, training=HOST_OPS[case.op])
+        return measure.host_case(case, calls, gpu, options.dtype, options.rounds)
+
+    steps = {str(case): functools.partial(device, case) for case in options.cases}
+    if "host" in options.ops:
+        steps |= {op: functools.partial(host, Case(op, HOST_SHAPE)) for op in HOST_OPS}
+    if "first_call" in options.ops:
+        steps["first_call"] = functools.partial(first_calls, options.build, report)
+    with progress_bar(console) as progress:
+        task = progress.add_task("", total=len(steps))
+        for name, step in steps.items():
+            progress.update(task, description=name)
+            results = []
+            try:
+                results = step()
+                gpu.release()
+            except KeyboardInterrupt:
+                report.failures.append(f"interrupted at {name}")
+                break
+            except Exception as error:
+                report.failures.append(f"{name}: {measure.reason(error)}")
+            report.results += results
+            report.failures += wrong(results)
+            if options.json:
+                report.save(options.json)
+            console.print(summary(name, results, report), highlight=False)
+            progress.advance(task)
+    return report
+
+
+def wrong(results) -> list[str]:
+    """What must not be: ours failed, or has not eager's bits."""
+    problems = []
+    for result in results:
+        if result.peer == OURS and result.bit_equal is not True:
+            why = "not bit-equal with eager" if result.bit_equal is False else "not compared with eager"
+            problems.append(f"{result.case}: {result.error or why}")
+        elif result.peer == OURS and result.error:
+            problems.append(f"{result.case}: {result.error}")
+    return problems
+
+
+def summary(name, results, report) -> str:
+    """One line for whoever watches."""
+    times = [f"{result.peer} {number(result.median_ms)}" for result in results if result.median_ms is not None]
+    if results and results[0].op in OPS:
+        times.insert(0, f"{FLOOR} {number(report.floor_ms(results[0].case))}")
+    return f"{datetime.datetime.now():%H:%M:%S} {name}: {', '.join(times) or 'done'}"
+
+
+def first_calls(build, report) -> list:
+    with tempfile.TemporaryDirectory(prefix="first-call-") as cache:
+        # The proof's default policy, as a user has it.
+        environment = {key: value for key, value in os.environ.items() if key != "LOSSLESS_PROOF"}
+        environment["TRITON_CACHE_DIR"] = cache
+        command = [sys.executable, Path(__file__).with_name("first_call.py"), build]
+        for state in ("empty", "full"):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                raise BenchError((done.stderr.strip().splitlines() or ["no message"])[-1])
+            report.first_call[state] = json.loads(done.stdout.splitlines()[-1])
+    return []
+
+
+def environment(gpu, kernel) -> dict:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "gpu": gpu.name,
+        "driver": driver_version(),
+        "versions": versions,
+        "python": platform.python_version(),
+        "kernel": kernel.__name__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", os.path.relpath(__file__, ROOT), *sys.argv[1:]]),
+    }
+
+
+def driver_version() -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        return done.stdout.split()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return "unknown"
+
+
+def progress_bar(console):
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True)
+
+
+# The command
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text}")
+    return number
+
+
+def shape(text):
+    try:
+        sizes = tuple(int(part) for part in text.split("x"))
+    except ValueError:
+        sizes = ()
+    if len(sizes) < 2 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 8192x4096 or 4096x32x128, found {text!r}")
+    return sizes
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is measured")
+    ops = (*OPS, "host", "first_call")
+    what.add_argument("--ops", nargs="+", choices=ops, metavar="OP", help="see above (default: all)")
+    what.add_argument("--cases", nargs="+", type=shape, metavar="SHAPE", help="shapes instead of each op's own")
+    what.add_argument(
+        "--quick", action="store_true", help="a few cases and rounds, no first_call unless --ops names it"
+    )
+    what.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        metavar="PEER",
+        default=list(PEERS),
+        help="only these beside eager and ours: " + ", ".join(PEERS),
+    )
+    what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations and weight (default: bf16)")
+    what.add_argument("--rounds", type=positive, metavar="N", help="turns of each peer (default: 20; 5 with --quick)")
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--build", type=Path, default=ROOT / "build", help="folder with the built kernel (default: build/)"
+    )
+    results = ROOT / "results"
+    files.add_argument("--json", type=Path, metavar="PATH", help="(default: results/peers.json)")
+    files.add_argument("--markdown", type=Path, metavar="PATH", help="(default: results/peers.md)")
+    files.add_argument("--plots", type=Path, metavar="FOLDER", help="for PNGs (default: results/plots)")
+    files.add_argument("--from-json", type=Path, metavar="PATH", help="measure nothing, read an earlier run's JSON")
+    options = parser.parse_args(arguments)
+    if options.from_json is None:
+        options.json = options.json or results / "peers.json"
+        options.markdown = options.markdown or results / "peers.md"
+        options.plots = options.plots or results / "plots"
+    options.rounds = options.rounds or (5 if options.quick else 20)
+    options.ops = options.ops or [op for op in ops if not (options.quick and op == "first_call")]
+    options.peers = list(dict.fromkeys([EAGER, *options.peers]))
+    options.cases = select(options.ops, options.cases or None)
+    if options.quick:
+        options.cases = [case for case in options.cases if case.shape in QUICK_SHAPES] or options.cases
+    return options
+
+
+def measured(options, console) -> Report:
+    try:
+        import torch
+    except ImportError:
+        raise BenchError("torch is not installed: pip install -r requirements.txt") from None
+    if not torch.cuda.is_available():
+        raise BenchError("a GPU is needed and torch sees none; --from-json reads an earlier run's results without one")
+    import measure
+
+    make_folders(options)
+    return run(options, measure.Gpu(), console)
+
+
+def recorded(options) -> Report:
+    try:
+        report = Report.load(options.from_json)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise BenchError(f"--from-json: {options.from_json} cannot be read: {what}") from None
+    make_folders(options)
+    return report
+
+
+def make_folders(options) -> None:
+    """Before the minutes that measuring takes, not after."""
+    for path in filter(None, (options.json, options.markdown)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write(report, options) -> None:
+    text = markdown(report)
+    print(text)
+    if options.json:
+        report.save(options.json)
+    if options.markdown:
+        options.markdown.write_text(text, encoding="utf-8")
+    if options.plots:
+        try:
+            plot(report, options.plots)
+        except ImportError as error:
+            # The numbers are what the GPU was needed for.
+            print(f"peers: no plots ({error}); --from-json draws them where matplotlib is installed", file=sys.stderr)
+
+
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    try:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            # A file or a pipe has no width of its own, and 80 columns would wrap the lines.
+            console.width = 200
+        report = recorded(options) if options.from_json else measured(options, console)
+        write(report, options)
+    except (BenchError, ImportError, OSError) as error:
+        print(f"peers: error: {error}", file=sys.stderr)
+        return 2
+    for failure in report.failures:
+        print(f"peers: {failure}", file=sys.stderr)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

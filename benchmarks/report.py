@@ -1,0 +1,381 @@
+"""From what was measured to tables, verdicts and plots. Needs neither torch nor a GPU."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+from cases import (
+    BARS,
+    EAGER,
+    EVENTS,
+    FASTEST,
+    FLOOR,
+    GRAPH,
+    HOST_OPS,
+    HOST_TITLES,
+    OPS,
+    OURS,
+    Bar,
+    Case,
+    shape_text,
+)
+
+
+@dataclass
+class Result:
+    """One peer in one case. `median_ms` is by CUDA events, or of the host for the host's ops; `device_ms` under a graph."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    peer: str
+    samples: int = 0
+    median_ms: Optional[float] = None
+    quartiles_ms: Optional[tuple[float, float]] = None
+    device_ms: Optional[float] = None
+    device_quartiles_ms: Optional[tuple[float, float]] = None
+    gb_per_s: Optional[float] = None
+    floor_ratio: Optional[float] = None
+    device_floor_ratio: Optional[float] = None
+    bit_equal: Optional[bool] = None
+    error: Optional[str] = None
+
+    @property
+    def case(self) -> Case:
+        return Case(self.op, tuple(self.shape))
+
+    def time(self, clock: str) -> Optional[float]:
+        return self.device_ms if clock == GRAPH else self.median_ms
+
+    def quartiles(self, clock: str) -> Optional[tuple[float, float]]:
+        return self.device_quartiles_ms if clock == GRAPH else self.quartiles_ms
+
+
+@dataclass
+class Report:
+    environment: dict
+    dtype: str
+    copy_gb_per_s: float
+    copy_quartiles: tuple[float, float]
+    l2_bytes: int
+    # Peer -> why it is not in the run.
+    missing: dict[str, str] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    # Stages of a fresh process in seconds, by state of Triton's cache.
+    first_call: dict[str, dict[str, float]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def cases(self) -> list[Case]:
+        return list(dict.fromkeys(result.case for result in self.results))
+
+    @property
+    def peers(self) -> list[str]:
+        """In the order of the run, ours last."""
+        return sorted(dict.fromkeys(result.peer for result in self.results), key=OURS.__eq__)
+
+    def of(self, case: Case) -> dict[str, Result]:
+        return {result.peer: result for result in self.results if result.case == case}
+
+    def floor_ms(self, case: Case) -> float:
+        return case.bytes(self.dtype) / self.copy_gb_per_s / 1e6
+
+    def save(self, path: Path) -> None:
+        written = dataclasses.asdict(self)
+        written["verdicts"] = [dataclasses.asdict(verdict) for verdict in verdicts(self)]
+        path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Report":
+        written = json.loads(path.read_text(encoding="utf-8"))
+        written.pop("verdicts", None)
+        results = [Result(**{**result, "shape": tuple(result["shape"])}) for result in written.pop("results")]
+        return cls(results=results, **written)
+
+
+def quartiles(values) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile, by linear interpolation."""
+    ordered = sorted(values)
+
+    def at(part):
+        place = part * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return at(0.25), at(0.5), at(0.75)
+
+
+# Verdicts
+
+
+@dataclass(frozen=True)
+class Verdict:
+    case: str
+    bar: str
+    clock: str
+    measured_ms: float
+    limit_ms: Optional[float]
+    met: Optional[bool]
+    note: str = ""
+
+    def text(self, scale: float = 1.0) -> str:
+        """Such as `not met: 0.1349 > 0.1306 (1.03 x floor)`."""
+        if self.limit_ms is None:
+            return f"no verdict: {self.bar} {self.note}"
+        word, sign = ("met", "<=") if self.met else ("not met", ">")
+        note = f", {self.note}" if self.note else ""
+        return f"{word}: {number(self.measured_ms * scale)} {sign} {number(self.limit_ms * scale)} ({self.bar}{note})"
+
+
+def judge(report: Report, case: Case, bar: Bar, clock: str) -> Optional[Verdict]:
+    """None where the bar is not for this case and clock, or ours was not measured."""
+    if bar.clock not in (None, clock) or (bar.beyond_l2 and case.bytes(report.dtype) <= report.l2_bytes):
+        return None
+    times = {peer: result.time(clock) for peer, result in report.of(case).items()}
+    times = {peer: time for peer, time in times.items() if time is not None}
+    ours = times.pop(OURS, None)
+    if ours is None:
+        return None
+    of, note = None, ""
+    if bar.of == FLOOR:
+        of = report.floor_ms(case)
+    elif bar.of == FASTEST and times:
+        note = min(times, key=times.get)
+        of = times[note]
+    elif bar.of in times:
+        of = times[bar.of]
+    elif bar.recorded_ms is not None and "H200" in report.environment.get("gpu", ""):
+        of, note = bar.recorded_ms, f"recorded {number(bar.recorded_ms)} in another run"
+    if of is None:
+        return Verdict(str(case), str(bar), clock, ours, None, None, "was not measured")
+    limit = of * bar.factor
+    return Verdict(str(case), str(bar), clock, ours, limit, ours <= limit, note)
+
+
+def case_verdicts(report: Report, case: Case, clock: str) -> list[Verdict]:
+    if report.dtype != "bf16":
+        return []
+    found = (judge(report, case, bar, clock) for bar in BARS.get(case, ()))
+    return [verdict for verdict in found if verdict is not None]
+
+
+def verdicts(report: Report) -> list[Verdict]:
+    """By every clock of every case; the host's ops have one clock."""
+    return [
+        verdict
+        for case in report.cases
+        for clock in ((EVENTS,) if case.op in HOST_OPS else (EVENTS, GRAPH))
+        for verdict in case_verdicts(report, case, clock)
+    ]
+
+
+# Markdown
+
+
+def number(value: float, like: Optional[float] = None) -> str:
+    """Four significant digits but at most five after the point, or as many after the point as `like` has."""
+    like = abs(value if like is None else like)
+    digits = min(max(3 - math.floor(math.log10(like)), 0), 5) if like else 4
+    return f"{value:.{digits}f}"
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table, aligned for reading as it is; the first row is the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    lines = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def cell(result: Optional[Result], clock: str, scale: float = 1.0) -> str:
+    """The median and half the distance between the quartiles."""
+    if result is None:
+        return ""
+    median = result.time(clock)
+    if median is None:
+        return "failed" if result.error else ""
+    low, high = result.quartiles(clock)
+    return f"{number(median * scale)} ±{number((high - low) / 2 * scale, like=median * scale)}"
+
+
+def verdict_cell(report: Report, case: Case, clock: str, scale: float = 1.0) -> str:
+    return "; ".join(verdict.text(scale) for verdict in case_verdicts(report, case, clock))
+
+
+def device_table(report: Report, op: str, clock: str) -> str:
+    cases = [case for case in report.cases if case.op == op]
+    peers = [peer for peer in report.peers if any(peer in report.of(case) for case in cases)]
+    rows = [["shape", "floor", *peers, "x floor", "GB/s", "bits equal", "verdict"]]
+    for case in cases:
+        results = report.of(case)
+        ours = results.get(OURS)
+        time = ours and ours.time(clock)
+        speed = ["", ""]
+        if time:
+            speed = [f"{time / report.floor_ms(case):.2f}", f"{case.bytes(report.dtype) / time / 1e6:.0f}"]
+        rows.append(
+            [
+                shape_text(case.shape),
+                number(report.floor_ms(case)),
+                *(cell(results.get(peer), clock) for peer in peers),
+                *speed,
+                {True: "yes", False: "NO", None: "not compared"}[ours.bit_equal] if ours else "",
+                verdict_cell(report, case, clock),
+            ]
+        )
+    return table(rows)
+
+
+def host_table(report: Report) -> str:
+    cases = [case for case in report.cases if case.op in HOST_OPS]
+    peers = [peer for peer in report.peers if any(peer in report.of(case) for case in cases)]
+    rows = [["call", *peers, "verdict"]]
+    for case in cases:
+        results = report.of(case)
+        cells = [cell(results.get(peer), EVENTS, scale=1e3) for peer in peers]
+        rows.append([HOST_TITLES[case.op], *cells, verdict_cell(report, case, EVENTS, scale=1e3)])
+    return table(rows)
+
+
+def first_call_table(report: Report) -> str:
+    stages = list(next(iter(report.first_call.values())))
+    rows = [["Triton's cache", *stages]]
+    rows += [[state, *(f"{times[stage]:.2f}" for stage in stages)] for state, times in report.first_call.items()]
+    return table(rows)
+
+
+def bits_lines(report: Report) -> list[str]:
+    """Of how many cases each peer returned eager's bits."""
+    lines = []
+    for peer in report.peers:
+        compared = [result.bit_equal for result in report.results if result.peer == peer]
+        compared = [equal for equal in compared if equal is not None]
+        if compared and peer != EAGER:
+            lines.append(f"- {peer}: eager's bits in {sum(compared)} of {len(compared)} cases")
+    return lines
+
+
+def bars_lines(report: Report) -> list[str]:
+    found = verdicts(report)
+    clocks = dict.fromkeys(verdict.clock for verdict in found)
+    met = {clock: [verdict.met for verdict in found if verdict.clock == clock] for clock in clocks}
+    return [f"- bars met by {clock}: {sum(map(bool, all_))} of {len(all_)}" for clock, all_ in met.items()]
+
+
+def markdown(report: Report) -> str:
+    environment = report.environment
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    parts = [
+        "# Peers side by side",
+        f"{environment['gpu']} (driver {environment['driver']}), {versions}, {report.dtype}, {environment['date']}. "
+        f"`{environment['command']}`",
+        f"A device-to-device copy moved {report.copy_gb_per_s:.0f} GB/s in this run (quartiles "
+        f"{report.copy_quartiles[0]:.0f}, {report.copy_quartiles[1]:.0f}). Floor: the bytes that a case must move over that. "
+        "Cells: median ± half the distance between the quartiles. x floor, GB/s, bits equal and verdict are of "
+        f"{OURS}; bars are set for bf16 on an H200.",
+    ]
+    for op in dict.fromkeys(case.op for case in report.cases if case.op in OPS):
+        parts += [
+            f"## {OPS[op].title}",
+            "Single calls between CUDA events, ms:",
+            device_table(report, op, EVENTS),
+            "Device only, many calls in one CUDA graph, ms a call:",
+            device_table(report, op, GRAPH),
+        ]
+    if any(case.op in HOST_OPS for case in report.cases):
+        parts += ["## Host time of one RMSNorm module call at 1x4096, us", host_table(report)]
+    if report.first_call:
+        parts += ["## First call of a fresh process, s", first_call_table(report)]
+    notes = bars_lines(report) + bits_lines(report)
+    notes += [f"- {peer} is not in this run: {reason}" for peer, reason in report.missing.items()]
+    notes += [f"- {result.peer}, {result.case}: {result.error}" for result in report.results if result.error]
+    notes += [f"- error: {failure}" for failure in report.failures]
+    if notes:
+        parts += ["## Notes", "\n".join(notes)]
+    return "\n\n".join(parts) + "\n"
+
+
+# Plots
+
+
+def series(report: Report, op: str) -> dict[str, dict[Case, float]]:
+    """Peer -> case -> GB/s by events, by hidden size; of several cases with one hidden size the one with the most rows."""
+    chosen = {}
+    for case in (case for case in report.cases if case.op == op):
+        if case.hidden_size not in chosen or chosen[case.hidden_size].rows < case.rows:
+            chosen[case.hidden_size] = case
+    found = {}
+    for hidden_size in sorted(chosen):
+        case = chosen[hidden_size]
+        for peer, result in report.of(case).items():
+            if result.gb_per_s is not None:
+                found.setdefault(peer, {})[case] = result.gb_per_s
+    return {peer: found[peer] for peer in report.peers if peer in found}
+
+
+def plot(report: Report, folder: Path) -> list[Path]:
+    """Writes PNGs and returns their paths. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    # Draws without a display.
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # A peer has one colour in every plot.
+    palette = plt.get_cmap("tab10").colors
+    colours = {peer: palette[index % len(palette)] for index, peer in enumerate(report.peers)} | {OURS: "black"}
+    where = f"{report.environment['gpu']}, {report.dtype}, {report.environment['date'][:10]}"
+    paths = []
+
+    def save(figure, name):
+        figure.savefig(folder / name, dpi=150, bbox_inches="tight")
+        plt.close(figure)
+        paths.append(folder / name)
+
+    for op in OPS:
+        found = series(report, op)
+        if not found:
+            continue
+        figure, axes = plt.subplots(figsize=(8, 4.5))
+        measured = sorted({case for speeds in found.values() for case in speeds}, key=lambda case: case.hidden_size)
+        for peer, speeds in found.items():
+            if len(measured) > 1:
+                places = [measured.index(case) for case in speeds]
+                width = 2.5 if peer == OURS else 1.2
+                axes.plot(places, list(speeds.values()), marker="o", linewidth=width, color=colours[peer], label=peer)
+            else:
+                axes.bar(peer, *speeds.values(), color=colours[peer])
+        axes.axhline(report.copy_gb_per_s, color="grey", linestyle="--", linewidth=1, label="copy")
+        if len(measured) > 1:
+            axes.set_xticks(range(len(measured)), [f"{case.hidden_size}\n{case.rows}" for case in measured], fontsize=8)
+            axes.set_xlabel("hidden size, and rows below it")
+        else:
+            axes.set_xlabel(f"hidden size {measured[0].hidden_size}, {measured[0].rows} rows")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("GB/s")
+        axes.set_title(f"{OPS[op].title}\n{where}", fontsize=10)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        save(figure, f"{op}.png")
+
+    host = [case for case in report.cases if case.op in HOST_OPS]
+    if host:
+        figure, axes = plt.subplots(figsize=(8, 4.5))
+        peers = [peer for peer in report.peers if any(peer in report.of(case) for case in host)]
+        width = 0.8 / len(peers)
+        for place, peer in enumerate(peers):
+            results = [report.of(case).get(peer) for case in host]
+            heights = [(result.median_ms or 0) * 1e3 if result else 0 for result in results]
+            lefts = [group + (place - (len(peers) - 1) / 2) * width for group in range(len(host))]
+            bars = axes.bar(lefts, heights, width, color=colours[peer], label=peer)
+            axes.bar_label(bars, fmt="%.1f", fontsize=7)
+        axes.set_xticks(range(len(host)), [HOST_TITLES[case.op] for case in host])
+        axes.set_ylabel("us a call")
+        axes.set_title(f"Host time of one RMSNorm call, {shape_text(host[0].shape)}\n{where}", fontsize=10)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        save(figure, "host_time.png")
+    return paths

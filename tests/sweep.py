@@ -1,0 +1,188 @@
+"""Every class of the installed transformers that a kernel of this package may replace, replaced and compared bit for bit.
+
+python tests/sweep.py --table docs/replaced.md    on a GPU: writes the table of docs/
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import itertools
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from bits import bits_equal
+from kernels import Mode, get_local_kernel, kernelize, use_kernel_mapping
+
+ROOT = Path(__file__).parent.parent
+# Activations and weight.
+DTYPES = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+HIDDEN_SIZE = 256
+ROWS = 48
+_DECORATOR = re.compile(r"@use_kernel_forward_from_hub\(\s*\"(\w+)\"\s*\)\s*\nclass (\w+)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one class: what its kernels compute, and why it is not replaced; empty if it is, bit for bit."""
+
+    layer_name: str
+    name: str
+    module: str
+    formula: str
+    inference_problem: str
+    training_problem: str
+
+    @property
+    def lossless(self):
+        return not self.inference_problem and not self.training_problem
+
+
+def classes(layer_names):
+    """(layer name, class) for every class in transformers with one of these layer names, or its reason in place of it."""
+    root = Path(transformers.__file__).parent
+    for path in [root / "activations.py", *sorted(root.glob("models/*/modeling_*.py"))]:
+        found = [match for match in _DECORATOR.findall(path.read_text()) if match[0] in layer_names]
+        if found:
+            name = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
+            module = importlib.import_module(name)
+            yield from ((layer, getattr(module, class_name)) for layer, class_name in found)
+
+
+def _normal(shape, dtype, device, seed):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def make(layer_class, layer_name, device):
+    return (layer_class(HIDDEN_SIZE) if layer_name.startswith("RMSNorm") else layer_class()).to(device)
+
+
+def replaced(layer, kernel, device, mode):
+    with use_kernel_mapping(kernel.kernel_mapping(devices=(device,)), inherit_mapping=False):
+        return kernelize(layer, mode=mode, device=device)
+
+
+def _run(layer, inputs, gradient_of, training):
+    inputs = [tensor.clone().requires_grad_(training) for tensor in inputs]
+    with contextlib.nullcontext() if training else torch.no_grad():
+        out = layer(*inputs)
+    if not training:
+        return (out,)
+    leaves = (*inputs, *layer.parameters())
+    return out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out))
+
+
+def compare(layer_name, layer_class, kernel, device, seed, launches) -> Outcome:
+    """Runs the class with and without kernels in every pair of dtypes; `launches()` counts the launches so far."""
+    problems, formulas = {False: [], True: []}, None
+    is_norm = layer_name.startswith("RMSNorm")
+    for training, (dtype, weight_dtype) in itertools.product((False, True), DTYPES if is_norm else DTYPES[:3]):
+        layer = make(layer_class, layer_name, device)
+        for parameter in layer.parameters():
+            parameter.data = _normal(parameter.shape, weight_dtype, device, seed)
+        count = 2 if layer_name == "RMSNormGated" else 1
+        inputs = [_normal((3, ROWS // 3, HIDDEN_SIZE), dtype, device, seed + index) for index in range(1, count + 1)]
+
+        def gradient_of(out):
+            return _normal(out.shape, out.dtype, device, seed + 9)
+
+        expected = _run(layer, inputs, gradient_of, training)
+        layer = replaced(layer, kernel, device, Mode.TRAINING if training else Mode.INFERENCE)
+        assert layer.forward.__func__.__module__.startswith(kernel.__name__), "the forward was not replaced"
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            # The first call proves.
+            _run(layer, inputs, gradient_of, training)
+            before = launches()
+            found = _run(layer, inputs, gradient_of, training)
+            (entry,) = kernel.replacement_report(layer, verbose=False).layers
+        # Where everything is fp32, several formulas have the same bits: the first dtypes tell which it is.
+        formulas = formulas or entry.formulas
+        equal = all(bits_equal(a, b) and a.stride() == b.stride() for a, b in zip(found, expected, strict=True))
+        reasons = [str(warning.message) for warning in warned if "lossless" in str(warning.message)]
+        if not equal:
+            reasons.append("bits differ")
+        elif launches() - before < 1 + training and device != "cpu":
+            reasons.append("no kernel ran")
+        if reasons:
+            problems[training].append(f"{str(dtype)[6:]}, weight {str(weight_dtype)[6:]}: {' '.join(reasons)}")
+    return Outcome(
+        layer_name,
+        layer_class.__name__,
+        layer_class.__module__,
+        "; ".join(formulas),
+        "; ".join(problems[False]),
+        "; ".join(problems[True]),
+    )
+
+
+def count_launches(kernel):
+    """A function that returns how many kernels have been launched."""
+    launch = importlib.import_module(f"{kernel.__name__}.launch")
+    count, original = [0], launch.Launch._enqueue
+
+    def enqueue(self, *arguments):
+        count[0] += 1
+        return original(self, *arguments)
+
+    launch.Launch._enqueue = enqueue
+    return lambda: count[0]
+
+
+def table(outcomes) -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "kernels"))
+    lines = [
+        "# What is replaced",
+        "",
+        f"Every class of transformers that carries a layer name of this package: {sum(o.lossless for o in outcomes)} of "
+        f"{len(outcomes)} are replaced,",
+        "outputs and gradients bit-equal to the original's in bf16, fp16, fp32 and with weights of another dtype.",
+        f"{torch.cuda.get_device_name()}, {versions}.",
+        "`python tests/sweep.py --table docs/replaced.md` writes this file. n: the normalised fp32 values.",
+        "",
+        "| layer name | class | computes | inference | training |",
+        "|---|---|---|---|---|",
+    ]
+    for o in sorted(outcomes, key=lambda o: (o.layer_name, o.name, o.module)):
+        states = [
+            f"original: {problem}" if problem else "lossless" for problem in (o.inference_problem, o.training_problem)
+        ]
+        lines.append(f"| {o.layer_name} | {o.name} | `{o.formula}` | {states[0]} | {states[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there instead of printing it")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "sweep: needs a GPU\n")
+    from rich.progress import track
+
+    kernel = get_local_kernel(ROOT / "build")
+    layer_names = set(kernel.kernel_mapping())
+    launches = count_launches(kernel)
+    found = list(classes(layer_names))
+    outcomes = [compare(*entry, kernel, "cuda", arguments.seed, launches) for entry in track(found)]
+    text = table(outcomes)
+    if arguments.table:
+        arguments.table.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""`benchmarks/`: the peer suite without a GPU, and the scripts for `kernels benchmark`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import pytest
+import report as reporting
+from cases import COMPILED, EAGER, EVENTS, GRAPH, LIGER, NATIVE_BARE, OURS, QUACK, Bar, Case
+from report import Report, Result
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def peers(*arguments, **environment):
+    clean = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "LOSSLESS_PROOF")}
+    clean.update(environment)
+    command = [sys.executable, BENCHMARKS / "peers.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
+
+
+def result(op, shape, peer, ms, device_ms=None, **more):
+    spread = (0.99 * ms, 1.02 * ms)
+    device = {} if device_ms is None else {"device_ms": device_ms, "device_quartiles_ms": (device_ms, device_ms)}
+    moved = Case(op, shape).bytes("bf16") / ms / 1e6 if op in cases.OPS else None
+    return Result(op, shape, "bf16", peer, 100, ms, spread, gb_per_s=moved, **device, **more)
+
+
+@pytest.fixture
+def report():
+    """Times of an H200, ours made up."""
+    forward, decode, backward = (32768, 4096), (4, 4096), (32768, 32768)
+    host = cases.HOST_SHAPE
+    return Report(
+        environment={
+            "gpu": "NVIDIA H200",
+            "driver": "580.159",
+            "versions": {"torch": "2.11.0", "quack-kernels": None},
+            "date": "2026-11-21T10:00:00+00:00",
+            "command": "python benchmarks/peers.py",
+        },
+        dtype="bf16",
+        copy_gb_per_s=4257.0,
+        copy_quartiles=(4250.0, 4260.0),
+        l2_bytes=60 << 20,
+        missing={QUACK: "ModuleNotFoundError: No module named 'quack'"},
+        results=[
+            result("rms_norm", forward, EAGER, 1.64, 1.63, bit_equal=True),
+            result("rms_norm", forward, OURS, 0.1290, 0.1350, bit_equal=True),
+            result("rms_norm", forward, LIGER, 0.1343, 0.1330, bit_equal=False),
+            result("rms_norm", (16384, 8192), OURS, 0.1290, bit_equal=True),
+            Result("rms_norm", (16384, 8192), "bf16", LIGER, error="RuntimeError: no such row"),
+            result("rms_norm", decode, COMPILED, 0.0060, 0.0020, bit_equal=False),
+            result("rms_norm", decode, OURS, 0.0070, 0.0019, bit_equal=True),
+            result("rms_norm_backward", backward, OURS, 2.3, bit_equal=False),
+            result("host_inference", host, OURS, 0.0071, bit_equal=True),
+            result("host_inference", host, NATIVE_BARE, 0.0072, bit_equal=False),
+            result("host_training", host, OURS, 0.0150, bit_equal=True),
+            result("host_training", host, NATIVE_BARE, 0.0080, bit_equal=False),
+        ],
+        first_call={"empty": {"torch and CUDA": 5.0}, "full": {"torch and CUDA": 4.0}},
+        failures=["rms_norm_backward 32768x32768: not bit-equal with eager"],
+    )
+
+
+# What is measured
+
+
+def test_every_case_has_an_op_and_a_bar():
+    assert len(cases.CASES) == len(set(cases.CASES)) == 19
+    assert all(bars for bars in cases.BARS.values())
+    assert {case.op for case in cases.CASES} == set(cases.OPS)
+    assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
+
+
+def test_bytes_are_those_that_must_move():
+    assert Case("rms_norm", (8192, 4096)).bytes("bf16") == 2 * (2 * 8192 * 4096 + 4096)
+    assert Case("rms_norm_backward", (32768, 4096)).bytes("fp32") == 4 * (3 * 32768 * 4096 + 2 * 4096)
+    assert Case("silu_backward", (8192, 14336)).bytes("fp16") == 2 * 3 * 8192 * 14336
+    assert Case("rms_norm", (4096, 32, 128)).rows == 4096 * 32
+
+
+def test_selection():
+    assert cases.select(["rms_norm", "silu"], [(2, 64)]) == [Case("rms_norm", (2, 64)), Case("silu", (2, 64))]
+    assert cases.select(["silu"]) == [Case("silu", (8192, 14336))]
+    assert cases.select(["host", "first_call"]) == []
+
+
+def test_sets_of_inputs_exceed_the_l2_and_end_somewhere():
+    import measure
+
+    l2 = 60 << 20
+    for case in cases.CASES:
+        moved = case.bytes("bf16")
+        count = measure.sets_needed(moved, l2)
+        assert 1 <= count <= 64
+        assert count == 64 or count * moved > 15 * l2
+
+
+# Tables and verdicts
+
+
+def verdict(report, op, shape, clock=EVENTS):
+    return [found.text() for found in reporting.case_verdicts(report, Case(op, shape), clock)]
+
+
+def test_verdicts(report):
+    floor = report.floor_ms(Case("rms_norm", (32768, 4096)))
+    assert floor == pytest.approx(0.1261, abs=1e-4)
+    assert verdict(report, "rms_norm", (32768, 4096)) == [
+        "met: 0.1290 <= 0.1299 (1.03 x floor)",
+        "met: 0.1290 <= 0.1343 (fastest peer, Liger)",
+    ]
+    assert verdict(report, "rms_norm", (32768, 4096), GRAPH) == [
+        "not met: 0.1350 > 0.1299 (1.03 x floor)",
+        "not met: 0.1350 > 0.1330 (fastest peer, Liger)",
+    ]
+    # By the graph alone.
+    assert verdict(report, "rms_norm", (4, 4096)) == []
+    assert verdict(report, "rms_norm", (4, 4096), GRAPH) == ["met: 0.00190 <= 0.00200 (torch.compile)"]
+    # The only peer failed.
+    assert verdict(report, "rms_norm", (16384, 8192))[1] == "no verdict: fastest peer was not measured"
+    assert verdict(report, "host_inference", (1, 4096))[0].startswith("met: ")
+    assert verdict(report, "host_training", (1, 4096))[0].startswith("not met: ")
+
+
+def test_a_recorded_time_stands_in_for_a_missing_peer_on_the_same_gpu(report):
+    (text,) = verdict(report, "rms_norm_backward", (32768, 32768))
+    assert text == "not met: 2.300 > 2.175 (0.9 x quack, recorded 2.417 in another run)"
+    report.environment["gpu"] = "NVIDIA B200"
+    (text,) = verdict(report, "rms_norm_backward", (32768, 32768))
+    assert text == "no verdict: 0.9 x quack was not measured"
+
+
+def test_a_bar_for_what_exceeds_the_l2_is_for_that_alone(report):
+    bar = Bar(1.15, cases.FLOOR, beyond_l2=True)
+    case = Case("rms_norm", (32768, 4096))
+    assert reporting.judge(report, case, bar, EVENTS).met
+    report.l2_bytes = case.bytes("bf16")
+    assert reporting.judge(report, case, bar, EVENTS) is None
+
+
+def test_no_bars_for_other_dtypes(report):
+    report.dtype = "fp16"
+    assert reporting.verdicts(report) == []
+
+
+def test_numbers_have_four_digits():
+    assert [reporting.number(value) for value in (0.0019, 0.126, 1.0193, 12.97, 0, 54321)] == [
+        "0.00190",
+        "0.1260",
+        "1.019",
+        "12.97",
+        "0.0000",
+        "54321",
+    ]
+    assert reporting.quartiles([4, 1, 3, 2]) == (1.75, 2.5, 3.25)
+
+
+def test_markdown(report):
+    text = reporting.markdown(report)
+    assert "NVIDIA H200 (driver 580.159), torch 2.11.0, bf16" in text
+    assert "quack-kernels" not in text
+    lines = text.splitlines()
+    row = next(line for line in lines if line.startswith("| 32768x4096"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    # In the order of the head, ours last of the peers.
+    head = next(line for line in lines if line.startswith("| shape"))
+    named = dict(zip([cell.strip() for cell in head.strip("|").split("|")], cells, strict=True))
+    assert named["eager"] == "1.640 ±0.025"
+    assert named[OURS] == "0.1290 ±0.0019"
+    assert named["x floor"] == "1.02"
+    assert named["bits equal"] == "yes"
+    assert named["verdict"].count("met: ") == 2
+    assert named[COMPILED] == ""
+    assert any("| failed" in line for line in lines if line.startswith("| 16384x8192"))
+    assert any("| NO " in line for line in lines if line.startswith("| 32768x32768"))
+    assert any(line.startswith("| inference") and "7.100 ±0.10" in line for line in lines)
+    assert "- bars met by events: 4 of 7" in lines
+    assert f"- {OURS}: eager's bits in 5 of 6 cases" in lines
+    assert "- quack is not in this run: ModuleNotFoundError: No module named 'quack'" in lines
+    assert "- Liger, rms_norm 16384x8192: RuntimeError: no such row" in lines
+    assert "- error: rms_norm_backward 32768x32768: not bit-equal with eager" in lines
+    # Markdown counts the cells: every line of a table has those of its head.
+    for before, line in zip(lines, lines[1:], strict=False):
+        if before.startswith("|") and line.startswith("|"):
+            assert before.count("|") == line.count("|")
+
+
+def test_json_and_back(report, tmp_path):
+    path = tmp_path / "peers.json"
+    report.save(path)
+    assert len(json.loads(path.read_text())["verdicts"]) == len(reporting.verdicts(report))
+    again = Report.load(path)
+    assert again.results[0].case == Case("rms_norm", (32768, 4096))
+    assert reporting.markdown(again) == reporting.markdown(report)
+
+
+def test_a_plot_has_the_case_with_most_rows_of_each_hidden_size(report):
+    report.results.append(result("rms_norm", (8192, 4096), OURS, 0.04))
+    speeds = reporting.series(report, "rms_norm")
+    assert list(speeds[OURS]) == [Case("rms_norm", (32768, 4096)), Case("rms_norm", (16384, 8192))]
+    assert speeds[OURS][Case("rms_norm", (32768, 4096))] == pytest.approx(4162, abs=1)
+    assert list(speeds)[-1] == OURS
+
+
+def test_plots_from_json(report, tmp_path):
+    report.save(tmp_path / "peers.json")
+    done = peers("--from-json", tmp_path / "peers.json", "--plots", tmp_path / "plots", "--markdown", tmp_path / "a.md")
+    # The report holds a failure.
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == reporting.markdown(report) + "\n" == (tmp_path / "a.md").read_text() + "\n"
+    written = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert written == ["host_time.png", "rms_norm.png", "rms_norm_backward.png"]
+    for name in written:
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--cases", "4096"], "argument --cases: expected sizes such as 8192x4096 or 4096x32x128, found '4096'"),
+        (["--cases", "8192xmany"], "found '8192xmany'"),
+        (["--cases", "0x4096"], "found '0x4096'"),
+        (["--ops", "softmax"], "argument --ops: invalid choice: 'softmax'"),
+        (["--peers", "apex"], "argument --peers: invalid choice: 'apex'"),
+        (["--dtype", "fp64"], "argument --dtype: invalid choice: 'fp64'"),
+        (["--rounds", "0"], "argument --rounds: expected a number from 1 on, found 0"),
+        (["--from-json", "/nowhere.json"], "--from-json: /nowhere.json cannot be read: FileNotFoundError"),
+        (["--from-json", str(ROOT / "README.md")], "README.md cannot be read: JSONDecodeError"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments, message):
+    done = peers(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_without_a_gpu():
+    done = peers(CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "a GPU is needed and torch sees none" in done.stderr
+
+
+def test_help():
+    done = peers("--help")
+    assert done.returncode == 0
+    for word in (
+        "--ops",
+        "--cases",
+        "--quick",
+        "--peers",
+        "--rounds",
+        "--json",
+        "--plots",
+        "first_call",
+        "Exit status",
+    ):
+        assert word in done.stdout
+
+
+# The whole run with the clocks of a CPU, in a process whose kernels are not interpreted: they return eager's results.
+CPU_RUN = """
+import json, sys, time, types
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from rich.console import Console
+import measure, peers
+
+class Cpu:
+    name, device, l2_bytes = "CPU", torch.device("cpu"), 1 << 12
+    def synchronize(self): pass
+    def release(self): pass
+    def times(self, call, indices, head_start):
+        found = []
+        for index in indices:
+            start = time.perf_counter()
+            call(index)
+            found.append((time.perf_counter() - start) * 1e3)
+        return found
+    def capture(self, call, indices):
+        return lambda _: [call(index) for index in indices]
+
+measure._COPY_BYTES = 1 << 20
+measure._HOST_CALLS_A_TURN = 2
+folder = Path(sys.argv[2])
+options = peers.parse(
+    "--cases 3x64 2x2x128 --peers F.rms_norm Liger quack --ops rms_norm rms_norm_backward silu silu_backward host "
+    "--rounds 3".split() + ["--json", str(folder / "peers.json"), "--markdown", str(folder / "a.md")]
+    + ["--build", sys.argv[3]]
+)
+options.plots = None
+report = peers.run(options, Cpu(), Console(stderr=True))
+peers.write(report, options)
+
+# Ours with other bits, and ours that fails.
+ours = peers.ours
+for name, broken in {"bits": lambda x, w: 2 * x * w, "raises": lambda x, w: 1 / 0}.items():
+    peers.ours = lambda kernel: {"rms_norm": broken, "silu": torch.nn.functional.silu}
+    options = peers.parse(["--cases", "3x64", "--peers", "eager", "--ops", "rms_norm", "--build", sys.argv[3]])
+    options.json = None
+    print(name, peers.run(options, Cpu(), Console(stderr=True)).failures, file=sys.stderr)
+"""
+
+
+def test_a_run_by_the_clocks_of_a_cpu(build, run_python, tmp_path):
+    done = run_python(CPU_RUN, arguments=(BENCHMARKS, tmp_path, build))
+    report = Report.load(tmp_path / "peers.json")
+    assert report.failures == []
+    assert QUACK in report.missing or importable("quack")
+    assert len(report.cases) == 8 + 2
+    for found in report.results:
+        if found.peer == OURS:
+            assert found.bit_equal is True and found.error is None and found.median_ms > 0
+        if found.peer == OURS and found.op in cases.OPS:
+            assert found.device_ms > 0 and found.gb_per_s > 0 and found.samples >= 3
+    # Liger needs a GPU, and says so without ending the run.
+    liger = [found for found in report.results if found.peer == LIGER]
+    assert liger == [] or all(found.error for found in liger if found.op in cases.OPS)
+    assert NATIVE_BARE in report.of(Case("host_training", cases.HOST_SHAPE))
+    assert "bits ['rms_norm 3x64: not bit-equal with eager']" in done.stderr
+    assert "raises ['rms_norm 3x64: ZeroDivisionError: division by zero']" in done.stderr
+
+
+def importable(name):
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+# For `kernels benchmark`
+
+
+def test_kernels_benchmark_finds_the_classes_and_demands_bits(build, run_python):
+    code = """
+    import sys
+    from pathlib import Path
+    import torch
+    from kernels.cli import benchmark as cli
+
+    root = Path(sys.argv[1])
+    scripts = cli.discover_benchmark_scripts(".", root)
+    print([script.name for script in scripts])
+    for script in scripts:
+        (found,) = cli.discover_benchmark_classes(script, root)
+        results, _ = cli.run_benchmark_class(
+            found, iterations=1, warmup=1, repo_id=sys.argv[2], is_local=True, revision="local"
+        )
+        print(found.__name__, {name: timing.verified for name, timing in results.items()})
+        found.kernel = None
+        wrong = found()
+        wrong.setup_training()
+        wrong.keep(wrong.inference(lambda x, *weight: x))
+        try:
+            wrong.demand(wrong.inference(lambda x, *weight: -x))
+        except RuntimeError as error:
+            print(error)
+    """
+    done = run_python(code, arguments=(ROOT, build))
+    lines = done.stdout.splitlines()
+    assert lines[0] == "['benchmark_activation.py', 'benchmark_rms_norm.py']"
+    assert lines[1] == "SiLU {'inference': True, 'training': True}"
+    assert lines[2] == "SiLU: 28672 of 28672 elements differ from eager's"
+    assert lines[3].startswith("RMSNorm {") and "False" not in lines[3] and "None" not in lines[3]
+    assert lines[4] == "RMSNorm: 8192 of 8192 elements differ from eager's"
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_a_gpu(build, tmp_path):
+    files = ["--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md", "--plots", tmp_path / "plots"]
+    done = peers("--quick", "--rounds", 2, "--build", build, *files)
+    assert done.returncode == 0, done.stderr
+    report = Report.load(tmp_path / "a.json")
+    for found in report.results:
+        if found.peer == OURS:
+            assert found.bit_equal is True and found.median_ms > 0
+            assert found.op in cases.HOST_OPS or found.device_ms > 0
+    assert "## RMSNorm backward" in (tmp_path / "a.md").read_text()

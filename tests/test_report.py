@@ -1,0 +1,110 @@
+"""What `replacement_report` tells about a model's layers."""
+
+import importlib
+from types import MethodType
+
+import pytest
+import torch
+from kernels import Mode, kernelize, use_kernel_mapping
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def fresh(kernel, monkeypatch):
+    """The kernel, with no verdicts yet."""
+    for module, tables in (("proof", ("_verdicts", "_outside", "_warned")), ("rms_norm", ("_calls", "_recent"))):
+        for table in tables:
+            owner = importlib.import_module(f"{kernel.__name__}.{module}")
+            monkeypatch.setattr(owner, table, type(getattr(owner, table))())
+    return kernel
+
+
+def model(kernel=None):
+    layers = torch.nn.Sequential(LlamaRMSNorm(64), LlamaRMSNorm(64), Olmo2RMSNorm(64), SiLUActivation()).to(DEVICE)
+    if kernel is not None:
+        with use_kernel_mapping(kernel.kernel_mapping(devices=(DEVICE,)), inherit_mapping=False):
+            kernelize(layers, mode=Mode.INFERENCE, device=DEVICE)
+    return layers
+
+
+def entries(kernel, layers):
+    return {entry.layer: entry for entry in kernel.replacement_report(layers, verbose=False).layers}
+
+
+def test_nothing_replaced(fresh, capsys):
+    report = fresh.replacement_report(model())
+    assert {(entry.layer, entry.count, entry.path) for entry in report.layers} == {
+        ("LlamaRMSNorm", 2, "original"),
+        ("Olmo2RMSNorm", 1, "original"),
+        ("SiLUActivation", 1, "original"),
+    }
+    assert all(entry.reasons == ["not kernelized"] for entry in report.layers)
+    assert capsys.readouterr().out == f"{report}\n" and "not kernelized" in str(report)
+
+
+def test_replaced_but_not_called(fresh, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    assert entries(fresh, model(fresh))["LlamaRMSNorm"].reasons == ["no proof yet: call the model first"]
+
+
+def test_refused_or_proved(fresh, monkeypatch):
+    """In the interpreter the order proof refuses, since CPU eager adds in another order."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    layers, x = model(fresh), torch.randn(16, 64, device=DEVICE)
+    with torch.no_grad(), pytest.warns(RuntimeWarning) if DEVICE == "cpu" else torch.no_grad():
+        for _ in range(2):
+            layers[0](x), layers[2](x)
+    found = entries(fresh, layers)
+    if DEVICE == "cpu":
+        assert found["LlamaRMSNorm"].path == "original"
+        assert "elements of the fp32 rstd differ" in found["LlamaRMSNorm"].reasons[0]
+    else:
+        assert found["LlamaRMSNorm"].path == found["Olmo2RMSNorm"].path == "kernel"
+        assert found["LlamaRMSNorm"].proved and not found["LlamaRMSNorm"].reasons
+
+
+def test_tensors_that_no_kernel_takes(fresh, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    layers = model(fresh).double()
+    with torch.no_grad():
+        layers[0](torch.randn(2, 64, dtype=torch.float64, device=DEVICE))
+    assert entries(fresh, layers)["LlamaRMSNorm"].reasons == [
+        "activations torch.float64, weight torch.float64, hidden size 64"
+    ]
+
+
+def test_without_proof(fresh, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    layers = model(fresh)
+    with torch.no_grad():
+        layers[0](torch.randn(2, 64, device=DEVICE))
+    assert entries(fresh, layers)["LlamaRMSNorm"].path == "kernel"
+    assert entries(fresh, layers)["LlamaRMSNorm"].proved[-1].startswith(("nothing", DEVICE))
+
+
+def test_somebody_elses_kernel_is_warned_of(fresh):
+    def theirs(self, hidden_states):
+        return hidden_states
+
+    theirs.__module__ = "_liger_kernels_cuda_1234567.layers"
+    layers = model(fresh)
+    layers[0].forward = MethodType(theirs, layers[0])
+    with pytest.warns(RuntimeWarning, match="LlamaRMSNorm runs another kernel, _liger_kernels_cuda_1234567.layers"):
+        found = fresh.replacement_report(layers, verbose=False).layers
+    assert {(entry.layer, entry.count, entry.path) for entry in found if entry.layer == "LlamaRMSNorm"} >= {
+        ("LlamaRMSNorm", 1, "another kernel")
+    }
+
+
+def test_a_model_without_such_layers(fresh, capsys):
+    assert fresh.replacement_report(torch.nn.Linear(2, 2)).layers == []
+    assert "no layer" in capsys.readouterr().out
+
+
+def test_bad_input(fresh):
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, found str"):
+        fresh.replacement_report("model")

@@ -1,0 +1,122 @@
+"""Every class of the installed transformers that carries a layer name of this package."""
+
+import functools
+import importlib
+
+import pytest
+import sweep
+import torch
+import training
+from bits import assert_bits_equal
+from kernels import Mode, replace_kernel_forward_from_hub
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# What may keep its original forward, by class name; each has its reason in docs/replaced.md.
+KEPT = set()
+
+
+@pytest.fixture(scope="module")
+def found(kernel):
+    return list(sweep.classes(set(kernel.kernel_mapping())))
+
+
+def test_every_layer_name_is_found(kernel, found):
+    names = [layer_name for layer_name, _ in found]
+    assert set(names) == set(kernel.kernel_mapping())
+    assert names.count("RMSNorm") > 100
+
+
+def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
+    """On a GPU by kernels, in outputs and gradients; on the CPU, without Triton's interpreter, by the original forwards."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cuda")
+    launches = sweep.count_launches(kernel)
+    outcomes = [sweep.compare(*entry, kernel, DEVICE, seed, launches) for entry in found]
+    kept = {outcome.name: outcome for outcome in outcomes if not outcome.lossless}
+    assert set(kept) <= KEPT, "\n".join(map(str, kept.values()))
+
+
+# Classes that nobody decorated: the README tells how to replace them. The last two keep ATen's own fused kernels.
+RECIPES = [
+    (torch.nn.SiLU, "SiLU", "silu"),
+    (torch.nn.GELU, "GeLU", "gelu"),
+    (functools.partial(torch.nn.GELU, approximate="tanh"), "GeLU", "gelu_tanh"),
+    (GemmaRMSNorm, "RMSNormZeroCentered", "((1 + weight) * n).to(dtype)"),
+    (Gemma2RMSNorm, "RMSNormZeroCentered", "((1 + weight) * n).to(dtype)"),
+    (Gemma3RMSNorm, "RMSNormZeroCentered", "((1 + weight) * n).to(dtype)"),
+    (functools.partial(torch.nn.RMSNorm, eps=1e-6), "RMSNormZeroCentered", ""),
+    (torch.nn.RMSNorm, "RMSNormZeroCentered", ""),
+]
+
+
+@pytest.mark.parametrize("make, layer_name, formula", RECIPES)
+def test_recipes(kernel, seed, monkeypatch, make, layer_name, formula):
+    layer_class = getattr(make, "func", make)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cuda")
+    # Undecorated again afterwards.
+    monkeypatch.setattr(layer_class, "kernel_layer_name", layer_name, raising=False)
+    monkeypatch.setattr(sweep, "make", lambda layer_class, name, device: make(*[256] * ("Norm" in name)).to(device))
+    replace_kernel_forward_from_hub(layer_class, layer_name)
+    launches = sweep.count_launches(kernel)
+    outcome = sweep.compare(layer_name, layer_class, kernel, DEVICE, seed, launches if formula else lambda: 2)
+    problems = outcome.inference_problem + outcome.training_problem
+    assert "bits differ" not in problems
+    if DEVICE == "cuda":
+        assert outcome.formula == formula and (not problems or not formula), problems
+
+
+def test_every_class_is_recognised_by_its_formula(kernel, found):
+    """Which needs no GPU: formulas in torch operations are compared with each other."""
+    family = importlib.import_module(f"{kernel.__name__}.rms_norm")
+    dtypes = torch.bfloat16, torch.bfloat16
+    names = {
+        layer_class.__name__: family._variant(layer_class, *dtypes, torch.device("cpu")).name
+        for layer_name, layer_class in found
+        if layer_name in ("RMSNorm", "RMSNormZeroCentered")
+    }
+    assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
+    assert names["GptOssRMSNorm"] == names["Olmo2RMSNorm"] == "fp32_product"
+    assert names["Qwen3_5RMSNorm"] == "one_plus_weight"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU no kernel is proved")
+def test_a_broken_order_keeps_every_original(kernel, found, seed, monkeypatch):
+    """A wrong tree, as a new PyTorch or another GPU may have: all layers fall back, warn once, and stay bit-equal."""
+    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")  # noqa: E731
+    right = module("reduce_config").row_reduction
+
+    def wrong(rows, hidden_size):
+        # As a GPU would whose blocks were half as wide.
+        order = right(rows, hidden_size)
+        return type(order)(order.hidden_size, order.width // 2, order.height * 2, order.vectorized)
+
+    for family in ("rms_norm", "rms_norm_backward"):
+        monkeypatch.setattr(module(family), "row_reduction", wrong)
+    for owner, tables in (("proof", ("_verdicts", "_warned")), ("rms_norm", ("_calls", "_recent"))):
+        for table in tables:
+            monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
+    for launcher in (module("rms_norm")._forward_launcher, module("rms_norm_backward")._backward_launcher):
+        launcher.cache_clear()
+    monkeypatch.setattr(sweep, "DTYPES", sweep.DTYPES[:1])
+    norms = {layer_class.forward: entry for entry in found for layer_class in entry[1:] if "RMSNorm" in entry[0]}
+    try:
+        for layer_name, layer_class in list(norms.values())[:20]:
+            outcome = sweep.compare(layer_name, layer_class, kernel, DEVICE, seed, lambda: 0)
+            assert (
+                "keeps its original forward" in outcome.inference_problem and "differ" not in outcome.training_problem
+            )
+            layer = sweep.replaced(sweep.make(layer_class, layer_name, DEVICE), kernel, DEVICE, Mode.INFERENCE)
+            (entry,) = kernel.replacement_report(layer, verbose=False).layers
+            assert entry.path == "original" and "the fp32 rstd differ" in " ".join(entry.reasons)
+        original = training.llama(seed, torch.bfloat16)
+        replaced = training.kernelized(original, kernel, Mode.INFERENCE)
+        tokens = torch.arange(20, device=DEVICE)[None]
+        with torch.no_grad():
+            assert_bits_equal(replaced(tokens).logits, original(tokens).logits)
+    finally:
+        for launcher in (module("rms_norm")._forward_launcher, module("rms_norm_backward")._backward_launcher):
+            launcher.cache_clear()

@@ -1,0 +1,86 @@
+"""RMSNorm times an activation of a gate, as linear-attention layers end: the norm from the kernel, the gate in torch operations."""
+
+import functools
+from typing import Optional
+
+import torch
+
+from . import proof, rms_norm
+from .variants import FP32_OUTPUT, LLAMA, Variant
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+# The norm's output before the gate.
+_VARIANTS = (LLAMA, FP32_OUTPUT)
+
+
+def _times_gate(scaled, activation, gate, dtype):
+    return (scaled * _ACTIVATIONS[activation](gate.to(torch.float32))).to(dtype)
+
+
+def eager(variant: Variant, activation: str, hidden_states, gate, weight, eps) -> torch.Tensor:
+    """The formula in torch operations."""
+    return _times_gate(variant.eager(hidden_states, weight, eps), activation, gate, hidden_states.dtype)
+
+
+def replacement(
+    hidden_states: torch.Tensor,
+    gate: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+    activation: str,
+    owner: type,
+) -> Optional[torch.Tensor]:
+    """What `owner.forward` returns; None where the caller must compute it itself."""
+    if not isinstance(gate, torch.Tensor) or activation not in _ACTIVATIONS:
+        return None
+    dtypes = (hidden_states.dtype, gate.dtype, weight.dtype)
+    name = _variant(owner, activation, dtypes, hidden_states.device.type, hidden_states.device.index)
+    if name is None:
+        return None
+    variant = rms_norm.BY_NAME[name]
+    # The norm's own proof compares it with the variant's formula, which was just found to be the owner's.
+    scaled = rms_norm.replacement(hidden_states, weight, eps, rms_norm.EAGER[variant])
+    return None if scaled is None else _times_gate(scaled, activation, gate, hidden_states.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _variant(owner, activation, dtypes, device_type, device_index) -> Optional[str]:
+    """The name of the variant whose gated formula has the bits of `owner.forward`, and its gradients."""
+    device = torch.device(device_type, device_index)
+    key = ("formula of gated rms_norm", owner.forward, activation, dtypes, device)
+    verdict = proof.recognized(key)
+    if verdict is not None:
+        return verdict.chosen.name if verdict else None
+    where = f"activations {dtypes[0]}, gate {dtypes[1]}, weight {dtypes[2]}, {activation}"
+    subject = proof.Subject(owner.forward, device, where)
+    variant = proof.recognize(
+        key,
+        subject,
+        {variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS},
+    )
+    if variant is None:
+        return None
+    proof.relies(owner.forward, rms_norm.EAGER[variant].forward)
+    return variant.name
+
+
+def _formulas(owner, variant, activation, dtypes, device):
+    generator = proof.generator(device, seed=2)
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+    eps = 0.0123
+    data = [make(shape).to(dtype) for shape, dtype in zip(((64, 128), (64, 128), (128,)), dtypes)]
+    dy = make(64, 128).to(dtypes[0])
+    results = []
+    for ours in (False, True):
+        x, gate, weight = (tensor.clone().requires_grad_() for tensor in data)
+        with torch.enable_grad():
+            if ours:
+                out = eager(variant, activation, x, gate, weight, eps)
+            else:
+                layer = rms_norm.stand_in(owner, weight, eps)
+                layer.activation = activation
+                out = owner.forward(layer, x, gate)
+            results.append((out.detach(), *torch.autograd.grad(out, (x, gate, weight), dy)))
+    names = ("the output", "the input's gradient", "the gate's gradient", "the weight's gradient")
+    for what, expected, found in zip(names, *results):
+        yield what, found, expected

@@ -1,0 +1,146 @@
+"""Which path a model's layers take, and why."""
+
+import textwrap
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from . import proof
+from .mapping import LAYERS
+
+_PACKAGE = __package__
+
+
+@dataclass
+class LayerReport:
+    """One class of modules of a model.
+
+    Args:
+        layer: name of the class.
+        count: how many modules of the model are of it.
+        path: "kernel", "kernel and original" (it depends on the call), "original" or "another kernel".
+        formulas: what the kernels in use compute.
+        proved: device, dtypes and sizes that have proved equal.
+        reasons: why the original forward runs, where it does.
+    """
+
+    layer: str
+    count: int
+    path: str
+    formulas: list = field(default_factory=list)
+    proved: list = field(default_factory=list)
+    reasons: list = field(default_factory=list)
+
+
+@dataclass
+class ReplacementReport:
+    """What `replacement_report` returns; `str()` of it is what is printed.
+
+    Args:
+        layers: one entry for each class and path.
+        proofs: how many proofs the process has made.
+        seconds: the time of all, Triton's compilation apart; `longest` that of one.
+        bytes: the most device memory that one of them held.
+    """
+
+    layers: list
+    proofs: int
+    seconds: float
+    longest: float
+    bytes: int
+
+    def __str__(self):
+        rows = [("layer", "modules", "path", "formula")]
+        rows += [(r.layer, str(r.count), r.path, "; ".join(r.formulas)) for r in self.layers]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = []
+        for row, entry in zip(rows, [None, *self.layers]):
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+            for mark, texts in (("proved", entry.proved), ("original where", entry.reasons)) if entry else ():
+                lines += [textwrap.indent(f"{mark}: {text}", "    ") for text in texts]
+        if not self.layers:
+            lines.append("(no layer that a kernel of this package could replace)")
+        lines.append(
+            f"{self.proofs} proofs in this process: {self.seconds * 1e3:.0f} ms without compilation, the longest "
+            f"{self.longest * 1e3:.0f} ms, at most {self.bytes / 2**20:.1f} MiB held"
+        )
+        return "\n".join(lines)
+
+
+def replacement_report(model: torch.nn.Module, verbose: bool = True) -> ReplacementReport:
+    """Tells for every class of layers in `model` whether a kernel of this package runs, which, and if not, why.
+
+    Nothing is proved before the first call with tensors of a kind, so call the model before. Modules are looked at that carry
+    a layer name this package has a kernel for, or whose forward came from a kernel.
+
+    Args:
+        model: the module to look through.
+        verbose: print the report.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`.
+
+    A layer of ours that runs somebody else's kernel is warned of (RuntimeWarning): transformers registers a mapping of its own
+    anew whenever a model with `use_kernels` changes between training and evaluation.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    counts = Counter(
+        (type(module), _source(module)) for module in model.modules() if _name(module) in LAYERS or _source(module)
+    )
+    layers = [_layer_report(layer, source, count) for (layer, source), count in counts.items()]
+    for entry in layers:
+        if entry.path == "another kernel":
+            warnings.warn(
+                f"lossless-kernels: {entry.layer} runs another kernel, {entry.reasons[0]}", RuntimeWarning, stacklevel=2
+            )
+    verdicts = list(proof._verdicts.values())
+    report = ReplacementReport(
+        layers,
+        len(verdicts),
+        sum(verdict.seconds for verdict in verdicts),
+        max((verdict.seconds for verdict in verdicts), default=0.0),
+        max((verdict.bytes for verdict in verdicts), default=0),
+    )
+    if verbose:
+        print(report)
+    return report
+
+
+def _name(module):
+    return getattr(type(module), "kernel_layer_name", None)
+
+
+def _source(module) -> str:
+    """The Python module of the forward that is bound onto this very module; empty if it is its class's own."""
+    forward = vars(module).get("forward")
+    function = getattr(forward, "__func__", forward)
+    # Libraries wrap forwards too (accelerate's hooks): those are no kernels.
+    return getattr(function, "__module__", "") if hasattr(forward, "__func__") else ""
+
+
+def _layer_report(layer, source, count) -> LayerReport:
+    entry = LayerReport(layer.__name__, count, "original")
+    if not source:
+        entry.reasons.append("not kernelized")
+        return entry
+    if source.split(".")[0] != _PACKAGE.split(".")[0]:
+        entry.path = "another kernel"
+        entry.reasons.append(source)
+        return entry
+    verdicts = proof.verdicts(layer.forward)
+    admitted = [verdict.subject for verdict in verdicts if verdict and verdict.subject.formula]
+    entry.formulas = sorted({subject.formula for subject in admitted})
+    entry.proved = [f"{subject.device}, {subject.where}" for subject in admitted]
+    entry.reasons = [f"{verdict.subject.where}: {verdict.reason}" for verdict in verdicts if not verdict]
+    entry.reasons += sorted(proof._outside.get(layer.forward, ()))
+    if admitted:
+        entry.path = "kernel and original" if entry.reasons else "kernel"
+    elif proof.policy() == "off" and not entry.reasons:
+        entry.path = "kernel"
+        entry.proved.append("nothing: LOSSLESS_PROOF=off")
+    elif not entry.reasons:
+        entry.reasons.append("no proof yet: call the model first")
+    return entry

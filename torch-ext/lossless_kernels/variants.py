@@ -1,0 +1,65 @@
+"""The RMSNorms that transformers' models write: one kernel family computes them all, and a class is recognised as one.
+
+With `h = hidden_states.to(float32)` and `n = h * rsqrt(mean(h**2, -1) + eps)` they differ in where the weight comes in and
+where the result is rounded. Fresh weights are all 1 and hide the difference.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+
+def eager_rstd(h: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rsqrt(mean(h**2, -1) + eps)`, `[..., 1]`."""
+    return torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to write RMSNorm.
+
+    Args:
+        name: unique; the registered operators take it.
+        formula: as reports show it.
+        scale: how the kernels' constant SCALE names the place of the weight.
+        keeps_fp32: the output is fp32 whatever the activations are.
+    """
+
+    name: str
+    formula: str
+    scale: str
+    keeps_fp32: bool = False
+
+    def eager(self, hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float) -> torch.Tensor:
+        """The formula in torch operations, one rounding each."""
+        h = hidden_states.to(torch.float32)
+        normalized = h * eager_rstd(h, eps)
+        if self.scale == "after_cast":
+            return weight * normalized.to(hidden_states.dtype)
+        if self.scale != "none":
+            normalized = normalized * self.factor(weight)
+        return normalized if self.keeps_fp32 else normalized.to(hidden_states.dtype)
+
+    def factor(self, weight: torch.Tensor) -> torch.Tensor:
+        """What the normalised fp32 values are multiplied by."""
+        return 1.0 + weight.to(torch.float32) if self.scale == "one_plus" else weight
+
+    def output_dtype(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
+        if self.scale == "after_cast":
+            return torch.promote_types(weight_dtype, dtype)
+        return torch.float32 if self.keeps_fp32 else dtype
+
+    def incoming(self, dy: torch.Tensor) -> torch.Tensor:
+        """The gradient of the product with the weight, from that of the output: a cast at the end passes fp32 back."""
+        return dy if self.scale == "after_cast" else dy.to(torch.float32)
+
+
+LLAMA = Variant("llama", "weight * n.to(dtype)", "after_cast")
+FP32_PRODUCT = Variant("fp32_product", "(weight * n).to(dtype)", "fp32")
+ONE_PLUS_WEIGHT = Variant("one_plus_weight", "((1 + weight) * n).to(dtype)", "one_plus")
+FP32_OUTPUT = Variant("fp32_output", "weight.float() * n", "fp32", keeps_fp32=True)
+UNWEIGHTED = Variant("unweighted", "n.to(dtype)", "none")
+
+WEIGHTED = (LLAMA, FP32_PRODUCT, ONE_PLUS_WEIGHT, FP32_OUTPUT)
+BY_NAME = {variant.name: variant for variant in (*WEIGHTED, UNWEIGHTED)}
