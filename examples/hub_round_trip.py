@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 REPO_ID = "lossless-kernels/lossless-kernels"
-STEPS = 6
+STEPS = 5
 
 
 class StepError(Exception):
@@ -61,21 +61,22 @@ def round_trip(build, device, scratch, progress):
     (project / "pyproject.toml").write_text(f'[tool.kernels.dependencies]\n"{REPO_ID}" = 1\n')
     lockfile = project / "kernels.lock"
     llama = [python, ROOT / "examples/kernelize_from_hub.py", REPO_ID, *(["--device", device] if device else [])]
+    both = ["--version", 1, "--lockfile", lockfile]
     kernels = [python, "-c", "from kernels.cli import main; main()"]
     with local_hub.serve(scratch / "hub", trusted=[REPO_ID.split("/")[0]]) as hub:
         # Settings and caches of this machine would change what a step shows.
         ours = ("KERNELS_CACHE", "LOCAL_KERNELS", "HF_HUB_CACHE", "TRITON_INTERPRET", "LOSSLESS_PROOF")
         environment = {key: value for key, value in local_hub.environment(hub).items() if key not in ours}
-        steps = Steps({**environment, "HF_HOME": str(scratch / "empty")}, progress)
+        steps = Steps({**environment, "HF_HOME": str(scratch / "home")}, progress)
         steps.run(
             "publish version 1",
             # What is shown is the build as it lies here, committed or not.
             [python, scripts / "publish.py", "--build", build, "--repo-id", REPO_ID, "--allow-dirty"],
             lambda output: f"commit {re.search('v1.*commit ([0-9a-f]{7})', output)[1]}",
         )
-        steps.run("empty cache: get_kernel, kernelize a Llama", [*llama, "--version", 1], describe)
         steps.run("kernels lock", [*kernels, "lock", project], lambda _: f"commit {locked_commit(lockfile)[:7]}")
-        steps.run("get_locked_kernel, LockedLayerRepository", [*llama, "--lockfile", lockfile], describe)
+        empty = {"HF_HOME": str(scratch / "empty")}
+        steps.run("empty cache: by version, by lockfile", [*llama, *both], describe, **empty)
         cache = scratch / "vendored"
         steps.run(
             "vendor it whole",
@@ -85,9 +86,7 @@ def round_trip(build, device, scratch, progress):
         online = len(hub.requests)
     # The Hub is gone.
     offline = {"HF_HUB_OFFLINE": "1", "KERNELS_CACHE": str(cache), "HF_HOME": str(scratch / "other")}
-    steps.run(
-        "Hub stopped: the same, and load_kernel", [*llama, "--version", 1, "--lockfile", lockfile], describe, **offline
-    )
+    steps.run("Hub stopped: by version, by lockfile", [*llama, *both], describe, **offline)
     return steps.rows, online
 
 

@@ -74,10 +74,9 @@ def test_round_trip(tmp_path):
     done = run([sys.executable, "examples/hub_round_trip.py", "--build", tmp_path / "build", "--json"], ROOT)
     assert done.returncode == 0, done.stderr
     results = [row["result"] for row in json.loads(done.stdout)["steps"]]
-    assert results[0] == results[2]
-    replaced = "7 of 7 layers replaced, logits bit-equal"
-    assert results[1] == results[3] == replaced
-    assert results[4:] == ["3 variants, verified", f"7 of 7 and {replaced}"]
+    assert results[0] == results[1]
+    replaced = "7 of 7 and 7 of 7 layers replaced, logits bit-equal"
+    assert results[2:] == [replaced, "3 variants, verified", replaced]
 
 
 COMMANDS = """
@@ -170,8 +169,6 @@ def test_every_entry_point_without_a_network(hub, lockfile, tmp_path):
     (tmp_path / "entry_points.py").write_text(ENTRY_POINTS)
     load = f"{sys.executable} {tmp_path}/entry_points.py {REPO_ID} {lockfile} {locked}"
     environment = {"KERNELS_CACHE": cache, "HF_HOME": tmp_path / "home"}
-    done = run(isolated(f"{load}"), tmp_path, **environment)
-    assert "Version 1" in done.stderr and "not available in the local cache" in done.stderr
     fetch(hub, cache)
     read_only = (f"mount --bind {cache} {cache}", f"mount -o remount,bind,ro {cache}")
     done = run(isolated(*read_only, f"touch {cache}/x 2> /dev/null && exit 9", load), tmp_path, **environment)
@@ -213,10 +210,10 @@ x, weight = torch.randn(3, 64), torch.rand(64)
 for kernel in (*kernels, here, there):
     assert_bits_equal(kernel.silu(x), first.silu(x))
     assert_bits_equal(kernel.rms_norm(x, weight, 1e-6), first.rms_norm(x, weight, 1e-6))
-    # What torch.compile calls.
-    ops = getattr(torch.ops, kernel.__name__)
-    assert_bits_equal(ops.silu(x), first.silu(x))
-    assert_bits_equal(ops.rms_norm(x, weight, 1e-6), first.rms_norm(x, weight, 1e-6))
+# What torch.compile calls: each version has operators of its own, and all of them.
+registered = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+first_ops, second_ops = ({op for space, op in registered if space == kernel.__name__} for kernel in kernels)
+assert first_ops == second_ops and len(first_ops) > 1
 model = llama(1)
 with only(there.kernel_mapping(devices=("cpu",))):
     kernelize(model, mode=Mode.INFERENCE)
@@ -231,7 +228,7 @@ def test_two_versions_and_one_twice_in_a_process(hub, published, interpreted, tm
     project = published.copy_project(tmp_path / "project")
     for name, old, new in (
         ("build.toml", "version = 1", "version = 2"),
-        (f"{PACKAGE}/__init__.py", "\n__all__ = [", '\nadded_in_version_2 = True\n__all__ = ["added_in_version_2", '),
+        (f"{PACKAGE}/__init__.py", "\n__all__ = [", '\nadded_in_version_2 = True\n\n__all__ = ["added_in_version_2", '),
     ):
         text = (project / name).read_text()
         assert old in text
@@ -532,6 +529,7 @@ def test_a_commit_that_is_not_the_locked_one(hub, cache, lockfile, tmp_path):
 
 
 def test_what_is_enough_online_and_what_python_left_are_notes(hub, cache):
+    count = len(contents(variant_in(cache, "rocm")))
     shutil.rmtree(variant_in(cache, "rocm"))
     bytecode = variant_in(cache) / "__pycache__/layers.cpython-311.pyc"
     bytecode.parent.mkdir()
@@ -539,7 +537,7 @@ def test_what_is_enough_online_and_what_python_left_are_notes(hub, cache):
     findings = check([REPO_ID], cache, None, False)
     assert not bad(findings)
     notes = " ".join(note for finding in findings for note in finding.notes)
-    assert "18 files are not here" in notes and "1 files of bytecode" in notes
+    assert f"{count} files are not here" in notes and "1 files of bytecode" in notes
 
 
 def test_verify_as_a_command(published, cache):
