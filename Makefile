@@ -33,7 +33,7 @@ test: lint build ## everything that needs no GPU
 test-gpu: build ## everything that needs a GPU
 	$(PY) -m pytest -m "gpu or gpu2"
 
-demo: build ## kernelize a Llama and compare: make demo ARGS="--help"; then publish to a local Hub and use it from there
+demo: build ## kernelize a Llama and compare, then from a local Hub: make demo ARGS="--help"
 	$(PY) examples/kernelize_llama.py $(ARGS)
 	$(PY) examples/hub_round_trip.py
 
@@ -43,7 +43,7 @@ publish: build ## send build/ and the card to the Hub: make publish ARGS="--dry-
 verify: $(READY) ## check digests: make verify ARGS="ORG/NAME"; of build/ if nothing is named
 	$(PY) scripts/verify.py $(ARGS)
 
-hub: $(READY) ## serve a Hub on this machine for trying out a release: make hub ARGS="--root hub --trust ORG"
+hub: $(READY) ## serve a Hub on this machine for trying out a release: make hub ARGS="--root DIR --trust ORG"
 	$(PY) scripts/local_hub.py $(ARGS)
 
 bench: build ## time the kernels beside every installed peer, on a GPU: make bench ARGS="--help"

@@ -265,7 +265,7 @@ def check_compatible(api: HfApi, project: Project, head: str, build: Path) -> No
 
 def public_interface(package: Path) -> griffe.Object:
     """What `__all__` of a package names, read from its source."""
-    interface = griffe.load(package.name, search_paths=[package.parent], allow_inspection=False)
+    interface = griffe.load(package.name, search_paths=[package.parent], allow_inspection=False, resolve_aliases=True)
     for name in set(interface.members) - set(interface.exports or ()):
         del interface.members[name]
     return interface

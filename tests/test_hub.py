@@ -5,7 +5,6 @@ The Hub is scripts/local_hub.py; `kernels`, `huggingface_hub` and transformers a
 
 import functools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -401,8 +400,8 @@ def test_vendor_refuses(hub, tmp_path, arguments, environment, message):
 
 
 def test_vendor_into_a_read_only_folder(hub, cache, tmp_path):
-    if os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("root may write anywhere, and this machine lets no process mount a read-only folder")
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets no process mount a folder read-only")
     before = contents(cache)
     steps = (
         f"mount --bind {cache} {cache} && mount -o remount,bind,ro {cache} && "
