@@ -63,6 +63,7 @@ class Repositories:
 
     def __init__(self, root: Path):
         self.root = root
+        self._opened: dict[Path, Repo] = {}
 
     def create(self, organisation: str, name: str) -> None:
         path = self._path(organisation, name)
@@ -80,7 +81,9 @@ class Repositories:
         path = self._path(organisation, name)
         if path is None or not path.is_dir():
             raise HubError(404, "Repository not found", "RepoNotFound")
-        return Repo(str(path))
+        if path not in self._opened:
+            self._opened[path] = Repo(str(path))
+        return self._opened[path]
 
     def _path(self, organisation: str, name: str) -> Optional[Path]:
         if _NAME.fullmatch(organisation) and _NAME.fullmatch(name) and not name.endswith(".git"):

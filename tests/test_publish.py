@@ -62,22 +62,19 @@ def project(published, tmp_path):
 # What is sent
 
 
-def test_as_a_user_runs_it(published, project, empty, tmp_path):
-    """The command from beginning to end: a dry run, the first time, once more."""
+def test_a_dry_run_the_first_time_and_once_more(project, empty, tmp_path):
     (project / "benchmarks").mkdir()
     (project / "benchmarks/benchmark_norm.py").write_text("# times\n")
     (project / "benchmarks/notes.md").write_text("not for the Hub\n")
     commit(project)
-    script(project, "build_kernel")
-    environment = {**local_hub.environment(empty)}
+    release = release_of(project)
 
-    plan, card = upload(empty, release_of(project), dry_run=True)
+    plan, card = upload(empty, release, dry_run=True)
     assert "v1 (new)" in plan and "+ build/torch-cuda/layers.py" in plan and "+ README.md" in card
     assert publish.remote_branches(client(empty), REPO_ID) is None
 
-    first = script(project, "publish", **environment)
-    assert (first.returncode, first.stderr) == (0, "")
-    assert heads(empty)["v1"] in first.stdout
+    plan, card = upload(empty, release)
+    assert plan.endswith(f"commit {heads(empty)['v1']}") and card.endswith(f"commit {heads(empty)['main']}")
     expected = {f"build/{name}": content for name, content in contents(project / "build").items()}
     expected["benchmarks/benchmark_norm.py"] = b"# times\n"
     assert files_on(empty, "v1", tmp_path) == expected
@@ -88,7 +85,7 @@ def test_as_a_user_runs_it(published, project, empty, tmp_path):
     assert log.splitlines()[0] == f"lossless-kernels v1, built from {git(project, 'rev-parse', 'HEAD')}"
 
     before, requests = heads(empty), len(empty.requests)
-    assert ["nothing to do" in line for line in upload(empty, release_of(project))] == [True, True]
+    assert ["nothing to do" in line for line in upload(empty, release)] == [True, True]
     assert heads(empty) == before
     assert not [request for request in empty.requests[requests:] if request.startswith("POST")]
 
@@ -286,8 +283,18 @@ def test_kernel_repositories_may_not_be_created(published, empty):
     assert publish.remote_branches(client(empty), REPO_ID) is None
 
 
-@pytest.mark.parametrize("what", [500, 404, "reset", "truncate"])
-@pytest.mark.parametrize("where", ["branch/v1", "commit/v1", "commit/main"])
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("branch/v1", 500),
+        ("branch/v1", "reset"),
+        ("commit/v1", 500),
+        ("commit/v1", 404),
+        ("commit/v1", "reset"),
+        ("commit/v1", "truncate"),
+        ("commit/main", 500),
+    ],
+)
 def test_a_failing_request_loses_nothing(published, empty, where, what):
     empty.faults.append(local_hub.Fault(f"POST .*{where}", what, times=1))
     with pytest.raises((httpx2.HTTPError, publish.CommandError)) as caught:
