@@ -66,7 +66,8 @@ def test_recipes(kernel, seed, monkeypatch, make, layer_name, formula):
     problems = outcome.inference_problem + outcome.training_problem
     assert "bits differ" not in problems
     if DEVICE == "cuda":
-        assert outcome.formula == formula and (not problems or not formula), problems
+        # torch.nn.GELU is one function for both its values of `approximate`.
+        assert formula in outcome.formula.split("; ") and (not problems or not formula), problems
 
 
 def test_every_class_is_recognised_by_its_formula(kernel, found):
