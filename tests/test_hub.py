@@ -159,7 +159,7 @@ def isolated(*steps):
 
 
 def test_every_entry_point_without_a_network(hub, lockfile, tmp_path):
-    """From a read-only cache that held, before it was vendored, the one variant that `get_kernel` fetches."""
+    """After the README's `hf download`, from a read-only cache that held the one variant that `get_kernel` fetches."""
     cache = tmp_path / "cache"
     locked = json.loads(lockfile.read_text())[0]["lock"]["commit"]
     client(hub).snapshot_download(
@@ -167,8 +167,10 @@ def test_every_entry_point_without_a_network(hub, lockfile, tmp_path):
     )
     (tmp_path / "entry_points.py").write_text(ENTRY_POINTS)
     load = f"{sys.executable} {tmp_path}/entry_points.py {REPO_ID} {lockfile} {locked}"
-    environment = {"KERNELS_CACHE": cache, "HF_HOME": tmp_path / "home"}
-    fetch(hub, cache)
+    environment = {"HF_HUB_CACHE": cache, "HF_HOME": tmp_path / "home"}
+    arguments = ["download", REPO_ID, "--repo-type", "kernel", "--revision", "v1"]
+    hf = [sys.executable, "-m", "huggingface_hub.cli.hf", *arguments]
+    assert run(hf, tmp_path, **local_hub.environment(hub), **environment).returncode == 0
     read_only = (f"mount --bind {cache} {cache}", f"mount -o remount,bind,ro {cache}")
     done = run(isolated(*read_only, f"touch {cache}/x 2> /dev/null && exit 9", load), tmp_path, **environment)
     assert done.returncode == 0, done.stderr
