@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu demo bench lint clean
+.PHONY: help setup build test test-gpu demo bench publish verify hub lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,8 +33,18 @@ test: lint build ## everything that needs no GPU
 test-gpu: build ## everything that needs a GPU
 	$(PY) -m pytest -m "gpu or gpu2"
 
-demo: build ## kernelize a Llama and compare: make demo ARGS="--help"
+demo: build ## kernelize a Llama and compare, then from a local Hub: make demo ARGS="--help"
 	$(PY) examples/kernelize_llama.py $(ARGS)
+	$(PY) examples/hub_round_trip.py
+
+publish: build ## send build/ and the card to the Hub: make publish ARGS="--dry-run"
+	$(PY) scripts/publish.py $(ARGS)
+
+verify: $(READY) ## check digests: make verify ARGS="ORG/NAME"; of build/ if nothing is named
+	$(PY) scripts/verify.py $(ARGS)
+
+hub: $(READY) ## serve a Hub on this machine for trying out a release: make hub ARGS="--root DIR --trust ORG"
+	$(PY) scripts/local_hub.py $(ARGS)
 
 bench: build ## time the kernels beside every installed peer, on a GPU: make bench ARGS="--help"
 	$(PY) benchmarks/peers.py $(ARGS)

@@ -8,12 +8,15 @@ The same commit gives the same bytes, anywhere.
 
 import argparse
 import ast
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 try:
@@ -84,7 +87,7 @@ def main() -> int:
     return 0
 
 
-def build(root: Path, output: Path, backends: str | None, unique_id: str | None) -> None:
+def build(root: Path, output: Path, backends: str | None, unique_id: str | None, quiet: bool = False) -> None:
     rust = kernels_rust()
     rust.Build.open(root)
     config = tomllib.loads((root / "build.toml").read_text(encoding="utf-8"))
@@ -111,10 +114,13 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None)
             for path, content in {**files, "_ops.py": OPS_PY.format(name=name).encode()}.items():
                 write(variant / path, content)
             write_metadata(rust, variant, name, backend, general, noarch)
-        if output.exists():
-            output.rename(Path(scratch, "old"))
-        new.rename(output)
+        with locked(output.parent):
+            if output.exists():
+                output.rename(Path(scratch, "old"))
+            new.rename(output)
 
+    if quiet:
+        return
     count = len(files) + len(GENERATED)
     print(f"{general['name']} v{general['version']}, id {unique_id}, {count} files for each backend:")
     for backend in chosen:
@@ -250,6 +256,17 @@ def check_replaceable(output: Path) -> None:
     for entry in output.iterdir():
         if not (entry.name.startswith(".") or (entry / "metadata.json").is_file()):
             raise BuildError(f"{output}: not replaced, {entry.name} in it is no variant of a kernel")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Of several builds into one folder only one at a time puts its result in place. Leaves no file behind."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write(path: Path, content: bytes) -> None:

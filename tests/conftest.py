@@ -15,6 +15,9 @@ if not torch.cuda.is_available():
     # does not do.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# The tests' Hub is on this machine, whatever the shell says about the real one, and no proxy leads to it.
+os.environ.update(HF_HUB_OFFLINE="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+
 from bits import fresh_seed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,3 +83,11 @@ def run_python():
 def interpreted():
     """`run_python` with the kernels in Triton's interpreter, on CPU tensors."""
     return functools.partial(_run_python, TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """A `hub.Published`: the project as it lies here, committed, built and published as version 1. Nobody changes it."""
+    from hub import Published
+
+    return Published(tmp_path_factory.mktemp("published"))

@@ -1,7 +1,6 @@
 """`scripts/build_kernel.py`, run as a user runs it, on copies of the project that are git repositories of their own."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -9,38 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from projects import PACKAGE, ROOT, commit, contents, export, git, run, script
 
 _rust = pytest.importorskip("kernels._rust", reason="building needs kernels 0.17 or newer")
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "torch-ext/lossless_kernels"
-
-
-def run(command, folder):
-    # A git hook that runs the tests sets variables that point git at the real repository, and there may be another
-    # one above the temporary folder.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    environment.update(
-        GIT_CEILING_DIRECTORIES=str(folder.parent),
-        GIT_CONFIG_GLOBAL=os.devnull,
-        GIT_CONFIG_NOSYSTEM="1",
-        HF_HUB_OFFLINE="1",
-    )
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def git(project, *arguments):
-    done = run(["git", "-c", "user.name=test", "-c", "user.email=test@localhost", *arguments], project)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
 
 def build(project, *arguments):
-    return run([sys.executable, "scripts/build_kernel.py", *arguments], project)
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return script(project, "build_kernel", *arguments)
 
 
 def built_id(project):
@@ -51,20 +25,13 @@ def built_id(project):
 @pytest.fixture
 def exported(tmp_path):
     """The project without history."""
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "torch-ext", project / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "_ops.py"))
-    for name in ("build.toml", ".gitignore", "scripts/build_kernel.py"):
-        (project / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, project / name)
-    (project / "kernels_src").symlink_to(f"{PACKAGE}/kernels_src")
-    return project
+    return export(tmp_path / "project")
 
 
 @pytest.fixture
 def project(exported):
     git(exported, "init", "--quiet")
-    git(exported, "add", ".")
-    git(exported, "commit", "--quiet", "--message", "all")
+    commit(exported)
     return exported
 
 
@@ -286,3 +253,42 @@ def test_output_must_not_hold_anything_else(project, tmp_path):
     (precious / "thesis.tex").write_text("years of work")
     assert_fails_in_one_line(project, "--output", str(precious), match="thesis.tex")
     assert contents(precious) == {"thesis.tex": b"years of work"}
+
+
+def test_two_builds_at_once(project):
+    """Each puts a whole build in place, one after the other."""
+    ids = ("one", "two", "three")
+    command = [sys.executable, "scripts/build_kernel.py", "--unique-id"]
+    running = [subprocess.Popen([*command, name], cwd=project, stdout=subprocess.DEVNULL) for name in ids]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert built_id(project) in ids
+    for variant in (project / "build").iterdir():
+        digest = _rust.Metadata.read_from_file(variant / "metadata.json").digest
+        digest.validate(_rust.Digest.hash_variant(_rust.DigestAlgorithm.SHA256, variant))
+    assert not list(project.glob(".build-*"))
+
+
+def test_disk_full(project, tmp_path):
+    """On a file system too small for a second build the first one stays."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = f"mount -t tmpfs -o size=1m none {small}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode:
+        pytest.skip("this machine lets no process mount a file system of its own")
+    steps = f"""
+        {mounted}
+        {sys.executable} scripts/build_kernel.py --output {small}/build --unique-id first || exit 9
+        find {small} -type f -exec sha256sum {{}} + | sort > before
+        dd if=/dev/zero of={small}/full bs=1k 2> /dev/null
+        {sys.executable} scripts/build_kernel.py --output {small}/build
+        echo status $?
+        rm {small}/full
+        find {small} -type f -exec sha256sum {{}} + | sort > after
+        ls -A {small}
+        cmp before after && echo unchanged
+    """
+    done = run(["unshare", "-rm", "sh", "-c", steps], project)
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("build_kernel: error: ")
+    assert "No space left on device" in done.stderr
+    assert done.stdout.splitlines()[-3:] == ["status 1", "build", "unchanged"], done.stdout
