@@ -353,8 +353,8 @@ def test_kernels_benchmark_finds_the_classes_and_demands_bits(build, run_python)
     root = Path(sys.argv[1])
     scripts = cli.discover_benchmark_scripts(".", root)
     print([script.name for script in scripts])
-    for script in scripts:
-        (found,) = cli.discover_benchmark_classes(script, root)
+    (script,) = scripts
+    for found in cli.discover_benchmark_classes(script, root):
         results, _ = cli.run_benchmark_class(
             found, iterations=1, warmup=1, repo_id=sys.argv[2], is_local=True, revision="local"
         )
@@ -370,11 +370,11 @@ def test_kernels_benchmark_finds_the_classes_and_demands_bits(build, run_python)
     """
     done = run_python(code, arguments=(ROOT, build))
     lines = done.stdout.splitlines()
-    assert lines[0] == "['benchmark_activation.py', 'benchmark_rms_norm.py']"
-    assert lines[1] == "SiLU {'inference': True, 'training': True}"
-    assert lines[2] == "SiLU: 28672 of 28672 elements differ from eager's"
-    assert lines[3].startswith("RMSNorm {") and "False" not in lines[3] and "None" not in lines[3]
-    assert lines[4] == "RMSNorm: 8192 of 8192 elements differ from eager's"
+    assert lines[0] == "['benchmark_layers.py']"
+    assert lines[1].startswith("RMSNorm {") and "False" not in lines[1] and "None" not in lines[1]
+    assert lines[2] == "RMSNorm: 8192 of 8192 elements differ from eager's"
+    assert lines[3] == "SiLU {'inference': True, 'training': True}"
+    assert lines[4] == "SiLU: 28672 of 28672 elements differ from eager's"
 
 
 # On a GPU
