@@ -4,8 +4,10 @@ import functools
 from typing import Optional
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import proof, rms_norm
+from .domain import are_plain, runs_kernels
 from .variants import FP32_OUTPUT, LLAMA, Variant
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
@@ -30,38 +32,37 @@ def replacement(
     activation: str,
     owner: type,
 ) -> Optional[torch.Tensor]:
-    """What `owner.forward` returns; None where the caller must compute it itself."""
-    if not isinstance(gate, torch.Tensor) or activation not in _ACTIVATIONS:
+    """What `owner.forward` returns; None where the caller must compute it itself.
+
+    Which is everywhere under torch.compile: Inductor has an arithmetic of its own for the gate.
+    """
+    if is_dynamo_compiling() or not isinstance(gate, torch.Tensor) or activation not in _ACTIVATIONS:
+        return None
+    if not are_plain(hidden_states, gate) or not runs_kernels(hidden_states.device):
         return None
     dtypes = (hidden_states.dtype, gate.dtype, weight.dtype)
-    name = _variant(owner, activation, dtypes, hidden_states.device.type, hidden_states.device.index)
-    if name is None:
+    variant = _variant(owner, activation, dtypes, hidden_states.device)
+    if variant is None:
         return None
-    variant = rms_norm.BY_NAME[name]
     # The norm's own proof compares it with the variant's formula, which was just found to be the owner's.
     scaled = rms_norm.replacement(hidden_states, weight, eps, rms_norm.EAGER[variant])
     return None if scaled is None else _times_gate(scaled, activation, gate, hidden_states.dtype)
 
 
-@torch.compiler.assume_constant_result
-def _variant(owner, activation, dtypes, device_type, device_index) -> Optional[str]:
-    """The name of the variant whose gated formula has the bits of `owner.forward`, and its gradients."""
-    device = torch.device(device_type, device_index)
+def _variant(owner, activation, dtypes, device) -> Optional[Variant]:
+    """The variant whose gated formula has the bits of `owner.forward`, and its gradients."""
     key = ("formula of gated rms_norm", owner.forward, activation, dtypes, device)
     verdict = proof.recognized(key)
     if verdict is not None:
-        return verdict.chosen.name if verdict else None
+        return verdict.chosen
     where = f"activations {dtypes[0]}, gate {dtypes[1]}, weight {dtypes[2]}, {activation}"
-    subject = proof.Subject(owner.forward, device, where)
-    variant = proof.recognize(
-        key,
-        subject,
-        {variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS},
-    )
-    if variant is None:
-        return None
-    proof.relies(owner.forward, rms_norm.EAGER[variant].forward)
-    return variant.name
+    candidates = {
+        variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
+    }
+    variant = proof.recognize(key, proof.Subject(owner.forward, device, where), candidates)
+    if variant is not None:
+        proof.relies(owner.forward, rms_norm.EAGER[variant].forward)
+    return variant
 
 
 def _formulas(owner, variant, activation, dtypes, device):
