@@ -28,7 +28,7 @@ build: $(READY) ## build/torch-{cuda,rocm,cpu}, what the Hub ships
 	$(PY) scripts/build_kernel.py
 
 test: lint build ## everything that needs no GPU
-	$(PY) -m pytest -m "not gpu and not gpu2"
+	$(PY) -m pytest -n 2 --dist worksteal -m "not gpu and not gpu2"
 
 test-gpu: build ## everything that needs a GPU
 	$(PY) -m pytest -m "gpu or gpu2"

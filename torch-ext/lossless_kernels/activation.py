@@ -469,9 +469,10 @@ def _comparisons(subject, activation, dtype, unit, device):
     padded = torch.zeros(rows, columns + unit, dtype=dtype, device=device)
     x = padded[:, :columns]
     x.copy_(_all_inputs(dtype, device).view(rows, columns))
+    expected = _original(subject)(x)
     out = torch.full((rows, columns), math.nan, dtype=dtype, device=device)
     _forward(activation, dtype, rows, columns, columns + unit, device)(x, out)
-    yield "the output", out, _original(subject)(x)
+    yield "the output", out, expected
 
 
 def _gradient_comparisons(subject, activation, dtype, unit, device):
