@@ -10,6 +10,7 @@ import math
 import random
 import threading
 import warnings
+from types import MethodType
 
 import aten_model
 import pytest
@@ -695,6 +696,95 @@ def test_without_proof_the_formula_runs(kernel, module, monkeypatch):
             assert_same(kernel.rms_norm(x, weight, 1e-5), eager_rms_norm(x, weight))
     assert len(warned) == INTERPRETED
     assert all("the fp32 rstd differ" in str(warning.message) for warning in warned)
+
+
+class Shifted(torch.nn.Module):
+    """Gemma's shape: the forward calls a method of the class."""
+
+    def __init__(self, shift=None):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.rand(64) - 0.5), 1e-5
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class Doubled(Shifted):
+    def _norm(self, x):
+        return 2.0 * super()._norm(x)
+
+
+class Scaled(Shifted):
+    def _norm(self, x):
+        return 3.0 * x
+
+
+class Configured(Shifted):
+    double = False
+
+    def forward(self, x):
+        return Shifted.forward(self, x) * (2.0 if self.double else 1.0)
+
+
+class InTraining(Shifted):
+    def forward(self, x):
+        return Shifted.forward(self, x) * (2.0 if self.training else 1.0)
+
+
+@pytest.mark.parametrize("first, second", [(Shifted, Scaled), (Scaled, Shifted), (Shifted, Doubled)])
+def test_a_verdict_is_about_the_methods_too(kernel, module, proof_off, first, second):
+    """Classes that share a forward but not what it calls."""
+    x = torch.randn(3, 64)
+    for layer_class in (first, second):
+        layer = layer_class()
+        found = kernel.layers.RMSNormZeroCentered.forward
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            expected = layer(x)
+            ours = MethodType(found, layer)(x)
+        if layer_class is Shifted:
+            # CPU eager adds in another order than the kernel.
+            torch.testing.assert_close(ours, expected)
+        else:
+            assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("layer_class", [Configured, InTraining])
+def test_what_a_stand_in_cannot_show_is_left_alone(kernel, proof_off, layer_class):
+    x, layer = torch.randn(3, 64), layer_class()
+    layer.double = True
+    for training in (True, False):
+        layer.train(training)
+        with torch.no_grad():
+            assert_same(MethodType(kernel.layers.RMSNormZeroCentered.forward, layer)(x), layer_class.forward(layer, x))
+
+
+def test_layers_go_where_the_original_goes(kernel, proof_off):
+    """Attributes that are missing or None, and tensors made in inference mode."""
+    llama, centered, gated = (
+        getattr(kernel.layers, name).forward for name in ("LlamaRMSNorm", "RMSNormZeroCentered", "RMSNormGated")
+    )
+    x = torch.randn(3, 64)
+    plain, native = torch.nn.Identity(), torch.nn.RMSNorm(64)
+    for forward in (llama, centered):
+        assert_same(MethodType(forward, plain)(x), x)
+        assert_same(MethodType(forward, native)(x), native(x))
+
+    class Ungated(torch.nn.Module):
+        def forward(self, hidden_states, gate=None):
+            return hidden_states
+
+    assert MethodType(gated, Ungated())(x) is x
+    with torch.inference_mode():
+        made = torch.randn(3, 64)
+    layer = Shifted()
+    layer(made).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    MethodType(centered, layer)(made).sum().backward()
+    assert_same(layer.weight.grad, expected)
 
 
 # Tables and launches

@@ -79,6 +79,8 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
         for layer_name, layer_class in found
         if layer_name in ("RMSNorm", "RMSNormZeroCentered")
     }
+    proof = importlib.import_module(f"{kernel.__name__}.proof")
+    assert all(proof.code(layer_class) for layer_name, layer_class in found if "RMSNorm" in layer_name)
     assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
     assert names["GptOssRMSNorm"] == names["Olmo2RMSNorm"] == "fp32_product"
     assert names["Qwen3_5RMSNorm"] == "one_plus_weight"

@@ -190,7 +190,9 @@ def _new_gelu(module, input):
 
 
 def _new_gelu_gradients(dy, x):
-    tanh = torch.tanh(_SQRT_2_PI * (x + 0.044715 * torch.pow(x, 3.0)))
+    # The forward pass was outside of autocast, or no kernel would have run; the backward pass need not be.
+    with torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False):
+        tanh = torch.tanh(_SQRT_2_PI * (x + 0.044715 * torch.pow(x, 3.0)))
     d_half, d_tanh = dy * (1.0 + tanh), dy * (0.5 * x)
     d_inner = torch.ops.aten.tanh_backward(d_tanh, tanh) * _SQRT_2_PI
     return d_inner, (d_inner * 0.044715) * (3.0 * x.pow(2.0)), d_half * 0.5
@@ -369,7 +371,7 @@ def _outside(x) -> Optional[str]:
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
         return f"input {x.dtype} on {x.device}"
     if x.numel() and not is_dense(x.shape, x.stride()) and rows_in_memory(x.shape, x.stride()) is None:
-        return f"input of shape {tuple(x.shape)} and strides {x.stride()}"
+        return "an input that is neither dense nor made of equally spaced rows"
     return None
 
 

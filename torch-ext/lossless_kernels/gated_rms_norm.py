@@ -38,7 +38,9 @@ def replacement(
     """
     if is_dynamo_compiling() or not isinstance(gate, torch.Tensor) or activation not in _ACTIVATIONS:
         return None
-    if not are_plain(hidden_states, gate) or not runs_kernels(hidden_states.device):
+    if not isinstance(weight, torch.Tensor) or not are_plain(hidden_states, gate):
+        return None
+    if not runs_kernels(hidden_states.device) or proof.code(owner) is None:
         return None
     dtypes = (hidden_states.dtype, gate.dtype, weight.dtype)
     variant = _variant(owner, activation, dtypes, hidden_states.device)
@@ -51,7 +53,7 @@ def replacement(
 
 def _variant(owner, activation, dtypes, device) -> Optional[Variant]:
     """The variant whose gated formula has the bits of `owner.forward`, and its gradients."""
-    key = ("formula of gated rms_norm", owner.forward, activation, dtypes, device)
+    key = ("formula of gated rms_norm", proof.code(owner), activation, dtypes, device)
     verdict = proof.recognized(key)
     if verdict is not None:
         return verdict.chosen

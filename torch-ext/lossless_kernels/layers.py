@@ -37,8 +37,12 @@ class LlamaRMSNorm(nn.Module):
         # `self.weight` costs 0.2 us: nn.Module looks for parameters last.
         weight = self._parameters.get("weight")
         if weight is None:
-            weight = self.weight
-        out = rms_norm_replacement(hidden_states, weight, self.variance_epsilon, owner)
+            weight = getattr(self, "weight", None)
+        try:
+            eps = self.variance_epsilon
+        except AttributeError:
+            eps = None
+        out = rms_norm_replacement(hidden_states, weight, eps, owner)
         if out is not None:
             return out
         # Somebody may have made a module of this class itself.
@@ -57,7 +61,7 @@ class RMSNormZeroCentered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         owner = type(self)
-        out = rms_norm_replacement(x, getattr(self, "weight", None), self.eps, owner)
+        out = rms_norm_replacement(x, getattr(self, "weight", None), getattr(self, "eps", None), owner)
         if out is not None:
             return out
         if isinstance(self, RMSNormZeroCentered):
@@ -77,12 +81,11 @@ class RMSNormGated(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, gate: Optional[torch.Tensor] = None) -> torch.Tensor:
         owner = type(self)
-        out = gated_replacement(hidden_states, gate, self.weight, self.variance_epsilon, self.activation, owner)
-        if out is not None:
-            return out
         if isinstance(self, RMSNormGated):
             return gated_eager(LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon)
-        return owner.forward(self, hidden_states, gate)
+        weight, eps, activation = (getattr(self, name, None) for name in ("weight", "variance_epsilon", "activation"))
+        out = gated_replacement(hidden_states, gate, weight, eps, activation, owner)
+        return owner.forward(self, hidden_states, gate) if out is None else out
 
 
 class SiLUActivation(nn.Module):
@@ -112,7 +115,9 @@ def _gelu(self, input, activation):
     original = type(self).forward
     act = self.__dict__.get("act")
     if act is not None:
-        if type(act) in _FUNCTIONS:
+        function = getattr(act, "func", act)
+        # What a closure holds may change, and would be kept for ever.
+        if type(act) in _FUNCTIONS and not getattr(function, "__closure__", None):
             return activation_replacement(input, (original, "act", act), activation)
         proof.outside(original, f"act is {getattr(act, '__qualname__', act)}")
         return None

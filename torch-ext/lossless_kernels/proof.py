@@ -10,12 +10,15 @@ in another order than CUDA's) or `strict` (raise instead of falling back).
 """
 
 import contextlib
+import functools
+import inspect
 import os
 import threading
 import time
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Callable, Optional
 
 import torch
@@ -122,6 +125,32 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+# What a forward may read beside its arguments without a stand-in showing it.
+_UNSEEN_BY_A_STAND_IN = frozenset(("training", "getattr", "hasattr", "vars", "__dict__", "super"))
+
+
+@functools.cache
+def code(owner: type) -> Optional[tuple[Callable, ...]]:
+    """`owner.forward` and the methods of the class that it calls: what a verdict on the class is about.
+
+    By functions and not by class, since FSDP2 makes a class of its own for every one it wraps. None where a stand-in of
+    the class need not compute what its instances do: the forward asks for more than attributes every instance must have.
+    """
+    found = [owner.forward]
+    for function in found:
+        if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+            return None
+        for name in function.__code__.co_names:
+            member = inspect.getattr_static(owner, name, None)
+            if member is inspect.getattr_static(torch.nn.Module, name, None):  # `to` and `float`, of tensors as well.
+                member = None
+            if name in _UNSEEN_BY_A_STAND_IN or (member is not None and not isinstance(member, FunctionType)):
+                return None
+            if member is not None and member not in found:
+                found.append(member)
+    return tuple(found)
+
+
 Comparison = tuple[str, torch.Tensor, torch.Tensor]
 Comparisons = Callable[[], Iterable[Comparison]]
 
@@ -165,10 +194,11 @@ def relies(original: Callable, other: Callable) -> None:
     _relying.setdefault(original, set()).add(other)
 
 
-def verdicts(original: Callable) -> list[Verdict]:
-    """All verdicts on a forward function and on what it relies on."""
+def known(original: Callable) -> tuple[list[Verdict], list[str]]:
+    """The verdicts on a forward function and on what it relies on, and why it ran where no kernel could."""
     originals = {original, *_relying.get(original, ())}
-    return [verdict for verdict in list(_verdicts.values()) if verdict.subject.original in originals]
+    verdicts = [verdict for verdict in list(_verdicts.values()) if verdict.subject.original in originals]
+    return verdicts, sorted({reason for each in originals for reason in tuple(_outside.get(each, ()))})
 
 
 def outside(original: Callable, reason: str) -> None:

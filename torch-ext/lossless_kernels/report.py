@@ -20,7 +20,8 @@ class LayerReport:
     Args:
         layer: name of the class.
         count: how many modules of the model are of it.
-        path: "kernel", "kernel and original" (it depends on the call), "original" or "another kernel".
+        path: "kernel", "kernel and original" (it depends on the call), "original", "another kernel" or, under
+            `LOSSLESS_PROOF=off`, "unproved".
         formulas: what the kernels in use compute.
         proved: device, dtypes and sizes that have proved equal.
         reasons: why the original forward runs, where it does.
@@ -72,8 +73,9 @@ class ReplacementReport:
 def replacement_report(model: torch.nn.Module, verbose: bool = True) -> ReplacementReport:
     """Tells for every class of layers in `model` whether a kernel of this package runs, which, and if not, why.
 
-    Nothing is proved before the first call with tensors of a kind, so call the model before. Modules are looked at that carry
-    a layer name this package has a kernel for, or whose forward came from a kernel.
+    Nothing is proved before the first call with tensors of a kind, so call the model before. Proofs are the process's: what
+    is told of a class holds for all models in it. Modules are looked at that carry a layer name this package has a kernel
+    for, or whose forward came from a kernel.
 
     Args:
         model: the module to look through.
@@ -115,9 +117,9 @@ def _name(module):
 
 def _source(module) -> str:
     """The Python module of the forward that is bound onto this very module; empty if it is its class's own."""
-    forward = vars(module).get("forward")
+    # accelerate's hooks wrap the forward that was there.
+    forward = vars(module).get("_old_forward", vars(module).get("forward"))
     function = getattr(forward, "__func__", forward)
-    # Libraries wrap forwards too (accelerate's hooks): those are no kernels.
     return getattr(function, "__module__", "") if hasattr(forward, "__func__") else ""
 
 
@@ -130,17 +132,17 @@ def _layer_report(layer, source, count) -> LayerReport:
         entry.path = "another kernel"
         entry.reasons.append(source)
         return entry
-    verdicts = proof.verdicts(layer.forward)
+    verdicts, outside = proof.known(layer.forward)
     admitted = [verdict.subject for verdict in verdicts if verdict and verdict.subject.formula]
     entry.formulas = sorted({subject.formula for subject in admitted})
     entry.proved = [f"{subject.device}, {subject.where}" for subject in admitted]
     entry.reasons = [f"{verdict.subject.where}: {verdict.reason}" for verdict in verdicts if not verdict]
-    entry.reasons += sorted(proof._outside.get(layer.forward, ()))
+    entry.reasons += outside
     if admitted:
         entry.path = "kernel and original" if entry.reasons else "kernel"
     elif proof.policy() == "off" and not entry.reasons:
-        entry.path = "kernel"
-        entry.proved.append("nothing: LOSSLESS_PROOF=off")
+        entry.path = "unproved"
+        entry.reasons.append("nobody knows: LOSSLESS_PROOF=off")
     elif not entry.reasons:
-        entry.reasons.append("no proof yet: call the model first")
+        entry.reasons.append("no proof yet: no call that a kernel takes")
     return entry

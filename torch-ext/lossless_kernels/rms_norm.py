@@ -233,11 +233,16 @@ def replacement(
             and not dispatch_modes()
         ):
             return call(hidden_states, weight)
+    # Of a sharded weight that nobody gathered nothing is left: not the same as none.
     if weight is None:
         weight = hidden_states.new_empty(0)
+    elif not isinstance(weight, torch.Tensor) or weight.numel() == 0:
+        return None
     if not are_plain(hidden_states, weight):
         return None
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
+    if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
+        return None  # Autograd does not save them; eager saves what it makes of them.
     call = _call(hidden_states, weight, eps, owner, needs)
     if call is None:
         return None
@@ -255,7 +260,7 @@ def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
     """
     try:
         key = (
-            owner.forward,
+            proof.code(owner),
             needs,
             eps,
             x.dtype,
@@ -275,8 +280,15 @@ def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
     return call
 
 
-def _outside(x, weight, eps, needs) -> Optional[str]:
-    """Why no kernel takes these tensors, None if one may."""
+_SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
+
+
+def _outside(x, weight, eps, owner, needs) -> Optional[str]:
+    """Why no kernel takes these tensors or this class, None if one may."""
+    if owner.forward.__module__ == f"{__package__}.layers":
+        return "a layer of this package used by itself"
+    if proof.code(owner) is None:
+        return "the forward reads more of its layer than weight and eps"
     if x.dim() == 0 or x.numel() == 0:
         return "there are no rows"
     if not runs_kernels(x.device) or weight.device != x.device:
@@ -287,16 +299,16 @@ def _outside(x, weight, eps, needs) -> Optional[str]:
     if not in_domain(x.dtype, weight.dtype, hidden_size):
         return f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}"
     if weight.numel() and (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
-        return f"weight of shape {tuple(weight.shape)} and strides {weight.stride()}"
+        return "a weight that is no contiguous [hidden_size]"
     if rows_in_memory(x.shape, x.stride()) is None:
-        return f"activations of shape {tuple(x.shape)} and strides {x.stride()}"
+        return _SPREAD_ROWS
     if needs != NO_GRADIENTS and x.dim() == 1:  # Of a single row that is no matrix, eager sums no dweight.
         return "gradients of one row that is no matrix"
     return None
 
 
 def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
-    reason = _outside(x, weight, eps, needs)
+    reason = _outside(x, weight, eps, owner, needs)
     if reason is not None:
         proof.outside(owner.forward, reason)
         return None
@@ -310,7 +322,7 @@ def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]
         functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
     )
     if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
-        proof.outside(owner.forward, f"activations of shape {tuple(x.shape)} and strides {x.stride()}")
+        proof.outside(owner.forward, _SPREAD_ROWS)
         return None
     if not _proved(variant, owner, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
         return None
@@ -355,7 +367,7 @@ def stand_in(owner, weight, eps):
 
 def _variant(owner, dtype, weight_dtype, device) -> Optional[Variant]:
     """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients."""
-    key = ("formula of rms_norm", owner.forward, dtype, weight_dtype, device)
+    key = ("formula of rms_norm", proof.code(owner), dtype, weight_dtype, device)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
     variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
     return proof.recognize(
@@ -391,7 +403,7 @@ def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, 
     """Whether the forward kernel for such rows has proved to return the bits of `owner.forward`."""
     rows = row_class(rows)
     unit = _stride_unit(row_stride, dtype)
-    key = ("rms_norm", owner.forward, variant, dtype, weight_dtype, hidden_size, rows, unit, device)
+    key = ("rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, device)
     subject = _subject(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
     # Rows of the same alignment, with elements in between that must not count.
     row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
@@ -405,7 +417,7 @@ def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, de
     shared = row_class(rows)
     key = (
         "rms_norm gradients",
-        owner.forward,
+        proof.code(owner),
         variant,
         dtype,
         weight_dtype,
@@ -617,7 +629,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)
-    if under_transform():
+    if under_transform() or proof.code(owner) is None:
         return None
     variant = _variant(owner, dtype, weight_dtype, device)
     if variant is None:
@@ -632,7 +644,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
 
 def _compiled(hidden_states, weight, eps, owner):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if not hidden_states.is_cuda or hidden_states.dim() < 2:
+    if not hidden_states.is_cuda or hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
     if weight is None:
         hidden_size, weight_dtype = int(hidden_states.shape[-1]), None
