@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -255,10 +255,13 @@ def check_compatible(api: HfApi, project: Project, head: str, build: Path) -> No
             public_interface(Path(shutil.copytree(folder, Path(scratch, name, project.package.name))))
             for name, folder in (("old", Path(published, "build", variant)), ("new", ours))
         ]
-        breaks = sorted({describe(each) for each in griffe.find_breaking_changes(*interfaces)})
+        breaks = {describe(each) for each in griffe.find_breaking_changes(*interfaces)}
+        old, new = (dict(signatures(interface)) for interface in interfaces)
+        # Whatever griffe forgives, an optional parameter more, say: a version has one signature.
+        breaks |= {f"{name}{old[name]}: now {new[name]}" for name in old.keys() & new.keys() if old[name] != new[name]}
     if breaks:
         raise CommandError(
-            f"branch {project.branch} promises what this build breaks: {'; '.join(breaks)}; "
+            f"branch {project.branch} promises what this build breaks: {'; '.join(sorted(breaks))}; "
             f"raise `version` in build.toml (now {project.version}) to publish it"
         )
 
@@ -269,6 +272,19 @@ def public_interface(package: Path) -> griffe.Object:
     for name in set(interface.members) - set(interface.exports or ()):
         del interface.members[name]
     return interface
+
+
+def signatures(owner: griffe.Object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, parameters) of every public function and method, without annotations."""
+    for name, member in owner.members.items():
+        # Below the package an alias is something imported.
+        if name.startswith("_") or (prefix and member.is_alias):
+            continue
+        if member.is_function:
+            defaults = ((each, "" if each.default is None else f"={each.default}") for each in member.parameters)
+            yield prefix + name, f"({', '.join(f'{each.name}{default}' for each, default in defaults)})"
+        elif member.is_module or member.is_class:
+            yield from signatures(member, f"{prefix}{name}.")
 
 
 def describe(breakage: griffe.Breakage) -> str:

@@ -110,6 +110,7 @@ def verdict(report, op, shape, clock=EVENTS):
 
 def test_verdicts(report):
     floor = report.floor_ms(Case("rms_norm", (32768, 4096)))
+    # To the digits that are written here.
     assert floor == pytest.approx(0.1261, abs=1e-4)
     assert verdict(report, "rms_norm", (32768, 4096)) == [
         "met: 0.1290 <= 0.1299 (1.03 x floor)",
@@ -204,7 +205,7 @@ def test_a_plot_has_the_case_with_most_rows_of_each_hidden_size(report):
     report.results.append(result("rms_norm", (8192, 4096), OURS, 0.04))
     speeds = reporting.series(report, "rms_norm")
     assert list(speeds[OURS]) == [Case("rms_norm", (32768, 4096)), Case("rms_norm", (16384, 8192))]
-    assert speeds[OURS][Case("rms_norm", (32768, 4096))] == pytest.approx(4162, abs=1)
+    assert speeds[OURS][Case("rms_norm", (32768, 4096))] == pytest.approx(4162, abs=1)  # to the digits written here
     assert list(speeds)[-1] == OURS
 
 

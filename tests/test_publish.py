@@ -239,6 +239,12 @@ def test_uncommitted_changes_may_be_asked_for(project, hub):
     [
         ("__init__.py", r'"silu",?', "", "silu"),
         ("activation.py", r"def silu\(input", "def silu(x", r"silu\(input\): .*removed"),
+        (
+            "activation.py",
+            r"def silu\(input: torch.Tensor",
+            "def silu(input, out=None",
+            r"silu\(input\): now \(input, out=None\)",
+        ),
         ("mapping.py", r"version: Optional\[int\] = None", "version: int = 2", r"kernel_mapping\(version\)"),
         ("layers.py", r"class SiLUActivation\b", "class SiLU", "layers.SiLUActivation"),
         (
@@ -248,7 +254,7 @@ def test_uncommitted_changes_may_be_asked_for(project, hub):
             r"LlamaRMSNorm.forward\(hidden_states\)",
         ),
     ],
-    ids=["name", "argument", "default", "layer", "forward"],
+    ids=["name", "argument", "optional argument", "default", "layer", "forward"],
 )
 def test_what_others_rely_on_needs_a_new_version(project, hub, name, old, new, message):
     change(project, f"{PACKAGE}/{name}", old, new)
@@ -262,7 +268,7 @@ def test_what_others_rely_on_needs_a_new_version(project, hub, name, old, new, m
 
 
 def test_what_is_added_needs_no_new_version(project, hub):
-    change(project, f"{PACKAGE}/activation.py", r"def silu\(input: torch.Tensor", "def silu(input, out=None")
+    change(project, f"{PACKAGE}/layers.py", r"\Z", "\n\nclass Another(nn.Module): ...\n")
     # Not in __all__.
     change(project, f"{PACKAGE}/proof.py", r"def policy\(", "def policy(required")
     commit(project)

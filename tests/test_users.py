@@ -171,7 +171,7 @@ def test_local_kernels_variable_stands_in_for_the_hub(kernel, build, seed, monke
 
 
 def test_other_models_with_the_same_layer_names(kernel, seed):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     for family in ("Mistral", "Qwen2"):
         config, model = (getattr(transformers, f"{family}{part}") for part in ("Config", "ForCausalLM"))
         built = llama(seed, config=config, model=model)
