@@ -2,6 +2,7 @@
 
 from . import layers
 from .activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
+from .add_rms_norm import fused_add_rms_norm
 from .mapping import kernel_mapping
 from .proof import LosslessProofError
 from .report import replacement_report
@@ -10,6 +11,7 @@ from .rms_norm import rms_norm
 __all__ = [
     "LosslessProofError",
     "fast_gelu",
+    "fused_add_rms_norm",
     "gelu",
     "kernel_mapping",
     "layers",

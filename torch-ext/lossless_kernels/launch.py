@@ -133,6 +133,12 @@ class Launch:
         if not self._enqueue(pointers, pointers[0] | pointers[1] | pointers[2]):
             self(first, second, third)
 
+    def on_five(self, first, second, third, fourth, fifth) -> None:
+        """`self(first, second, third, fourth, fifth)`, sooner."""
+        a, b, c, d, e = first.data_ptr(), second.data_ptr(), third.data_ptr(), fourth.data_ptr(), fifth.data_ptr()
+        if not self._enqueue((a, b, c, d, e), a | b | c | d | e):
+            self(first, second, third, fourth, fifth)
+
     def _enqueue(self, pointers: tuple[int, ...], any_of_them: int) -> bool:
         """Launches; False if Triton's own call must. `any_of_them` is the bitwise or of the pointers."""
         launcher = self._launcher

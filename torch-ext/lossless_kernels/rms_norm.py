@@ -55,6 +55,13 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
     The kernel runs for fp32, fp16 and bf16 on CUDA with `hidden_size` a multiple of 4 from 64 to 32768; anything else is
     computed by the formula above.
     """
+    check_arguments(hidden_states, weight, eps)
+    out = replacement(hidden_states, weight, eps, EAGER[LLAMA])
+    return LLAMA.eager(hidden_states, weight, eps) if out is None else out
+
+
+def check_arguments(hidden_states, weight, eps) -> None:
+    """Raises TypeError or ValueError unless these are arguments of `rms_norm`."""
     check_floating("hidden_states", hidden_states)
     check_floating("weight", weight)
     if hidden_states.dim() == 0:
@@ -70,8 +77,6 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
         raise TypeError(f"eps: expected a number, found {type(eps).__name__}")
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps: expected a finite number that is not negative, found {eps}")
-    out = replacement(hidden_states, weight, eps, EAGER[LLAMA])
-    return LLAMA.eager(hidden_states, weight, eps) if out is None else out
 
 
 def _eager_layer(variant: Variant) -> type:
@@ -312,7 +317,7 @@ def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]
     if reason is not None:
         proof.outside(owner.forward, reason)
         return None
-    variant = _variant(owner, x.dtype, weight.dtype if weight.numel() else None, x.device)
+    variant = variant_of(owner, x.dtype, weight.dtype if weight.numel() else None, x.device)
     if variant is None:
         return None
     hidden_size = x.shape[-1]
@@ -326,7 +331,7 @@ def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]
         return None
     if not _proved(variant, owner, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device):
         return None
-    if with_rstd and not _gradients_proved(variant, owner, x.dtype, weight.dtype, hidden_size, rows, x.device, needs):
+    if with_rstd and not gradients_proved(variant, owner, x.dtype, weight.dtype, hidden_size, rows, x.device, needs):
         return None
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
     if with_rstd:
@@ -365,7 +370,7 @@ def stand_in(owner, weight, eps):
     return layer
 
 
-def _variant(owner, dtype, weight_dtype, device) -> Optional[Variant]:
+def variant_of(owner, dtype, weight_dtype, device) -> Optional[Variant]:
     """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients."""
     key = ("formula of rms_norm", proof.code(owner), dtype, weight_dtype, device)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
@@ -380,7 +385,7 @@ def _variant(owner, dtype, weight_dtype, device) -> Optional[Variant]:
 def _formulas(owner, variant, dtype, weight_dtype, device):
     generator = proof.generator(device, seed=1)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    eps = _PROOF_EPS
+    eps = PROOF_EPS
     results = []
     data = make(64, 128).to(dtype), make(128).to(weight_dtype or dtype), make(64, 128)
     for layer_class in (owner, EAGER[variant]):
@@ -393,7 +398,7 @@ def _formulas(owner, variant, dtype, weight_dtype, device):
         yield what, found, expected
 
 
-def _subject(variant, owner, device, dtype, weight_dtype, hidden_size, rows, what=""):
+def subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, what=""):
     more = " or more" if rows == ROW_CLASSES[-1] else ""
     where = f"activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, {rows}{more} rows{what}"
     return proof.Subject(owner.forward, device, where, variant.formula)
@@ -404,15 +409,20 @@ def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, 
     rows = row_class(rows)
     unit = _stride_unit(row_stride, dtype)
     key = ("rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, device)
-    subject = _subject(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
+    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
     # Rows of the same alignment, with elements in between that must not count.
     row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
     arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device)
     return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
 
 
-def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
-    """Whether the backward kernels for such rows have proved to return the bits of autograd through `owner.forward`."""
+def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, edges=None) -> bool:
+    """Whether the backward kernels for such rows have proved to return the bits of autograd through `owner.forward`.
+
+    Args:
+        edges: one of `rms_norm_backward.edges_of`; by default that of the layer alone.
+    """
+    edges = edges or rms_norm_backward.edges_of(dtype)
     least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs))
     shared = row_class(rows)
     key = (
@@ -427,27 +437,29 @@ def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, de
         plan,
         device,
         needs,
+        edges,
     )
-    subject = _subject(variant, owner, device, dtype, weight_dtype, hidden_size, shared, ", in training")
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, least, rows, device, needs)
+    what = ", in training, joined with the residual's gradient" if edges == "added" else ", in training"
+    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, shared, what)
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, least, rows, device, needs, edges)
     return proof.admits(key, subject, functools.partial(_gradient_comparisons, *arguments))
 
 
 # Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12.
-_PROOF_ROWS = 128
-_PROOF_EPS = 0.0123
+PROOF_ROWS = 128
+PROOF_EPS = 0.0123
 
 
 def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    calls, rows = (1, _PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-_PROOF_ROWS // rows), rows)
-    eps = _PROOF_EPS
+    calls, rows = (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-PROOF_ROWS // rows), rows)
+    eps = PROOF_EPS
     forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
     for _ in range(calls):
         x = make(rows, row_stride).to(dtype)[:, :hidden_size]
-        weight = _random_weight(variant, make, hidden_size, weight_dtype)
-        expected = _original(variant, owner, weight, eps, x)
+        weight = random_weight(variant, make, hidden_size, weight_dtype)
+        expected = original_output(variant, owner, weight, eps, x)
         out = torch.full_like(expected, math.nan)
         rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
         forward(x, weight, out, rstd)
@@ -455,26 +467,29 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
         yield "the output", out, expected
 
 
-def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs):
-    few = min(rows, rms_norm_backward.rows_of_same_kernel(rows, _PROOF_ROWS, hidden_size, device))
+def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs, edges):
+    few = min(rows, rms_norm_backward.rows_of_same_kernel(rows, PROOF_ROWS, hidden_size, device))
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, device=device, generator=generator)
     arguments = (variant, make, dtype, weight_dtype, hidden_size)
-    for _ in range(-(-_PROOF_ROWS // few)):
-        yield from _comparisons_with_autograd(owner, *arguments, few, like_rows, needs)
+    for _ in range(-(-PROOF_ROWS // few)):
+        yield from _comparisons_with_autograd(owner, *arguments, few, like_rows, needs, edges)
     if few < rows and needs[1]:
-        yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs)
+        yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs, edges)
 
 
-def _comparisons_with_autograd(owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs):
-    x = make(rows, hidden_size).to(dtype).requires_grad_()
-    weight = _random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
+def _comparisons_with_autograd(owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, edges):
+    leaf = make(rows, hidden_size).to(dtype).requires_grad_()
+    weight = random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
     dy = make(rows, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
+    d_sum = make(rows, hidden_size).to(dtype) if edges == "added" else None
     with torch.enable_grad():
-        expected = _original(variant, owner, weight, _PROOF_EPS, x)
-        dx, dweight = torch.autograd.grad(expected, (x, weight), dy, allow_unused=True)
-    x, weight = x.detach(), weight.detach()
-    rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows)
+        x = leaf.view_as(leaf)
+        expected = original_output(variant, owner, weight, PROOF_EPS, x)
+        outputs, gradients = ((expected,), (dy,)) if d_sum is None else ((expected, x), (dy, d_sum))
+        dx, dweight = torch.autograd.grad(outputs, (leaf, weight), gradients, allow_unused=True)
+    x, weight = leaf.detach(), weight.detach()
+    rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum)
     needs_dx, needs_dweight = needs
     if needs_dx:
         d_normalized = variant.incoming(dy)
@@ -490,35 +505,36 @@ def _comparisons_with_autograd(owner, variant, make, dtype, weight_dtype, hidden
         yield "the weight's gradient", ours.dweight, dweight
 
 
-def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs):
+def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, edges):
     """The order in which several blocks share the rows. As few tensors of this size as it takes: dy is x."""
     x = make(rows, hidden_size, dtype=dtype)
-    weight = _random_weight(variant, make, hidden_size, weight_dtype)
+    weight = random_weight(variant, make, hidden_size, weight_dtype)
     dy = x.to(variant.output_dtype(dtype, weight_dtype))
-    rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows)
+    d_sum = x if edges == "added" else None
+    rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum)
     dweight = ours.dweight
     del ours
     product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
-    for first in range(0, rows, _PROOF_ROWS):
-        at = slice(first, first + _PROOF_ROWS)
+    for first in range(0, rows, PROOF_ROWS):
+        at = slice(first, first + PROOF_ROWS)
         product[at] = _weight_gradients(variant, dy[at], x[at], rstd[at])
     # ATen's sum takes twice the memory of an fp32 product for itself.
-    del x, dy, rstd
+    del x, dy, rstd, d_sum
     yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
     yield "the weight's gradient", dweight, product.sum(0).to(weight_dtype)
 
 
-def _our_gradients(variant, dy, x, weight, needs, like_rows):
+def _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum):
     """rstd, the gradients, and the fp32 statistics in them."""
     rows, hidden_size = x.shape
     forward = _forward(
-        variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, _PROOF_EPS, store_rstd=True
+        variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, PROOF_EPS, store_rstd=True
     )
     rstd, d_rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=x.device)
     dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=x.device)
     forward(x, weight, torch.empty_like(dy), rstd)
-    backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, like_rows, statistics=True)
-    return rstd, backward(dy, x, weight, rstd, d_rstd, dweight_sum), d_rstd, dweight_sum
+    backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, edges, like_rows, statistics=True)
+    return rstd, backward(dy, x, weight, rstd, d_sum, d_rstd, dweight_sum), d_rstd, dweight_sum
 
 
 def _weight_gradients(variant, dy, x, rstd):
@@ -527,11 +543,11 @@ def _weight_gradients(variant, dy, x, rstd):
     return variant.incoming(dy) * (normalized.to(x.dtype) if variant.scale == "after_cast" else normalized)
 
 
-def _random_weight(variant, make, hidden_size, dtype):
+def random_weight(variant, make, hidden_size, dtype):
     return make(0 if variant is UNWEIGHTED else hidden_size).to(dtype)
 
 
-def _original(variant, owner, weight, eps, x):
+def original_output(variant, owner, weight, eps, x):
     return owner.forward(stand_in(owner, None if variant is UNWEIGHTED else weight, eps), x)
 
 
@@ -570,11 +586,6 @@ def _(hidden_states, again, weight, eps, variant):
     return BY_NAME[variant].eager(hidden_states, weight, eps), rstd
 
 
-def _present(gradients, like):
-    """An operator returns tensors only: an empty one stands for a gradient that nobody needs."""
-    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_backward"), mutates_args=())
 def _rms_norm_backward_op(
     dy: torch.Tensor,
@@ -591,16 +602,16 @@ def _rms_norm_backward_op(
         runs_kernels(dy.device)
         and in_domain(*dtypes, hidden_size)
         and rows > 0
-        and _gradients_proved(formula, EAGER[formula], *dtypes, hidden_size, rows, dy.device, needs)
+        and gradients_proved(formula, EAGER[formula], *dtypes, hidden_size, rows, dy.device, needs)
     )
     compute = rms_norm_backward.gradients if proved else rms_norm_backward.formula
-    return _present(compute(formula, dy, hidden_states, weight, rstd, *needs), dy)
+    return rms_norm_backward.present(compute(formula, dy, hidden_states, weight, rstd, *needs), dy)
 
 
 @_rms_norm_backward_op.register_fake
 def _(dy, hidden_states, weight, rstd, needs_dx, needs_dweight, variant):
     arguments = (dy, hidden_states, weight, rstd, needs_dx, needs_dweight)
-    return _present(rms_norm_backward.formula(BY_NAME[variant], *arguments), dy)
+    return rms_norm_backward.present(rms_norm_backward.formula(BY_NAME[variant], *arguments), dy)
 
 
 def _setup_context(ctx, inputs, output):
@@ -631,13 +642,13 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     device = torch.device("cuda", device_index)
     if under_transform() or proof.code(owner) is None:
         return None
-    variant = _variant(owner, dtype, weight_dtype, device)
+    variant = variant_of(owner, dtype, weight_dtype, device)
     if variant is None:
         return None
     subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
     needs = (True, weight_dtype is not None)
     proved = all(_proved(*subject, rows, hidden_size, device) for rows in ROW_CLASSES) and (
-        not training or _gradients_proved(*subject, ROW_CLASSES[-1], device, needs)
+        not training or gradients_proved(*subject, ROW_CLASSES[-1], device, needs)
     )
     return variant.name if proved else None
 

@@ -125,7 +125,9 @@ def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.d
 
 
 @functools.cache
-def _backward_launcher(scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
+def _backward_launcher(
+    scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, edges, device
+) -> launch.Launcher:
     order = row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,
@@ -137,7 +139,8 @@ def _backward_launcher(scale, dtypes, hidden_size, rows, unit, levels, plan: Pla
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
-        "TWO_EDGES": dtypes[0] == torch.float32,
+        "TWO_EDGES": edges == "two",
+        "ADD": edges == "added",
         "SUM_CHAINS": plan.fused,
         "THREADS": threads,
     }
@@ -213,15 +216,16 @@ class Backward:
 
     parts: list[_Part]
     dx_strides: Optional[tuple[int, ...]]
-    two_edges: bool
+    edges: str
     dweight_dtype: Optional[torch.dtype]
     # The most sums of threads or blocks that a part leaves to `sum_blocks`.
     sums: int
     # Strides to copy dy to first, unless it can be read as it is.
     dy_strides: Optional[tuple[int, ...]]
 
-    def __call__(self, dy, x, weight, rstd, d_rstd=None, dweight_sum=None) -> Gradients:
+    def __call__(self, dy, x, weight, rstd, d_sum=None, d_rstd=None, dweight_sum=None) -> Gradients:
         """Args:
+        d_sum: the gradient to add to, with edges "added".
         d_rstd, dweight_sum: fp32, written if the launches were resolved with `statistics`.
         """
         if self.dy_strides is not None:
@@ -229,8 +233,10 @@ class Backward:
         dx = dx_mean = dweight = blocks = None
         if self.dx_strides is not None:
             dx = torch.empty_strided(x.shape, self.dx_strides, dtype=x.dtype, device=x.device)
-            if self.two_edges:
+            if self.edges == "two":
                 dx_mean = torch.empty_like(dx)
+            elif d_sum is not None and d_sum.stride() != self.dx_strides:
+                d_sum = torch.empty_like(dx).copy_(d_sum)
         if self.dweight_dtype is not None:
             blocks = torch.empty(self.sums, x.shape[-1], dtype=torch.float32, device=x.device)
             dweight = torch.empty(x.shape[-1], dtype=self.dweight_dtype, device=x.device)
@@ -249,6 +255,7 @@ class Backward:
                     unused if dx_mean is None else dx_mean,
                     unused if d_rstd is None else d_rstd,
                     unused if blocks is None else blocks,
+                    unused if d_sum is None else d_sum,
                 )
             if part.sum_chains is not None:
                 part.sum_chains(dy, x, rstd, blocks)
@@ -265,6 +272,7 @@ def resolve(
     rstd,
     needs_dx: bool,
     needs_dweight: bool,
+    edges: Optional[str] = None,
     like_rows: Optional[int] = None,
     statistics=False,
 ) -> Optional[Backward]:
@@ -272,10 +280,12 @@ def resolve(
 
     Args:
         rstd: fp32, `[..., 1]`, with the strides that the forward gave it.
+        edges: one of `edges_of`; by default that of the layer alone.
         like_rows: use the plan for so many rows: a proof runs the very kernels of a larger call.
         statistics: whether the fp32 gradient of rstd and the fp32 dweight are written too.
     """
     hidden_size = x.shape[-1]
+    edges = edges or edges_of(x.dtype)
     if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1 or dy.dtype != variant.output_dtype(x.dtype, weight.dtype):
         return None
     dx_strides, product_strides = _layout(variant, dy, x, weight)
@@ -314,7 +324,7 @@ def resolve(
         if needs_dx:
             height = columns.height if plan.fused else plan.rows_per_program
             launcher = _backward_launcher(
-                variant.scale, dtypes, hidden_size, row_class(rows), unit, levels, plan, height, device
+                variant.scale, dtypes, hidden_size, row_class(rows), unit, levels, plan, height, edges, device
             )
             programs = columns.blocks * left if plan.fused else -(-count // plan.rows_per_program)
             dx = launcher.bind(
@@ -336,7 +346,7 @@ def resolve(
     return Backward(
         parts,
         dx_strides if needs_dx else None,
-        x.dtype == torch.float32,
+        edges,
         weight.dtype if needs_dweight else None,
         most_sums,
         dy_strides if copies_dy else None,
@@ -346,42 +356,86 @@ def resolve(
 _resolved = {}
 
 
-def gradients(variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
-    """The gradients for `dy` from the kernels, or from `formula` where they cannot go."""
-    if are_plain(dy, x) and are_plain(weight, rstd):
+def edges_of(dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
+    """How dx comes out of the kernel.
+
+    "one": a gradient. "two": eager's fp32 activations enter by two edges, each with a gradient of its own. "added": added to
+    d_sum, which came before.
+    """
+    if d_sum is not None:
+        return "added"
+    return "two" if dtype == torch.float32 else "one"
+
+
+def _joined(found: Gradients, d_sum: Optional[torch.Tensor]) -> Gradients:
+    """The gradients with all that reaches x in one, d_sum first."""
+    if found.dx is None or (d_sum is None and found.dx_mean is None):
+        return found
+    terms = [each for each in (d_sum, found.dx, found.dx_mean) if each is not None]
+    return Gradients(functools.reduce(torch.add, terms), None, found.dweight)
+
+
+def gradients(
+    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined=False, d_sum=None
+) -> Gradients:
+    """The gradients for `dy` from the kernels, or from `formula` where they cannot go.
+
+    Args:
+        joined: x has no other consumer, so that all that reaches it is one gradient, `dx`.
+        d_sum: with `joined`, what reaches x before.
+    """
+    if are_plain(dy, x) and are_plain(weight, rstd) and (d_sum is None or are_plain(d_sum, d_sum)):
         needs = (needs_dx, needs_dweight)
         strides = (dy.stride(), x.stride(), rstd.stride())
-        key = (variant, *needs, x.shape, *strides, dy.dtype, x.dtype, weight.dtype, x.get_device())
+        edges = edges_of(x.dtype, d_sum)
+        key = (variant, *needs, edges, x.shape, *strides, dy.dtype, x.dtype, weight.dtype, x.get_device())
         backward = _resolved.get(key, UNSEEN)
         if backward is UNSEEN:
-            return _first(key, variant, dy, x, weight, rstd, *needs)
+            return _first(key, edges, variant, dy, x, weight, rstd, *needs, joined, d_sum)
         if backward is not None:
-            return backward(dy, x, weight, rstd)
-    return formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight)
+            found = backward(dy, x, weight, rstd, d_sum)
+            return _joined(found, None) if joined else found
+    return joined_formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum)
 
 
-def _first(key, variant, dy, x, weight, rstd, needs_dx, needs_dweight) -> Gradients:
+def joined_formula(
+    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined, d_sum
+) -> Gradients:
+    """`formula`, with the arguments of `gradients`."""
+    found = formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight)
+    return _joined(found, d_sum) if joined else found
+
+
+def present(gradients, like):
+    """An operator returns tensors only: an empty one stands for a gradient that nobody needs."""
+    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum) -> Gradients:
     """The first call of its kind, which may have to compile: whatever fails there, the formula still works.
 
     A proof runs contiguous tensors. Where rows lie otherwise another compiled kernel reads them, so its first gradients are
     compared with the formula's.
     """
     arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
+    in_torch = functools.partial(joined_formula, *arguments, joined, d_sum)
     expected = None
     try:
-        backward = resolve(*arguments)
-        found = None if backward is None else backward(dy, x, weight, rstd)
+        backward = resolve(*arguments, edges)
+        found = None if backward is None else backward(dy, x, weight, rstd, d_sum)
+        if found is not None and joined:
+            found = _joined(found, None)
         ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
         if found is not None and not ordinary and proof.policy() != "off":
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                return formula(*arguments)
-            expected = formula(*arguments)
+                return in_torch()
+            expected = in_torch()
             pairs = [(a, b) for a, b in zip(found, expected) if a is not None]
             wrong = sum(int(proof.differing(a.flatten(), b.flatten())) for a, b in pairs)
             if wrong:
                 raise proof.LosslessProofError(f"{wrong} elements differ")
     except torch.OutOfMemoryError:
-        return formula(*arguments)
+        return in_torch()
     except Exception as error:
         message = f"lossless-kernels: RMSNorm's gradients come from torch: {error}"
         if proof.policy() == "strict":
@@ -389,4 +443,4 @@ def _first(key, variant, dy, x, weight, rstd, needs_dx, needs_dweight) -> Gradie
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         backward = found = None
     remember(_resolved, key, backward)
-    return (expected or formula(*arguments)) if found is None else found
+    return (expected or in_torch()) if found is None else found

@@ -20,6 +20,45 @@ def _factor(weight, SCALE: tl.constexpr):
     return factor
 
 
+@triton.jit
+def _columns(LOG2_STEPS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr):
+    """The columns of a row as a tile [STEPS, COLUMNS]: a step is what ATen's lanes take at once, four elements each."""
+    COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
+    return tl.arange(0, 1 << LOG2_STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _normalize(
+    h,
+    weight_ptr,
+    column,
+    in_row,
+    rows,
+    eps,
+    input_dtype: tl.constexpr,
+    SCALE: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG2_STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    VECTORIZED: tl.constexpr,
+):
+    """The output of the rows h, [ROWS, STEPS, COLUMNS] fp32, and their rstd, [ROWS]."""
+    if SCALE != "none":
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+    total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+    # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
+    mean_factor = tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
+    rstd = rsqrt(total * mean_factor + eps)
+    out = h * rstd[:, None, None]
+    if SCALE == "after_cast":
+        out = out.to(input_dtype).to(tl.float32)
+    if SCALE != "none":
+        out = _factor(weight, SCALE)[None, :, :] * out
+    return out, rstd
+
+
 @triton.jit(do_not_specialize=["rows", "x_row_stride", "store_rstd", "eps"])
 def rms_norm_forward(
     x_ptr,
@@ -44,31 +83,58 @@ def rms_norm_forward(
     One program takes ROWS rows and keeps them in registers between the sum and the store. `x_row_stride` counts
     STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if `store_rstd` is 1.
     """
-    STEPS: tl.constexpr = 1 << LOG2_STEPS
-    COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
     in_row = column < HIDDEN_SIZE
     mask = (row < rows)[:, None, None] & in_row[None, :, :]
 
     x = tl.load(x_ptr + (row * x_row_stride)[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
-    if SCALE != "none":
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
-    h = x.to(tl.float32)
-    total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-
-    # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
-    mean_factor = tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
-    rstd = rsqrt(total * mean_factor + eps)
+    out, rstd = _normalize(
+        x.to(tl.float32), weight_ptr, column, in_row, rows, eps, x_ptr.dtype.element_ty,
+        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED,
+    )  # fmt: skip
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
-
-    out = h * rstd[:, None, None]
-    if SCALE == "after_cast":
-        out = out.to(x_ptr.dtype.element_ty).to(tl.float32)
-    if SCALE != "none":
-        out = _factor(weight, SCALE)[None, :, :] * out
     out_offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "store_rstd", "eps"])
+def add_rms_norm_forward(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    rstd_ptr,
+    rows: tl.int64,
+    store_rstd: tl.int32,
+    eps: tl.float32,
+    SCALE: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG2_STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    VECTORIZED: tl.constexpr,
+):
+    """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE]."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
+    in_row = column < HIDDEN_SIZE
+    mask = (row < rows)[:, None, None] & in_row[None, :, :]
+    offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
+    input_dtype = x_ptr.dtype.element_ty
+
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + offset, mask=mask, other=0.0)
+    total = (residual.to(tl.float32) + x.to(tl.float32)).to(input_dtype)
+    tl.store(sum_ptr + offset, total, mask=mask)
+    out, rstd = _normalize(
+        total.to(tl.float32), weight_ptr, column, in_row, rows, eps, input_dtype,
+        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED,
+    )  # fmt: skip
+    tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
+    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -149,6 +215,7 @@ def rms_norm_backward(
     dx_mean_ptr,
     d_rstd_ptr,
     block_ptr,
+    d_sum_ptr,
     store_d_rstd: tl.int32,
     first_row: tl.int64,
     rows: tl.int64,
@@ -177,6 +244,7 @@ def rms_norm_backward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     TWO_EDGES: tl.constexpr,
+    ADD: tl.constexpr,
     SUM_CHAINS: tl.constexpr,
     THREADS: tl.constexpr,
 ):
@@ -185,12 +253,13 @@ def rms_norm_backward(
     Rows are numbered in the memory order of eager's dy * normalized. Without SUM_CHAINS a program takes ROWS rows. With
     it, a program takes all rows of ROWS of the THREADS threads of a block of ATen's reduction over rows, and adds up what
     they add up: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32. With TWO_EDGES the two terms of dx, through the product
-    and through the mean, are stored apart. The fp32 gradient of rstd is stored if `store_d_rstd` is 1.
+    and through the mean, are stored apart. With ADD they are added to d_sum, which reached x before and lies as dx does.
+    The fp32 gradient of rstd is stored if `store_d_rstd` is 1.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
     PARTS: tl.constexpr = THREADS // ROWS
-    column = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
     in_row = column < HIDDEN_SIZE
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
@@ -255,6 +324,14 @@ def rms_norm_backward(
         if TWO_EDGES:
             tl.store(dx_ptr + dx_offset, dx, mask=mask)
             tl.store(dx_mean_ptr + dx_offset, dx_mean, mask=mask)
+        elif ADD:
+            d_sum = tl.load(d_sum_ptr + dx_offset, mask=mask, other=0.0).to(tl.float32)
+            if input_dtype == tl.float32:
+                # fp32 activations reach the sum by two edges.
+                dx = (d_sum + dx) + dx_mean
+            else:
+                dx = d_sum + (dx + dx_mean).to(input_dtype).to(tl.float32)
+            tl.store(dx_ptr + dx_offset, dx.to(input_dtype), mask=mask)
         else:
             tl.store(dx_ptr + dx_offset, (dx + dx_mean).to(input_dtype), mask=mask)
         if SUM_CHAINS:

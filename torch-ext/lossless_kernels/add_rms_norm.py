@@ -1,0 +1,418 @@
+"""A residual's sum and the RMSNorm of it in one kernel, with the bits of the two operations that eager makes of them."""
+
+import functools
+import math
+from typing import Optional, Union
+
+import torch
+from torch import empty_like, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from . import launch, proof, rms_norm_backward
+from ._ops import add_op_namespace_prefix
+from .domain import UNSEEN, are_plain, dispatch_modes, remember, runs_kernels, same_tensors, under_transform
+from .layout import Output
+from .reduce_config import ROW_CLASSES, row_class, row_reduction
+from .rms_norm import (
+    EAGER,
+    NO_GRADIENTS,
+    PROOF_EPS,
+    PROOF_ROWS,
+    check_arguments,
+    gradients_proved,
+    in_domain,
+    launch_plan,
+    original_output,
+    random_weight,
+    subject_of,
+    variant_of,
+)
+from .variants import BY_NAME, LLAMA, Variant, eager_rstd
+
+if launch.AVAILABLE:
+    from .kernels_src.rms_norm import add_rms_norm_forward
+
+
+def fused_add_rms_norm(
+    hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum with a residual, and its root mean square normalisation over the last dimension.
+
+    `total = residual + hidden_states`, rounded to the activations' dtype, and
+    `normed = weight * (h * rsqrt(mean(h**2, -1) + eps)).to(total.dtype)` with `h = total.to(torch.float32)`: bit for bit what
+    the addition and then `LlamaRMSNorm.forward` of transformers return on the same device and the same torch, and so are the
+    gradients, with both outputs' taken in the order in which autograd would.
+
+    Args:
+        hidden_states: `[..., hidden_size]`, any real floating dtype.
+        residual: as `hidden_states`.
+        weight: `[hidden_size]`, any real floating dtype, on the device of `hidden_states`.
+        eps: added to the mean of squares; finite and not negative.
+
+    Returns:
+        `(normed, total)`, of the shape and strides that eager returns; normed of dtype
+        `torch.promote_types(weight, hidden_states)`.
+
+    Raises:
+        TypeError: an argument is no tensor, not of a real floating dtype, or `eps` is no number.
+        ValueError: `residual` differs from `hidden_states` in shape, dtype or device, `weight` is not `[hidden_size]` or on
+            another device, or `eps` is negative or not finite.
+
+    The kernel runs where that of `rms_norm` does, for contiguous activations; anything else is computed by the formulas above.
+    """
+    check_arguments(hidden_states, weight, eps)
+    if not isinstance(residual, torch.Tensor):
+        raise TypeError(f"residual: expected a torch.Tensor, found {type(residual).__name__}")
+    for what in ("shape", "dtype", "device"):
+        expected, found = getattr(hidden_states, what), getattr(residual, what)
+        if found != expected:
+            raise ValueError(f"residual: expected {what} {expected} of hidden_states, found {found}")
+    added = replacement(hidden_states, residual, weight, eps, EAGER[LLAMA])
+    return _formula(LLAMA, hidden_states, residual, weight, eps) if added is None else added
+
+
+def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + hidden_states
+    return variant.eager(total, weight, eps), total
+
+
+# From a call's tensors to a kernel
+
+
+@functools.cache
+def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, device) -> launch.Launcher:
+    plan = launch_plan(rows, hidden_size)
+    order = row_reduction(rows, hidden_size)
+    constants = {
+        "SCALE": scale,
+        "HIDDEN_SIZE": hidden_size,
+        "ROWS": plan.rows_per_program,
+        "LOG2_STEPS": order.log2_steps,
+        "WIDTH": order.width,
+        "HEIGHT": order.height,
+        "VECTORIZED": order.vectorized,
+    }
+    return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)
+
+
+def _forward(variant, dtype, weight_dtype, hidden_size, rows, device: torch.device, eps, store_rstd) -> launch.Launch:
+    """The launch of the kernel, to be called with hidden_states, residual, weight, normed, total and rstd."""
+    dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
+    launcher = _launcher(variant.scale, *dtypes, hidden_size, row_class(rows), device.index or 0)
+    return launcher.bind(-(-rows // launcher.constants["ROWS"]), rows, int(store_rstd), eps)
+
+
+class _Inference:
+    """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
+
+    __slots__ = ("launch", "out", "like_input")
+
+    def __init__(self, launch: launch.Launch, out: Output):
+        self.launch = launch.on_five
+        self.out = out
+        self.like_input = out.like_input
+
+    def __call__(self, x, residual, weight):
+        normed = empty_like(x) if self.like_input else self.out.empty(x)
+        total = empty_like(x)
+        self.launch(x, residual, weight, normed, total)
+        return normed, total
+
+
+class _Training:
+    """The same for a call that needs gradients, and so the row statistics."""
+
+    __slots__ = ("variant", "launch", "out", "eps")
+
+    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, eps):
+        self.variant = variant
+        self.launch = launch
+        self.out = out
+        self.eps = eps
+
+    def __call__(self, x, residual, weight):
+        return _Differentiable.apply(x, residual, weight, self)
+
+    def with_rstd(self, x, residual, weight):
+        """The outputs and rstd, `[..., 1]`."""
+        normed = self.out.empty(x)
+        total = empty_like(x)
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        self.launch(x, residual, weight, normed, total, rstd)
+        return normed, total, rstd
+
+
+_calls = {}
+# By the identity of a weight its last call, which is found without building the key above.
+_recent = {}
+
+
+def replacement(
+    hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, owner: type
+) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
+    """`owner.forward` of `residual + hidden_states`, and that sum, from the kernel; None where the caller must compute them.
+
+    Args:
+        owner: the class of the norm that is replaced.
+    """
+    if is_dynamo_compiling():
+        return _compiled(hidden_states, residual, weight, eps, owner)
+    recent = _recent.get(id(weight))
+    if recent is not None:
+        same, replaced, added, grad, call = recent
+        if (
+            same(hidden_states, residual, weight)
+            and replaced is owner
+            and added == eps
+            and grad == is_grad_enabled()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            return call(hidden_states, residual, weight)
+    tensors = (hidden_states, residual, weight)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or weight.numel() == 0:
+        return None
+    if not are_plain(hidden_states, residual) or not are_plain(weight, weight):
+        return None
+    needs = NO_GRADIENTS
+    if is_grad_enabled():
+        needs = (hidden_states.requires_grad or residual.requires_grad, weight.requires_grad)
+    if needs != NO_GRADIENTS and any(tensor.is_inference() for tensor in tensors):
+        return None
+    call = _call(hidden_states, residual, weight, eps, owner, needs)
+    if call is None:
+        return None
+    same = same_tensors(*tensors)
+    if same is not None:
+        remember(_recent, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
+    return call(hidden_states, residual, weight)
+
+
+def _call(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
+    try:
+        layouts = tuple((t.dtype, t.shape, t.stride(), t.get_device()) for t in (x, residual, weight))
+    except RuntimeError:  # Sparse and nested tensors have no strides.
+        return None
+    key = (proof.code(owner), needs, eps, layouts)
+    call = _calls.get(key, UNSEEN)
+    if call is UNSEEN:
+        call = remember(_calls, key, _resolve(x, residual, weight, eps, owner, needs))
+    return call
+
+
+def _resolve(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
+    if proof.code(owner) is None or not isinstance(eps, (int, float)):
+        return None
+    if x.dim() < 2 or x.numel() == 0 or not runs_kernels(x.device):
+        return None
+    if (residual.shape, residual.dtype) != (x.shape, x.dtype) or {residual.device, weight.device} != {x.device}:
+        return None
+    hidden_size = x.shape[-1]
+    if not in_domain(x.dtype, weight.dtype, hidden_size) or weight.shape != (hidden_size,):
+        return None
+    if not (x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
+        return None
+    variant = variant_of(owner, x.dtype, weight.dtype, x.device)
+    if variant is None:
+        return None
+    rows, with_rstd = x.numel() // hidden_size, needs != NO_GRADIENTS
+    subject = (variant, owner, x.dtype, weight.dtype, hidden_size)
+    if not _proved(*subject, rows, x.device):
+        return None
+    if with_rstd and not _gradients_proved(*subject, rows, x.device, needs):
+        return None
+    out = Output.of(
+        functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
+    )
+    launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, x.device, eps, with_rstd)
+    return _Training(variant, launch, out, eps) if with_rstd else _Inference(launch, out)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, call):
+        normed, total, rstd = call.with_rstd(x, residual, weight)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        if not (x.requires_grad or residual.requires_grad):
+            ctx.mark_non_differentiable(total)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx, d_normed, d_total):
+        needs_x, needs_residual, needs_dweight, _ = ctx.needs_input_grad
+        needs_dx = needs_x or needs_residual
+        dx, dweight = d_total, None
+        if d_normed is not None:
+            total, weight, rstd = ctx.saved_tensors
+            again = torch.is_grad_enabled()  # Somebody differentiates the gradients.
+            if again:
+                rstd = eager_rstd(total.to(torch.float32), ctx.call.eps)
+            arguments = (ctx.call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight)
+            dx, dweight = _gradients(*arguments, d_total, again)
+        return dx if needs_x else None, dx if needs_residual else None, dweight, None
+
+
+def _gradients(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, d_total, in_torch=False):
+    """The gradients of the sum and of the weight."""
+    compute = rms_norm_backward.joined_formula if in_torch else rms_norm_backward.gradients
+    found = compute(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
+    return found.dx, found.dweight
+
+
+# Proof
+
+
+def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> bool:
+    """Whether the kernel for such rows has proved to return the bits of the sum and of `owner.forward` of it."""
+    rows = row_class(rows)
+    key = ("add_rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, device)
+    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", of a sum")
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, device)
+    return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
+
+
+def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device):
+    generator = proof.generator(device, seed=hidden_size)
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+    calls, rows = (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-PROOF_ROWS // rows), rows)
+    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, store_rstd=True)
+    for _ in range(calls):
+        x, residual = make(2, rows, hidden_size).to(dtype)
+        weight = random_weight(variant, make, hidden_size, weight_dtype)
+        expected_total = residual + x
+        expected = original_output(variant, owner, weight, PROOF_EPS, expected_total)
+        normed, total = torch.full_like(expected, math.nan), torch.full_like(x, math.nan)
+        rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
+        forward(x, residual, weight, normed, total, rstd)
+        yield "the sum", total, expected_total
+        yield "the fp32 rstd", rstd, eager_rstd(expected_total.to(torch.float32), PROOF_EPS)
+        yield "the output", normed, expected
+
+
+def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
+    """With a gradient of the sum and without."""
+    subject = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs)
+    return gradients_proved(*subject) and (not needs[0] or gradients_proved(*subject, edges="added"))
+
+
+# torch.compile
+
+
+@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm"), mutates_args=())
+def _add_rms_norm_op(
+    hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    formula = BY_NAME[variant]
+    call = _call(hidden_states, residual, weight, eps, EAGER[formula], NO_GRADIENTS)
+    if call is None:
+        return _formula(formula, hidden_states, residual, weight, eps)
+    return call(hidden_states, residual, weight)
+
+
+@_add_rms_norm_op.register_fake
+def _(hidden_states, residual, weight, eps, variant):
+    return _formula(BY_NAME[variant], hidden_states, residual, weight, eps)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm_with_rstd"), mutates_args=())
+def _add_rms_norm_with_rstd_op(
+    hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    formula = BY_NAME[variant]
+    call = _call(hidden_states, residual, weight, eps, EAGER[formula], (True, True))
+    if call is None:
+        normed, total = _formula(formula, hidden_states, residual, weight, eps)
+        return normed, total, eager_rstd(total.to(torch.float32), eps)
+    return call.with_rstd(hidden_states, residual, weight)
+
+
+@_add_rms_norm_with_rstd_op.register_fake
+def _(hidden_states, residual, weight, eps, variant):
+    rstd = hidden_states.new_empty((*hidden_states.shape[:-1], 1), dtype=torch.float32)
+    return (*_formula(BY_NAME[variant], hidden_states, residual, weight, eps), rstd)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm_backward"), mutates_args=())
+def _add_rms_norm_backward_op(
+    d_normed: torch.Tensor,
+    d_total: Optional[torch.Tensor],
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    needs_dx: bool,
+    needs_dweight: bool,
+    variant: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    formula, needs = BY_NAME[variant], (needs_dx, needs_dweight)
+    subject = (formula, EAGER[formula], total.dtype, weight.dtype, total.shape[-1])
+    proved = runs_kernels(total.device) and in_domain(*subject[2:]) and rstd.numel() > 0
+    proved = proved and _gradients_proved(*subject, rstd.numel(), total.device, needs)
+    found = _gradients(formula, d_normed, total, weight, rstd, *needs, d_total, not proved)
+    return rms_norm_backward.present(found, d_normed)
+
+
+@_add_rms_norm_backward_op.register_fake
+def _(d_normed, d_total, total, weight, rstd, needs_dx, needs_dweight, variant):
+    arguments = (BY_NAME[variant], d_normed, total, weight, rstd, needs_dx, needs_dweight)
+    return rms_norm_backward.present(_gradients(*arguments, d_total, True), d_normed)
+
+
+def _setup_context(ctx, inputs, output):
+    _, _, weight, _, ctx.variant = inputs
+    ctx.save_for_backward(output[1], weight, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_normed, d_total, d_rstd):
+    needs_x, needs_residual, needs_dweight, *_ = ctx.needs_input_grad
+    needs_dx = needs_x or needs_residual
+    dx, dweight = d_total, None
+    if d_normed is not None:
+        saved = ctx.saved_tensors
+        found = _add_rms_norm_backward_op(d_normed, d_total, *saved, needs_dx, needs_dweight, ctx.variant)
+        dx, dweight = (gradient if need else None for need, gradient in zip((needs_dx, needs_dweight), found))
+    return dx if needs_x else None, dx if needs_residual else None, dweight, None, None
+
+
+_add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.compiler.assume_constant_result
+def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
+    """The name of the proved variant, for all classes of row counts; None if the two operations are traced."""
+    device = torch.device("cuda", device_index)
+    if under_transform() or proof.code(owner) is None:
+        return None
+    variant = variant_of(owner, dtype, weight_dtype, device)
+    if variant is None:
+        return None
+    subject = (variant, owner, dtype, weight_dtype, hidden_size)
+    proved = all(_proved(*subject, rows, device) for rows in ROW_CLASSES)
+    if proved and training:
+        proved = _gradients_proved(*subject, ROW_CLASSES[-1], device, (True, True))
+    return variant.name if proved else None
+
+
+def _compiled(hidden_states, residual, weight, eps, owner) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
+    """`replacement` while torch.compile traces: the registered op, or None to trace the two operations."""
+    if not hidden_states.is_cuda or hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
+        return None
+    tensors = (hidden_states, residual, weight)
+    if any(t.device != hidden_states.device or not t.is_contiguous() for t in tensors) or weight.dim() != 1:
+        return None
+    if residual.dtype != hidden_states.dtype or residual.shape != hidden_states.shape:
+        return None
+    hidden_size = int(weight.shape[0])
+    if hidden_states.shape[-1] != hidden_size or not in_domain(hidden_states.dtype, weight.dtype, hidden_size):
+        return None
+    training = is_grad_enabled() and any(t.requires_grad for t in tensors)
+    device_index = hidden_states.device.index or 0
+    variant = _variant_for_compile(owner, hidden_states.dtype, weight.dtype, hidden_size, device_index, training)
+    if variant is None:
+        return None
+    if training:
+        return _add_rms_norm_with_rstd_op(*tensors, eps, variant)[:2]
+    return _add_rms_norm_op(*tensors, eps, variant)
