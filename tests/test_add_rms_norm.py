@@ -113,7 +113,12 @@ def test_outside_the_domain_the_two_operations_run(kernel, seed):
     ids=["residual", "shape", "dtype", "weight", "integers", "eps"],
 )
 def test_bad_input(kernel, change, error, message):
-    arguments = {"hidden_states": torch.zeros(2, 64), "residual": torch.zeros(2, 64), "weight": torch.ones(64), "eps": EPS}
+    arguments = {
+        "hidden_states": torch.zeros(2, 64),
+        "residual": torch.zeros(2, 64),
+        "weight": torch.ones(64),
+        "eps": EPS,
+    }
     with pytest.raises(error) as caught:
         kernel.fused_add_rms_norm(**(arguments | change))
     assert message in str(caught.value)

@@ -3,7 +3,7 @@
 from . import layers
 from .activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
 from .add_rms_norm import fused_add_rms_norm
-from .mapping import kernel_mapping
+from .mapping import kernel_mapping, name_layers
 from .proof import LosslessProofError
 from .report import replacement_report
 from .rms_norm import rms_norm
@@ -15,6 +15,7 @@ __all__ = [
     "gelu",
     "kernel_mapping",
     "layers",
+    "name_layers",
     "new_gelu",
     "quick_gelu",
     "replacement_report",

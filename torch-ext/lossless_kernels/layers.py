@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import nn
 
-from . import proof
+from . import decoder, proof
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .activation import replacement as activation_replacement
 from .gated_rms_norm import eager as gated_eager
@@ -203,3 +203,38 @@ class QuickGELUActivation(nn.Module):
         if out is not None:
             return out
         return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)
+
+
+class LlamaDecoderLayer(nn.Module):
+    """A pre-norm decoder layer: `h = x + self_attn(input_layernorm(x))`, then `h + mlp(post_attention_layernorm(h))`.
+
+    hidden_states: `[batch, tokens, hidden_size]`. The first sum and the norm after it come from one kernel. Norm, attention
+    and MLP are called as the modules they are, with whatever forward, hooks, cache and attention function they have.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Optional[torch.Tensor] = None,
+        position_ids: Optional[torch.LongTensor] = None,
+        past_key_values: Optional[object] = None,
+        use_cache: Optional[bool] = False,
+        position_embeddings: Optional[tuple] = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        owner = type(self)
+        arguments = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "position_embeddings": position_embeddings,
+        }
+        if decoder.admits(owner, hidden_states):
+            return decoder.forward(self, decoder.fused, hidden_states, **arguments, **kwargs)
+        if isinstance(self, LlamaDecoderLayer):
+            return decoder.forward(self, decoder.apart, hidden_states, **arguments, **kwargs)
+        return owner.forward(self, hidden_states, **arguments, **kwargs)

@@ -1,8 +1,13 @@
 """The mapping from transformers' layer names to the layers of this package."""
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional, Union
+
+import torch
+
+from . import layers
 
 # transformers' layer name -> ours.
 LAYERS = {
@@ -16,6 +21,52 @@ LAYERS = {
     "FastGELU": "FastGELUActivation",
     "QuickGELU": "QuickGELUActivation",
 }
+# What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
+DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer"}
+LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
+# By what its modules are called a class is known that may get a layer name; whether it is one is for the proof to say.
+_NAMES_BY_CHILDREN = {
+    frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")): "LlamaDecoderLayer",
+    frozenset(("gate_proj", "up_proj", "down_proj", "act_fn")): "SwiGLUMLP",
+}
+
+
+def name_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Gives layer names to the decoder layers and MLPs of `model`, which transformers leaves without.
+
+    `kernels.replace_kernel_forward_from_hub` for every class whose modules are called as those of `LlamaDecoderLayer` or
+    `LlamaMLP` are and whose forward takes the same arguments. The names are the classes', in all models of the process, and
+    replace nothing by themselves.
+
+    Args:
+        model: the module to look through.
+
+    Returns:
+        The names of the classes that got one, and the layer names.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`.
+        ImportError: `kernels` is not installed.
+    """
+    from kernels import replace_kernel_forward_from_hub
+
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    named = {}
+    for module in model.modules():
+        layer_class = type(module)
+        name = _NAMES_BY_CHILDREN.get(frozenset(name for name, _ in module.named_children()))
+        if name not in LEVELS["decoder"] or hasattr(layer_class, "kernel_layer_name"):
+            continue
+        ours = getattr(layers, LEVELS["decoder"][name])
+        parameters = [
+            [(each.name, each.kind) for each in inspect.signature(forward).parameters.values()]
+            for forward in (ours.forward, layer_class.forward)
+        ]
+        if parameters[0] == parameters[1]:
+            replace_kernel_forward_from_hub(layer_class, name)
+            named[layer_class.__name__] = name
+    return named
 
 
 def kernel_mapping(
@@ -25,6 +76,7 @@ def kernel_mapping(
     local_path: Optional[Union[str, Path]] = None,
     devices: Sequence[str] = ("cuda", "rocm"),
     trust_remote_code: Union[bool, list[str]] = True,
+    level: str = "layer",
 ) -> dict:
     """What `kernels.register_kernel_mapping` and `kernels.use_kernel_mapping` take, for every layer of this package.
 
@@ -37,13 +89,15 @@ def kernel_mapping(
         local_path: a folder that holds `build/`, or a build itself.
         devices: kernels' device types to register for.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
+        level: "layer" for norms, activations and what else stands alone; "decoder" for whole decoder layers too
+            (`name_layers` first).
 
     Returns:
         A dictionary layer name -> device type -> `kernels.Mode` -> repository, with INFERENCE and TRAINING, each with and
         without TORCH_COMPILE.
 
     Raises:
-        ValueError: both `repo_id` and `local_path`, or `version` or `revision` without `repo_id`, or both of these.
+        ValueError: both `repo_id` and `local_path`, or `version` or `revision` without `repo_id`, both of these, or no such `level`.
         ImportError: `kernels` is not installed.
     """
     from kernels import LayerRepository, LocalLayerRepository, Mode
@@ -54,6 +108,8 @@ def kernel_mapping(
         raise ValueError(f"version, revision: expected one of them, found {version!r} and {revision!r}")
     if repo_id is None and (version is not None or revision is not None):
         raise ValueError("repo_id: expected the repository that version or revision belongs to, found None")
+    if level not in LEVELS:
+        raise ValueError(f"level: expected one of {', '.join(LEVELS)}, found {level!r}")
     if isinstance(devices, str):
         raise ValueError(f"devices: expected a sequence of device types, found the string {devices!r}")
 
@@ -67,5 +123,5 @@ def kernel_mapping(
     modes = (Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE)
     return {
         name: {device: {mode: repository(layer) for mode in modes} for device in devices}
-        for name, layer in LAYERS.items()
+        for name, layer in LEVELS[level].items()
     }

@@ -308,6 +308,10 @@ def rms_norm_backward(
                 rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
             )  # fmt: skip
 
+        dx_row = _row_offset(this_row, LEVELS, inner, middle, dx_outer_stride, dx_middle_stride, dx_inner_stride)
+        dx_offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
+        if ADD:
+            d_sum = tl.load(d_sum_ptr + dx_offset, mask=mask, other=0.0)
         d_normalized = dy
         if SCALE != "none":
             d_normalized = dy * _factor(weight, SCALE)[None, :, :]
@@ -319,13 +323,11 @@ def rms_norm_backward(
         d_square = d_variance * reciprocal
         dx = d_normalized * rstd[:, None, None]
         dx_mean = d_square[:, None, None] * (2.0 * h)
-        dx_row = _row_offset(this_row, LEVELS, inner, middle, dx_outer_stride, dx_middle_stride, dx_inner_stride)
-        dx_offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
         if TWO_EDGES:
             tl.store(dx_ptr + dx_offset, dx, mask=mask)
             tl.store(dx_mean_ptr + dx_offset, dx_mean, mask=mask)
         elif ADD:
-            d_sum = tl.load(d_sum_ptr + dx_offset, mask=mask, other=0.0).to(tl.float32)
+            d_sum = d_sum.to(tl.float32)
             if input_dtype == tl.float32:
                 # fp32 activations reach the sum by two edges.
                 dx = (d_sum + dx) + dx_mean

@@ -1,0 +1,228 @@
+"""Whole decoder layers through kernelize, on the CPU with the kernels in Triton's interpreter: what is called, and that nothing
+else changes. The norm's kernel sums in CUDA's order there, so the comparison is with the same layers, norms kernelized, apart."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from bits import assert_bits_equal
+from kernels import Mode, kernelize, use_kernel_mapping
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_gpu.py has these on a GPU")
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS = {
+    "Llama": (LlamaConfig, LlamaForCausalLM),
+    "Mistral": (MistralConfig, MistralForCausalLM),
+    "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+@pytest.fixture(autouse=True)
+def proof_off(monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+
+
+def make(name, seed, **changes):
+    config, model = MODELS[name] if isinstance(name, str) else name
+    torch.manual_seed(seed)
+    return model(config(**SIZES, **changes)).eval()
+
+
+def kernelized(kernel, model, level, mode=Mode.INFERENCE):
+    kernel.name_layers(model)
+    with use_kernel_mapping(kernel.kernel_mapping(devices=("cpu",), level=level), inherit_mapping=False):
+        return kernelize(copy.deepcopy(model), mode=mode, device="cpu")
+
+
+def replaced(model, name):
+    """The forwards of this package's layer `name` in the model."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    return [
+        forward
+        for forward in forwards
+        if getattr(forward, "__qualname__", "") == f"{name}.forward" and "lossless" in forward.__module__
+    ]
+
+
+def tokens(seed, batch=2, length=5):
+    return torch.randint(SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(kernel, seed, name):
+    model = make(name, seed)
+    layers, decoder = (kernelized(kernel, model, level, Mode.TRAINING) for level in ("layer", "decoder"))
+    assert len(replaced(decoder, "LlamaDecoderLayer")) == 2 and not replaced(layers, "LlamaDecoderLayer")
+    results = []
+    for each in (layers, decoder):
+        ids = tokens(seed)
+        out = each(ids, labels=ids)
+        out.loss.backward()
+        results.append([out.logits, *(parameter.grad for parameter in each.parameters())])
+        with torch.no_grad():
+            assert_bits_equal(each(ids).logits, out.logits)
+    for ours, expected in zip(*reversed(results), strict=True):
+        assert_bits_equal(ours, expected)
+
+
+def test_the_fused_kernel_runs(kernel, seed, monkeypatch):
+    import importlib
+
+    family = importlib.import_module(f"{kernel.__name__}.add_rms_norm")
+    calls = []
+    original = family.replacement
+    monkeypatch.setattr(family, "replacement", lambda *a: calls.append(original(*a)) or calls[-1])
+    kernelized(kernel, make("Llama", seed), "decoder")(tokens(seed))
+    assert len(calls) == 2 and None not in calls
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(kernel, seed, cache):
+    model = make("Llama", seed)
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+    found = [kernelized(kernel, model, level).generate(tokens(seed), **options) for level in ("layer", "decoder")]
+    assert torch.equal(*found)
+
+
+def test_recorded_outputs_and_hooks(kernel, seed):
+    model = make("Llama", seed, attn_implementation="eager")
+    layers, decoder = (kernelized(kernel, model, level) for level in ("layer", "decoder"))
+    outs = [each(tokens(seed), output_hidden_states=True, output_attentions=True) for each in (layers, decoder)]
+    for what in ("hidden_states", "attentions"):
+        assert len(outs[0][what]) == len(outs[1][what]) > 0
+        for ours, expected in zip(outs[1][what], outs[0][what], strict=True):
+            assert_bits_equal(ours, expected)
+    # A hook on the norm between attention and MLP sees its input, and may change its output.
+    seen = []
+    for each in (layers, decoder):
+        norm = each.model.layers[0].post_attention_layernorm
+        norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]) or output * 2)
+    assert_bits_equal(decoder(tokens(seed)).logits, layers(tokens(seed)).logits)
+    assert len(seen) == 2
+    assert_bits_equal(*seen)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(kernel, seed, reentrant):
+    results = []
+    for level in ("layer", "decoder"):
+        model = kernelized(kernel, make("Llama", seed), level, Mode.TRAINING).train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        ids = tokens(seed)
+        model(ids, labels=ids).loss.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for ours, expected in zip(*results, strict=True):
+        assert_bits_equal(ours, expected)
+
+
+def test_other_decoders_keep_their_forward(kernel, seed):
+    """Olmo2 norms after the blocks, Gemma2 before and after them: their children tell already."""
+    for pair in ((Olmo2Config, Olmo2ForCausalLM), (Gemma2Config, Gemma2ForCausalLM)):
+        assert "LlamaDecoderLayer" not in kernel.name_layers(make(pair, seed)).values()
+    assert not kernel.name_layers(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=8)))
+
+
+def bodies(owner):
+    """Forwards that look like the decoder layer's and are not."""
+
+    class Scaled(owner):
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                    position_embeddings=None, **kwargs):  # fmt: skip
+            return 0.5 * owner.forward(self, hidden_states, attention_mask, position_ids, past_key_values, use_cache,
+                                       position_embeddings, **kwargs)  # fmt: skip
+
+    class WithoutMask(owner):
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                    position_embeddings=None, **kwargs):  # fmt: skip
+            residual = hidden_states
+            hidden_states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), attention_mask=None,
+                position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
+                position_embeddings=position_embeddings, **kwargs)  # fmt: skip
+            residual = residual + hidden_states
+            return residual + self.mlp(self.post_attention_layernorm(residual))
+
+    class OtherOrder(owner):
+        """The same numbers forwards; backwards the residual's gradient comes before the MLP's."""
+
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                    position_embeddings=None, **kwargs):  # fmt: skip
+            residual = hidden_states
+            hidden_states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states),
+                attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+                use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)  # fmt: skip
+            residual = residual * 1.0 + hidden_states
+            return residual + self.mlp(self.post_attention_layernorm(residual)) * 1.0 + 0.0 * residual
+
+    class Training(owner):
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                    position_embeddings=None, **kwargs):  # fmt: skip
+            scale = 2.0 if self.training else 1.0
+            return scale * owner.forward(self, hidden_states, attention_mask, position_ids, past_key_values, use_cache,
+                                         position_embeddings, **kwargs)  # fmt: skip
+
+    return Scaled, WithoutMask, OtherOrder, Training
+
+
+@pytest.mark.parametrize("number", range(4), ids=["scaled", "without mask", "other order", "training"])
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
+def test_a_layer_that_looks_alike_keeps_its_forward(kernel, seed, number):
+    model = make("Llama", seed)
+    owner = type(model.model.layers[0])
+    layer_class = bodies(owner)[number]
+    for layer in model.model.layers:
+        layer.__class__ = layer_class
+    expected = model(tokens(seed)).logits
+    kernel.name_layers(model)
+    mapping = kernel.kernel_mapping(devices=("cpu",), level="decoder")
+    with use_kernel_mapping({"LlamaDecoderLayer": mapping["LlamaDecoderLayer"]}, inherit_mapping=False):
+        found = kernelize(copy.deepcopy(model), mode=Mode.INFERENCE, device="cpu")
+    assert len(replaced(found, "LlamaDecoderLayer")) == 2
+    assert_bits_equal(found(tokens(seed)).logits, expected)
+
+
+def test_a_call_from_python_sees_the_same_signature(kernel):
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    ours, theirs = (
+        inspect.signature(each.forward).parameters for each in (kernel.layers.LlamaDecoderLayer, LlamaDecoderLayer)
+    )
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+def test_bad_input(kernel):
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, found str"):
+        kernel.name_layers("model")
+    with pytest.raises(ValueError, match="level: expected one of layer, decoder, found 'all'"):
+        kernel.kernel_mapping(level="all")

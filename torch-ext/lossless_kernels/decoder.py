@@ -1,0 +1,176 @@
+"""A pre-norm decoder layer: the sum with the first residual and the norm after it from one kernel, the rest called as modules."""
+
+import functools
+from typing import Any, Callable, Optional
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules import module as torch_module
+
+from . import add_rms_norm, proof
+from .domain import runs_kernels
+
+# Layer names of the norms that `add_rms_norm` knows the formulas of.
+_NORMS = frozenset(("RMSNorm", "RMSNormZeroCentered"))
+_FORMULA = "norm, attention, sum and norm, MLP, sum"
+_LAYERS = f"{__package__}.layers"
+
+
+def forward(layer, join: Callable, hidden_states: torch.Tensor, **arguments) -> torch.Tensor:
+    """What transformers' `LlamaDecoderLayer.forward` returns.
+
+    Args:
+        layer: the module, with `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`.
+        join: `join(hidden_states, residual, norm)`, the norm of their sum and the sum: `fused` or `apart`.
+        hidden_states: `[batch, tokens, hidden_size]`.
+        arguments: for the attention, in the layer's own names.
+    """
+    normed = layer.input_layernorm(hidden_states)
+    attended, _ = layer.self_attn(hidden_states=normed, **arguments)
+    normed, residual = join(attended, hidden_states, layer.post_attention_layernorm)
+    return residual + layer.mlp(normed)
+
+
+def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
+    """`norm(residual + hidden_states)` and the sum, in the operations of the original layer."""
+    residual = residual + hidden_states
+    return norm(residual), residual
+
+
+def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
+    """The same from one kernel, where the norm is one that it knows."""
+    owner = type(norm)
+    if getattr(owner, "kernel_layer_name", None) in _NORMS and is_bare(norm):
+        state = norm.__dict__
+        eps = state.get("variance_epsilon", state.get("eps"))
+        added = add_rms_norm.replacement(hidden_states, residual, norm._parameters.get("weight"), eps, owner)
+        if added is not None:
+            return added
+    return apart(hidden_states, residual, norm)
+
+
+def is_bare(module: torch.nn.Module) -> bool:
+    """Whether calling the module is calling its class's forward, or that of this package in its place, and nothing else.
+
+    Not with hooks, not if it is compiled by itself, and not if somebody else put a forward of his own there.
+    """
+    state = module.__dict__
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+        or module._compiled_call_impl is not None
+    ):
+        return False
+    bound = state.get("forward")
+    if bound is None or getattr(bound, "__module__", None) == _LAYERS:
+        return True
+    # `kernelize` binds the original where it has no kernel.
+    return getattr(bound, "__func__", None) is type(module).forward
+
+
+# Proof
+
+
+_admitted: dict = {}
+
+
+def admits(owner: type, hidden_states: Any) -> bool:
+    """Whether `forward` has proved to do what `owner.forward` does, on the device of `hidden_states`."""
+    if not isinstance(hidden_states, torch.Tensor) or not runs_kernels(hidden_states.device):
+        return False
+    if is_dynamo_compiling():
+        return _admits_for_compile(owner, hidden_states.device.index or 0)
+    key = (owner, hidden_states.get_device())
+    admitted = _admitted.get(key)
+    if admitted is None:
+        admitted = _recognized(owner, hidden_states.device)
+        if admitted is not None:
+            _admitted[key] = admitted
+    return bool(admitted)
+
+
+@torch.compiler.assume_constant_result
+def _admits_for_compile(owner, device_index) -> bool:
+    return bool(_recognized(owner, torch.device("cuda", device_index)))
+
+
+def _recognized(owner, device) -> Optional[bool]:
+    """None where no verdict is possible now, inside a CUDA graph's capture."""
+    code = proof.code(owner)
+    # A layer of this package used by itself; a forward that looks at what its modules are or return.
+    if owner.__module__ == _LAYERS or code is None or "isinstance" in code[0].__code__.co_names:
+        return False
+    key = ("decoder", code, device)
+    subject = proof.Subject(owner.forward, device, "any dtype", _FORMULA)
+    proof.recognize(key, subject, {True: functools.partial(_comparisons, owner, device)})
+    verdict = proof.recognized(key)
+    return None if verdict is None else bool(verdict)
+
+
+class _Scaled(torch.nn.Module):
+    """In the place of a norm and of the MLP."""
+
+    def __init__(self, weight, returns_tuple=False):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.returns_tuple = returns_tuple
+
+    def forward(self, hidden_states):
+        out = torch.sin(hidden_states * self.weight)
+        return (out,) if self.returns_tuple else out
+
+
+class _Attention(torch.nn.Module):
+    """Remembers what it was called with."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.calls: list = []
+
+    def forward(self, *arguments, **named):
+        self.calls.append((arguments, dict(named, hidden_states=None)))
+        return torch.cos(named["hidden_states"] * self.weight), None
+
+
+def _comparisons(owner, device):
+    generator = proof.generator(device, seed=3)
+    make = functools.partial(torch.randn, 2, 3, 8, dtype=torch.float32, device=device, generator=generator)
+    # Whatever these are, the layer hands them on to its attention.
+    names = ("attention_mask", "position_ids", "past_key_values", "position_embeddings", "another")
+    arguments = {"use_cache": True, **{name: object() for name in names}}
+    data, weights, dy, other = make(), [make() for _ in range(4)], make(), make()
+
+    def run(compute, returns_tuple=False):
+        layer = torch.nn.Module.__new__(owner)
+        torch.nn.Module.__init__(layer)
+        layer.input_layernorm, layer.post_attention_layernorm = _Scaled(weights[0]), _Scaled(weights[1])
+        layer.mlp, layer.self_attn = _Scaled(weights[2], returns_tuple), _Attention(weights[3])
+        hidden_states = data.clone().requires_grad_()
+        with torch.enable_grad():
+            out = compute(layer, hidden_states, **arguments)
+            inputs = (hidden_states, *layer.parameters())
+            gradients = torch.autograd.grad((out, hidden_states * 1.0), inputs, (dy, other))
+        return (out.detach(), *gradients), layer.self_attn.calls
+
+    expected, calls = run(owner.forward)
+    found, our_calls = run(_apart)
+    if calls != our_calls:
+        raise ValueError("the attention is called in another way")
+    for number, (ours, theirs) in enumerate(zip(found, expected)):
+        yield f"gradient {number}" if number else "the output", ours, theirs
+    try:
+        run(owner.forward, returns_tuple=True)
+    except TypeError:
+        return
+    raise ValueError("an MLP may return a tuple")
+
+
+def _apart(layer, hidden_states, **arguments):
+    return forward(layer, apart, hidden_states, **arguments)
