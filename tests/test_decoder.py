@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_gpu.py has these on a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py has these on a GPU")
 
 SIZES = {
     "num_hidden_layers": 2,

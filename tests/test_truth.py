@@ -228,6 +228,75 @@ def compare_gradients(kernel, x, weight, dy, label, residual=None):
         assert_bits_equal(after, before, f"{name} was written to, {label}")
 
 
+def added(call, x, residual, weight, d_normed, d_total):
+    """The outputs and gradients of a sum and its norm; the residual has another consumer, the sum too if d_total is given."""
+    x, residual, weight = (tensor.detach().requires_grad_() for tensor in (x, residual, weight))
+    normed, total = call(x, residual, weight, EPS)
+    outputs, incoming = (normed, residual * 2.0), (d_normed, d_normed.to(x.dtype))
+    if d_total is not None:
+        outputs, incoming = (*outputs, total * 3.0), (*incoming, d_total)
+    return normed.detach(), total.detach(), *torch.autograd.grad(outputs, (x, residual, weight), incoming)
+
+
+def eager_added(x, residual, weight, eps):
+    total = residual + x
+    return eager(total, weight, eps), total
+
+
+def compare_added(kernel, arguments, label):
+    saved = [None if tensor is None else tensor.clone() for tensor in arguments]
+    found, expected = added(kernel.fused_add_rms_norm, *arguments), added(eager_added, *arguments)
+    names = ("normed", "total", "gradient of hidden_states", "gradient of residual", "dweight")
+    for name, ours, eagers in zip(names, found, expected, strict=True):
+        assert_same(ours, eagers, f"{name} of {label}")
+    for before, after in zip(saved, arguments, strict=True):
+        if after is not None:
+            assert_bits_equal(after, before, f"an argument was written to, {label}")
+
+
+def test_add_rms_norm(kernel, module, refusals, seed):
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    family, backward = module("add_rms_norm"), module("rms_norm_backward")
+    family._calls.clear()
+    backward._resolved.clear()
+    make = functools.partial(torch.randn, generator=generator, device="cuda")
+    sizes = [*choose.sample(HIDDEN_SIZES, 3), choose.choice((8192, 12288, 16384))]
+    for index in range(120):
+        rows, hidden_size = choose.choice((*ROWS, 9_000, 33_000)), choose.choice(sizes)
+        while rows * hidden_size > 1 << 26:
+            rows //= 2
+        dtype, weight_dtype = choose.choice(DTYPES), choose.choice(DTYPES)
+        x, residual, d_total = (make(rows, hidden_size).to(dtype) for _ in range(3))
+        d_normed = make(rows, hidden_size).to(torch.promote_types(dtype, weight_dtype))
+        arguments = (x, residual, make(hidden_size).to(weight_dtype), d_normed, d_total if index % 4 else None)
+        label = f"{rows}x{hidden_size} {dtype} {weight_dtype}{'' if index % 4 else ', the sum unused'}"
+        compare_added(kernel, arguments, label)
+        with torch.no_grad():
+            found, expected = (call(*arguments[:3], EPS) for call in (kernel.fused_add_rms_norm, eager_added))
+        for ours, eagers in zip(found, expected, strict=True):
+            assert_same(ours, eagers, label)
+    assert family._calls and None not in family._calls.values()
+    assert backward._resolved and None not in backward._resolved.values()
+
+
+@pytest.mark.parametrize("shape", [(70_000, 32_768), (300_000, 4096)], ids=str)
+def test_add_rms_norm_beyond_two_to_the_31(kernel, refusals, shape):
+    """Elements in inference; bytes in training, where ATen sums dweight in parts."""
+    x, residual = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+    weight = torch.randn(shape[1], device="cuda").bfloat16()
+    if shape[0] * shape[1] > 1 << 31:
+        with torch.no_grad():
+            total = residual + x
+            found = kernel.fused_add_rms_norm(x, residual, weight, EPS)
+            assert_bits_equal(found[1], total)
+            for part in range(0, shape[0], 10_000):
+                rows = slice(part, part + 10_000)
+                # The mean's factor is that of all rows, and is the same for hidden sizes that are powers of two.
+                assert_bits_equal(found[0][rows], eager(total[rows], weight), f"rows from {part}")
+    else:
+        compare_added(kernel, (x, residual, weight, torch.randn_like(x), torch.randn_like(x)), str(shape))
+
+
 def test_rms_norm_gradients(kernel, module, refusals, seed):
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     backward = module("rms_norm_backward")

@@ -1,0 +1,160 @@
+"""Whole decoder layers replaced, against the unkernelized model on the GPU at hand: bits of logits, generation, training."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from bits import assert_bits_equal
+from kernels import Mode, kernelize, use_kernel_mapping
+from test_decoder import MODELS, make, replaced, tokens
+from training import DEVICE_TYPE, assert_same, llama, random_batches, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:lossless-kernels:RuntimeWarning")]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@contextlib.contextmanager
+def original_functions(*models):
+    """Within it the functions that all models of the process share, such as the rotary embedding, have their own forward."""
+    functions = {
+        id(function): function
+        for model in models
+        for module in model.modules()
+        for function in vars(module).get("_kernel_funcs", {}).values()
+    }.values()
+    bound = [(function, vars(function).pop("forward")) for function in functions if "forward" in vars(function)]
+    try:
+        yield
+    finally:
+        for function, forward in bound:
+            vars(function)["forward"] = forward
+
+
+def kernelized(kernel, model, mode=Mode.INFERENCE):
+    kernel.name_layers(model)
+    model = copy.deepcopy(model)
+    with use_kernel_mapping(kernel.kernel_mapping(level="decoder"), inherit_mapping=False):
+        kernelize(model, mode=mode, device=DEVICE_TYPE)
+    assert len(replaced(model, "LlamaDecoderLayer")) == model.config.num_hidden_layers
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(kernel, seed, name, dtype):
+    model = make(name, seed, attn_implementation="eager").to("cuda", dtype)
+    ours = kernelized(kernel, model, Mode.TRAINING)
+    for length in (1, 5, 17, 60):
+        ids = tokens(seed, 3, length).cuda()
+        results = []
+        for each, context in ((ours, contextlib.nullcontext()), (model, original_functions(ours))):
+            with context:
+                each.zero_grad()
+                with torch.no_grad():
+                    inferred = each(ids).logits
+                out = each(ids, labels=ids)
+                (out.loss if length > 1 else out.logits.float().square().mean()).backward()
+                results.append({"inferred": inferred, "logits": out.logits.detach()})
+                results[-1].update({name: parameter.grad for name, parameter in each.named_parameters()})
+        for what, expected in results[1].items():
+            assert_bits_equal(results[0][what], expected, f"{what}, {length} tokens")
+    report = kernel.replacement_report(ours, verbose=False)
+    (decoder,) = [entry for entry in report.layers if entry.layer.endswith("DecoderLayer")]
+    assert decoder.path == "kernel"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "offloaded_static", None])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate(kernel, seed, name, cache):
+    model = make(name, seed).to("cuda", torch.bfloat16)
+    ours = kernelized(kernel, model)
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    ids = tokens(seed).cuda()
+    found = ours.generate(ids, **options)
+    with original_functions(ours):
+        expected = model.generate(ids, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    for step, (one, other) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        assert_bits_equal(one, other, f"step {step}")
+
+
+def test_recorded_outputs(kernel, seed):
+    model = make("Llama", seed, attn_implementation="eager").to("cuda", torch.bfloat16)
+    ours = kernelized(kernel, model)
+    ids, options = tokens(seed).cuda(), {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        found = ours(ids, **options)
+        with original_functions(ours):
+            expected = model(ids, **options)
+    for what in ("hidden_states", "attentions"):
+        for one, other in zip(found[what], expected[what], strict=True):
+            assert_bits_equal(one, other, what)
+
+
+def step(model, batch, autocast=False):
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = model(batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def checkpointed(model, batch, use_reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return step(model, batch)
+
+
+CASES = {
+    "bf16": (torch.bfloat16, step),
+    "fp32": (torch.float32, step),
+    "autocast": (torch.float32, functools.partial(step, autocast=True)),
+    "checkpointing": (torch.bfloat16, functools.partial(checkpointed, use_reentrant=False)),
+    "checkpointing, reentrant": (torch.bfloat16, functools.partial(checkpointed, use_reentrant=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_the_same(kernel, seed, case):
+    dtype, a_step = CASES[case]
+    model = llama(seed, dtype)
+    ours = kernelized(kernel, model, Mode.TRAINING)
+    batches = random_batches(seed, 20, batch=4)
+    found = train(ours, batches, step=a_step)
+    with original_functions(ours):
+        expected = train(copy.deepcopy(model), batches, step=a_step)
+    assert_same(found, expected, case)
+
+
+def test_compiled(kernel, seed):
+    # Not Inductor: its arithmetic around the layers is not eager's.
+    model = make("Llama", seed, attn_implementation="eager").to("cuda", torch.bfloat16)
+    ours = kernelized(kernel, model, Mode.TRAINING | Mode.TORCH_COMPILE)
+    run = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=False)
+    ids = tokens(seed).cuda()
+    found = run(ids, use_cache=False).logits
+    found.float().square().mean().backward()
+    with original_functions(ours):
+        expected = model(ids, use_cache=False).logits
+        expected.float().square().mean().backward()
+    assert_bits_equal(found, expected)
+    for (name, one), two in zip(ours.named_parameters(), model.parameters(), strict=True):
+        assert_bits_equal(one.grad, two.grad, name)
+
+
+def test_cuda_graph(kernel, seed):
+    model = make("Llama", seed).to("cuda", torch.bfloat16)
+    ours = kernelized(kernel, model)
+    ids = tokens(seed).cuda()
+    with torch.no_grad():
+        ours(ids, use_cache=False)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ours(ids, use_cache=False).logits
+        ids.copy_(tokens(seed + 1))
+        graph.replay()
+        with original_functions(ours):
+            assert_bits_equal(out, model(ids, use_cache=False).logits)
