@@ -2,6 +2,7 @@
 
 from . import layers
 from .activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
+from .gated_activation import gelu_tanh_and_mul, silu_and_mul
 from .mapping import kernel_mapping
 from .proof import LosslessProofError
 from .report import replacement_report
@@ -11,6 +12,7 @@ __all__ = [
     "LosslessProofError",
     "fast_gelu",
     "gelu",
+    "gelu_tanh_and_mul",
     "kernel_mapping",
     "layers",
     "new_gelu",
@@ -18,4 +20,5 @@ __all__ = [
     "replacement_report",
     "rms_norm",
     "silu",
+    "silu_and_mul",
 ]

@@ -15,6 +15,10 @@ LAYERS = {
     "NewGELU": "NewGELUActivation",
     "FastGELU": "FastGELUActivation",
     "QuickGELU": "QuickGELUActivation",
+    # No class of transformers carries these: `replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives it one.
+    "SwiGLUMLP": "LlamaMLP",
+    "LlamaMLP": "LlamaMLP",
+    "GeGLUMLP": "GeGLUMLP",
 }
 
 
