@@ -477,12 +477,12 @@ def test_a_layers_function_is_told_by_value(kernel, module):
         return self.act(input)
 
     partials = [functools.partial(eager_gelu, approximate=approximate) for approximate in ("tanh", "tanh", "none")]
-    one, two, other = (family._by_value((forward, "act", act)) for act in partials)
+    one, two, other = (family.by_value((forward, "act", act)) for act in partials)
     assert one == two != other
     x = torch.randn(64)
     for partial, subject in zip(partials, (one, two, other)):
-        assert_bits_equal(family._original(subject)(x), partial(x))
-    assert_bits_equal(family._original(family._by_value((forward, "act", eager_gelu)))(x), eager_gelu(x))
+        assert_bits_equal(family.original_of(subject)(x), partial(x))
+    assert_bits_equal(family.original_of(family.by_value((forward, "act", eager_gelu)))(x), eager_gelu(x))
 
 
 def second_order(function, inputs, dy):

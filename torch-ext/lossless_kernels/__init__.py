@@ -3,6 +3,7 @@
 from . import layers
 from .activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
 from .add_rms_norm import fused_add_rms_norm
+from .gated_activation import gelu_tanh_and_mul, silu_and_mul
 from .mapping import kernel_mapping, name_layers
 from .proof import LosslessProofError
 from .report import replacement_report
@@ -13,6 +14,7 @@ __all__ = [
     "fast_gelu",
     "fused_add_rms_norm",
     "gelu",
+    "gelu_tanh_and_mul",
     "kernel_mapping",
     "layers",
     "name_layers",
@@ -21,4 +23,5 @@ __all__ = [
     "replacement_report",
     "rms_norm",
     "silu",
+    "silu_and_mul",
 ]

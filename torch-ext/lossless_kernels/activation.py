@@ -239,37 +239,37 @@ def _is_widened(activation, input) -> bool:
 # Calls
 
 
-_BLOCK = 1024
+BLOCK = 1024
 # Of CUDA's grid, along x.
-_MAX_PROGRAMS = (1 << 31) - 1
-_NUM_WARPS = 4
+MAX_PROGRAMS = (1 << 31) - 1
+NUM_WARPS = 4
 
 
 @functools.cache
 def _launcher(kernel, activation, dtype, unit, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": _BLOCK}
-    return launch.Launcher(kernel, constants, _NUM_WARPS, device)
+    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": BLOCK}
+    return launch.Launcher(kernel, constants, NUM_WARPS, device)
 
 
-def _unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
+def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
     """So many elements, up to 16 bytes, can be read at a time."""
     return math.gcd(columns, row_stride, 16 // dtype.itemsize)
 
 
 def _forward(activation, dtype, rows, columns, row_stride, device: torch.device) -> launch.Launch:
     """The launch of the forward kernel, to be called with input and out."""
-    unit = _unit(columns, row_stride, dtype)
-    blocks_per_row = -(-columns // _BLOCK)
+    unit = access_unit(columns, row_stride, dtype)
+    blocks_per_row = -(-columns // BLOCK)
     launcher = _launcher(activation_forward, activation, dtype, unit, device.index or 0)
     return launcher.bind(rows * blocks_per_row, columns // unit, row_stride // unit, blocks_per_row)
 
 
 def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
     """The launch of the backward kernel, to be called with dy, input and its gradients, all dense and alike."""
-    unit = _unit(numel, numel, dtype)
+    unit = access_unit(numel, numel, dtype)
     launcher = _launcher(activation_backward, activation, dtype, unit, device.index or 0)
-    return launcher.bind(-(-numel // _BLOCK), numel // unit)
+    return launcher.bind(-(-numel // BLOCK), numel // unit)
 
 
 class _Call:
@@ -326,7 +326,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     if not are_plain(input, input) or _is_widened(activation, input):
         return None
     try:
-        key = (_by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
+        key = (by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
         return None
@@ -341,7 +341,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     return call(input)
 
 
-def _by_value(subject):
+def by_value(subject):
     """The subject with what every module has for itself, a `functools.partial`, told by what it holds."""
     if not isinstance(subject, tuple):
         return subject
@@ -351,11 +351,11 @@ def _by_value(subject):
     return forward, name, value
 
 
-def _forward_of(subject):
+def forward_of(subject):
     return subject[0] if isinstance(subject, tuple) else subject
 
 
-def _original(subject):
+def original_of(subject):
     """The function of an input that a subject, told by value, stands for: the forward on a stand-in for the module."""
     if not isinstance(subject, tuple):
         return functools.partial(subject, None)
@@ -379,7 +379,7 @@ def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
     """The call for this tensor, or None if it lies outside the domain or the kernels are not proved."""
     reason = _outside(x)
     if reason is not None:
-        proof.outside(_forward_of(subject), reason)
+        proof.outside(forward_of(subject), reason)
         return None
     out = Output.of(functools.partial(activation.forward, None), x)
     shape, strides = x.shape, x.stride()
@@ -392,8 +392,8 @@ def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
         rows, row_stride, order = rows_in_memory(shape, strides)
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
-    unit = _unit(columns, row_stride, x.dtype)
-    if rows * -(-columns // _BLOCK) > _MAX_PROGRAMS:
+    unit = access_unit(columns, row_stride, x.dtype)
+    if rows * -(-columns // BLOCK) > MAX_PROGRAMS:
         return None
     if not same_order or not _proved(subject, activation, x.dtype, unit, x.device):
         return None
@@ -452,12 +452,12 @@ def _proved(subject, activation, dtype, unit, device, gradients=False) -> bool:
     what, comparisons = ("gradient", _gradient_comparisons) if gradients else ("output", _comparisons)
     return proof.admits(
         ("activation", activation, what, subject, dtype, unit, device),
-        proof.Subject(_forward_of(subject), device, f"{dtype}, {what}", activation.name),
+        proof.Subject(forward_of(subject), device, f"{dtype}, {what}", activation.name),
         functools.partial(comparisons, subject, activation, dtype, unit, device),
     )
 
 
-def _all_inputs(dtype, device):
+def all_inputs(dtype, device):
     """Every one of the 65,536 inputs of 16 bits; for fp32 as many, in every binade."""
     bits = torch.arange(1 << 16, dtype=torch.int32, device=device)
     if dtype != torch.float32:
@@ -470,8 +470,8 @@ def _comparisons(subject, activation, dtype, unit, device):
     rows, columns = 256, 256
     padded = torch.zeros(rows, columns + unit, dtype=dtype, device=device)
     x = padded[:, :columns]
-    x.copy_(_all_inputs(dtype, device).view(rows, columns))
-    expected = _original(subject)(x)
+    x.copy_(all_inputs(dtype, device).view(rows, columns))
+    expected = original_of(subject)(x)
     out = torch.full((rows, columns), math.nan, dtype=dtype, device=device)
     _forward(activation, dtype, rows, columns, columns + unit, device)(x, out)
     yield "the output", out, expected
@@ -479,13 +479,13 @@ def _comparisons(subject, activation, dtype, unit, device):
 
 def _gradient_comparisons(subject, activation, dtype, unit, device):
     # `unit` elements more than a whole number of blocks.
-    x = torch.cat([_all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
+    x = torch.cat([all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
     make = functools.partial(torch.randn, x.shape, device=device, generator=proof.generator(device, 1))
     dy, other = make().to(dtype), make().to(dtype)
     dxs = tuple(torch.full(x.shape, math.nan, dtype=dtype, device=device) for _ in range(activation.paths))
     _backward(activation, dtype, x.numel(), device)(dy, x.detach(), *dxs)
     with torch.enable_grad():
-        original = _original(subject)
+        original = original_of(subject)
         (alone,) = torch.autograd.grad(original(x), x, dy)
         # A gradient that is there already shows how many reach x, and in which order.
         (joined,) = torch.autograd.grad((original(x), x * 1.0), x, (dy, other))
@@ -539,7 +539,7 @@ def _proved_for_compile(subject, activation_name, dtype, device_index, training)
     if under_transform():
         return False
     return all(
-        _proved(_by_value(subject), _ACTIVATIONS[activation_name], dtype, 1 << power, device, of_gradients)
+        _proved(by_value(subject), _ACTIVATIONS[activation_name], dtype, 1 << power, device, of_gradients)
         for of_gradients in (False, True)[: 1 + training]
         for power in range(4)
         if dtype.itemsize << power <= 16

@@ -5,10 +5,9 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.nn.modules import module as torch_module
 
 from . import add_rms_norm, proof
-from .domain import runs_kernels
+from .domain import is_bare, runs_kernels
 
 # Layer names of the norms that `add_rms_norm` knows the formulas of.
 _NORMS = frozenset(("RMSNorm", "RMSNormZeroCentered"))
@@ -47,31 +46,6 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
         if added is not None:
             return added
     return apart(hidden_states, residual, norm)
-
-
-def is_bare(module: torch.nn.Module) -> bool:
-    """Whether calling the module is calling its class's forward, or that of this package in its place, and nothing else.
-
-    Not with hooks, not if it is compiled by itself, and not if somebody else put a forward of his own there.
-    """
-    state = module.__dict__
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-        or module._compiled_call_impl is not None
-    ):
-        return False
-    bound = state.get("forward")
-    if bound is None or getattr(bound, "__module__", None) == _LAYERS:
-        return True
-    # `kernelize` binds the original where it has no kernel.
-    return getattr(bound, "__func__", None) is type(module).forward
 
 
 # Proof

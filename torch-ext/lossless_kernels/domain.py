@@ -5,12 +5,14 @@ import re
 import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.nn.modules import module as torch_module
 
 from . import launch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A subclass may mean something else by every operation on it.
 _PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
+_OUR_LAYERS = f"{__package__}.layers"
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 _tracing_state = torch._C._get_tracing_state
@@ -43,6 +45,32 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
 def under_transform() -> bool:
     """Whether functorch or forward-mode AD is at work: asked at trace time, where tensors do not tell."""
     return _functorch_level() is not None or forward_ad._current_level >= 0
+
+
+def is_bare(module: torch.nn.Module) -> bool:
+    """Whether calling the module is calling its class's forward, or that of this package in its place, and nothing else.
+
+    Not with hooks, not if it is compiled by itself, and not if somebody else put a forward of his own there.
+    """
+    state = module.__dict__
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or type(module).__call__ is not torch.nn.Module.__call__
+    ):
+        return False
+    bound = state.get("forward")
+    if bound is None or getattr(bound, "__module__", None) == _OUR_LAYERS:
+        return True
+    # `kernelize` binds the original where it has no kernel.
+    return getattr(bound, "__func__", None) is type(module).forward
 
 
 def runs_kernels(device: torch.device) -> bool:

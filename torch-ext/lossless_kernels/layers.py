@@ -5,16 +5,15 @@ kernel cannot, or has not proved to return the same bits. One class serves every
 by `torch.is_grad_enabled()` and `requires_grad`.
 """
 
-import functools
-from types import BuiltinFunctionType, FunctionType
 from typing import Optional
 
 import torch
 from torch import nn
 
-from . import decoder, proof
+from . import decoder, mlp, proof
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .activation import replacement as activation_replacement
+from .gated_activation import replacement as product_replacement
 from .gated_rms_norm import eager as gated_eager
 from .gated_rms_norm import replacement as gated_replacement
 from .rms_norm import EAGER
@@ -105,19 +104,12 @@ class SiLUActivation(nn.Module):
         return (SILU.forward if isinstance(self, SiLUActivation) else original)(self, input)
 
 
-# What the `act` of a layer may be: a function, which a proof can call without the module it comes from. A method of the
-# module, as for formulas written in Python, is left to the original forward.
-_FUNCTIONS = frozenset((FunctionType, BuiltinFunctionType, functools.partial))
-
-
 def _gelu(self, input, activation):
     """The output of `activation` around `self.act` (transformers) or `self.approximate` (torch.nn.GELU), or None."""
     original = type(self).forward
     act = self.__dict__.get("act")
     if act is not None:
-        function = getattr(act, "func", act)
-        # What a closure holds may change, and would be kept for ever.
-        if type(act) in _FUNCTIONS and not getattr(function, "__closure__", None):
+        if mlp.is_function(act):
             return activation_replacement(input, (original, "act", act), activation)
         proof.outside(original, f"act is {getattr(act, '__qualname__', act)}")
         return None
@@ -203,6 +195,45 @@ class QuickGELUActivation(nn.Module):
         if out is not None:
             return out
         return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)
+
+
+def _gated_mlp(self, x):
+    modules = self._modules
+    gate_proj, up_proj, down_proj = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
+    act_fn = modules.get("act_fn")
+    subject = mlp.subject_of(act_fn)
+    activation = None if subject is None else mlp.activation_of(type(self), subject, x)
+    if activation is None or gate_proj is None or up_proj is None or down_proj is None:
+        if isinstance(self, (LlamaMLP, GeGLUMLP)):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return type(self).forward(self, x)
+    gate, up = gate_proj(x), up_proj(x)
+    product = product_replacement(gate, up, subject, activation)
+    return down_proj(act_fn(gate) * up if product is None else product)
+
+
+class LlamaMLP(nn.Module):
+    """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`, the product by one kernel; x: `[..., hidden_size]`.
+
+    Replaces transformers' `LlamaMLP` and those that compute the same with SiLU or GELU, given a layer name. The projections
+    are called as the modules they are, whatever somebody made of them.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _gated_mlp(self, x)
+
+
+class GeGLUMLP(nn.Module):
+    """`LlamaMLP` for the layer name "GeGLUMLP": which activation it is decides the module."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _gated_mlp(self, x)
 
 
 class LlamaDecoderLayer(nn.Module):

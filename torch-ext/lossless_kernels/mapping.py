@@ -20,6 +20,10 @@ LAYERS = {
     "NewGELU": "NewGELUActivation",
     "FastGELU": "FastGELUActivation",
     "QuickGELU": "QuickGELUActivation",
+    # No class of transformers carries these: `replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives it one.
+    "SwiGLUMLP": "LlamaMLP",
+    "LlamaMLP": "LlamaMLP",
+    "GeGLUMLP": "GeGLUMLP",
 }
 # What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer"}

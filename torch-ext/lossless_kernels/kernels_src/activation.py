@@ -174,3 +174,99 @@ def activation_backward(
     for path in tl.static_range(len(gradients)):
         gradient = gradients[path].to(pointers[path].dtype.element_ty)
         tl.store(pointers[path] + offset, gradient, mask=mask)
+
+
+@triton.jit
+def _block_of_row(
+    column_units,
+    x_row_stride,
+    out_row_stride,
+    blocks_per_row,
+    ONE_ROW: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Offsets into x, which has rows `x_row_stride * UNIT` apart, into a dense tensor and into out, and the mask of all."""
+    program = tl.program_id(0)
+    if ONE_ROW:
+        offset = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        return offset, offset, offset, offset // UNIT < column_units
+    else:
+        row = program // blocks_per_row
+        column = (program - row * blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row = row.to(tl.int64) * UNIT
+        mask = column // UNIT < column_units
+        return row * x_row_stride + column, row * column_units + column, row * out_row_stride + column, mask
+
+
+@triton.jit(do_not_specialize=["column_units", "row_stride", "blocks_per_row"])
+def gated_activation_forward(
+    gate_ptr,
+    out_ptr,
+    up_ptr,
+    column_units: tl.int64,
+    row_stride: tl.int64,
+    blocks_per_row: tl.int32,
+    ACTIVATION: tl.constexpr,
+    PACKED: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = ACTIVATION(gate) * up, the activation rounded before the product.
+
+    Gate and up have rows of `column_units * UNIT` elements, `row_stride * UNIT` apart; out is dense. PACKED: up begins where
+    gate's first row ends, and `up_ptr` is not read.
+    """
+    offset, out_offset, _, mask = _block_of_row(
+        column_units, row_stride, column_units, blocks_per_row, ONE_ROW, UNIT, BLOCK
+    )
+    if PACKED:
+        up_ptr = gate_ptr + column_units * UNIT
+    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    activated = _rounded(_activation(gate, ACTIVATION, gate_ptr.dtype.element_ty), gate_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offset, (activated * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["column_units", "row_stride", "blocks_per_row"])
+def gated_activation_backward(
+    dy_ptr,
+    gate_ptr,
+    d_gate_ptr,
+    up_ptr,
+    d_up_ptr,
+    column_units: tl.int64,
+    row_stride: tl.int64,
+    blocks_per_row: tl.int32,
+    ACTIVATION: tl.constexpr,
+    PACKED: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    D_UP: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of gate and, if D_UP, of up, from dy, that of the product; dy is dense, the gradients are.
+
+    PACKED: gate and up are the halves of the rows of one tensor, and so are their gradients, of one that is dense. Eager fills
+    each half's gradient up with zeros and adds the two, which makes +0 of a -0.
+    """
+    offset, dy_offset, gradient_offset, mask = _block_of_row(
+        column_units, row_stride, column_units * 2 if PACKED else column_units, blocks_per_row, ONE_ROW, UNIT, BLOCK
+    )
+    if PACKED:
+        up_ptr = gate_ptr + column_units * UNIT
+        d_up_ptr = d_gate_ptr + column_units * UNIT
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    dy = tl.load(dy_ptr + dy_offset, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    d_gate = _rounded(_gradients(_rounded(dy * up, DTYPE), gate, ACTIVATION, DTYPE)[0], DTYPE)
+    if PACKED:
+        d_gate += 0.0
+    tl.store(d_gate_ptr + gradient_offset, d_gate.to(DTYPE), mask=mask)
+    if D_UP:
+        d_up = _rounded(dy * _rounded(_activation(gate, ACTIVATION, DTYPE), DTYPE), DTYPE)
+        if PACKED:
+            d_up += 0.0
+        tl.store(d_up_ptr + gradient_offset, d_up.to(DTYPE), mask=mask)

@@ -1,0 +1,650 @@
+"""An activation of a gate times another tensor, as gated MLPs compute it, with the bits of eager's two operations."""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Optional
+
+import torch
+from torch import empty_like, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from . import launch, proof
+from ._ops import add_op_namespace_prefix
+from .activation import (
+    BLOCK,
+    GELU,
+    GELU_TANH,
+    MAX_PROGRAMS,
+    NUM_WARPS,
+    SILU,
+    Activation,
+    access_unit,
+    all_inputs,
+    by_value,
+    forward_of,
+    original_of,
+)
+from .domain import (
+    FLOAT_DTYPES,
+    UNSEEN,
+    are_plain,
+    check_floating,
+    dispatch_modes,
+    remember,
+    runs_kernels,
+    same_tensors,
+    under_transform,
+)
+from .layout import Output, contiguous_strides, is_dense, is_same_order, rows_in_memory
+
+if launch.AVAILABLE:
+    from .kernels_src.activation import gated_activation_backward, gated_activation_forward
+
+# Whose gate has one path to the output.
+ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH)}
+
+
+def silu_and_mul(gate: torch.Tensor, up: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The product of SwiGLU: bit for bit what `torch.nn.functional.silu(gate) * up` returns.
+
+    Args:
+        gate: `[..., d]`, any strides, any real floating dtype. Without `up`: `[..., 2 * d]`, gate and up side by side, for
+            `torch.nn.functional.silu(gate[..., :d]) * gate[..., d:]`.
+        up: `[..., d]` on the device of `gate`, any real floating dtype.
+
+    Returns:
+        A tensor of the shape, dtype and strides that eager returns.
+
+    Raises:
+        TypeError: an argument is no tensor or not of a real floating dtype.
+        ValueError: the shapes cannot be broadcast, the last dimension is not even, or the tensors are on two devices.
+
+    The kernel runs for fp32, fp16 and bf16 on CUDA if both are of one shape and dtype and lie in memory alike, dense or as
+    equally spaced rows; anything else is computed by eager.
+    """
+    return _gated(gate, up, SILU)
+
+
+def gelu_tanh_and_mul(gate: torch.Tensor, up: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The product of GeGLU: bit for bit what `torch.nn.functional.gelu(gate, approximate="tanh") * up` returns.
+
+    Args:
+        gate: `[..., d]`, any strides, any real floating dtype. Without `up`: `[..., 2 * d]`, gate and up side by side.
+        up: `[..., d]` on the device of `gate`, any real floating dtype.
+
+    Returns:
+        A tensor of the shape, dtype and strides that eager returns.
+
+    Raises:
+        TypeError: an argument is no tensor or not of a real floating dtype.
+        ValueError: the shapes cannot be broadcast, the last dimension is not even, or the tensors are on two devices.
+
+    The kernel runs where that of `silu_and_mul` does.
+    """
+    return _gated(gate, up, GELU_TANH)
+
+
+def _gated(gate, up, activation):
+    check_floating("gate", gate)
+    if up is None:
+        if gate.dim() == 0 or gate.shape[-1] % 2:
+            raise ValueError(f"gate: expected a last dimension of even length, found shape {list(gate.shape)}")
+        out = packed_replacement(gate, activation)
+        return _packed_eager(activation, gate) if out is None else out
+    check_floating("up", up)
+    out = replacement(gate, up, activation.forward, activation)
+    if out is not None:
+        return out
+    if up.device != gate.device:
+        raise ValueError(f"up: expected device {gate.device} of gate, found {up.device}")
+    # A dimension that one of them lacks is broadcast too.
+    if any(ours != theirs and 1 not in (ours, theirs) for ours, theirs in zip(gate.shape[::-1], up.shape[::-1])):
+        raise ValueError(
+            f"up: expected a shape that can be broadcast with {list(gate.shape)} of gate, found {list(up.shape)}"
+        )
+    return _eager(activation, gate, up)
+
+
+# Eager
+
+
+def _eager(activation, gate, up):
+    return activation.forward(None, gate) * up
+
+
+def _halves(packed):
+    columns = packed.shape[-1] // 2
+    return packed[..., :columns], packed[..., columns:]
+
+
+def _packed_eager(activation, packed):
+    return _eager(activation, *_halves(packed))
+
+
+def _eager_gradients(activation, dy, gate, up):
+    """What eager sends into gate and up."""
+    (d_gate,) = activation.gradients(dy * up, gate)
+    return d_gate, dy * activation.forward(None, gate)
+
+
+def _packed_eager_gradient(activation, dy, packed):
+    """What eager sends into the tensor of both halves: two gradients, each with zeros in the other's place.
+
+    Their sum has the bits that their sums with anything else have, one after the other.
+    """
+    shape, columns = packed.shape, packed.shape[-1] // 2
+    d_gate, d_up = _eager_gradients(activation, dy, *_halves(packed))
+    expand = torch.ops.aten.slice_backward
+    return expand(d_up, shape, -1, columns, 2 * columns, 1) + expand(d_gate, shape, -1, 0, columns, 1)
+
+
+# Calls
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How gate and up lie in memory: rows `row_stride` apart, or one row if they are dense.
+
+    Args:
+        order: as `rows_in_memory` names it; None for one row.
+        packed: up's rows begin where gate's end.
+    """
+
+    rows: int
+    columns: int
+    row_stride: int
+    order: Optional[tuple[int, ...]] = None
+    packed: bool = False
+
+    @classmethod
+    def of(cls, gate, up) -> Optional["_Layout"]:
+        """The layout that both have, None if no kernel walks it."""
+        shape, strides = gate.shape, gate.stride()
+        if is_dense(shape, strides):
+            return cls(1, gate.numel(), gate.numel()) if is_same_order(shape, strides, up.stride()) else None
+        rows = rows_in_memory(shape, strides)
+        if rows is None or rows_in_memory(shape, up.stride()) != rows:
+            return None
+        return cls(rows[0], shape[-1], rows[1], rows[2])
+
+    @classmethod
+    def of_packed(cls, packed) -> Optional["_Layout"]:
+        rows = rows_in_memory(packed.shape, packed.stride())
+        return rows and cls(rows[0], packed.shape[-1] // 2, rows[1], rows[2], packed=True)
+
+    def fits(self, shape, strides, gate_strides) -> bool:
+        """Whether dense memory with these strides has the elements in the order of gate's."""
+        if self.order is None:
+            return is_same_order(shape, strides, gate_strides)
+        return rows_in_memory(shape, strides) == (self.rows, shape[-1], self.order)
+
+    @property
+    def blocks_per_row(self):
+        return -(-self.columns // BLOCK)
+
+    def unit(self, dtype):
+        return access_unit(self.columns, self.row_stride, dtype)
+
+    def kind(self, dtype) -> dict:
+        """What a kernel is compiled for."""
+        return {"PACKED": self.packed, "ONE_ROW": self.order is None, "UNIT": self.unit(dtype)}
+
+
+@functools.cache
+def _launcher(kernel, activation, dtype, constants, device) -> launch.Launcher:
+    """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
+    return launch.Launcher(
+        kernel, {"ACTIVATION": activation.name, **dict(constants), "BLOCK": BLOCK}, NUM_WARPS, device
+    )
+
+
+def _bound(kernel, activation, dtype, layout: _Layout, device, **constants) -> launch.Launch:
+    kind = layout.kind(dtype)
+    unit = kind.pop("UNIT")
+    launcher = _launcher(
+        kernel, activation, dtype, (*kind.items(), *constants.items(), ("UNIT", unit)), device.index or 0
+    )
+    return launcher.bind(
+        layout.rows * layout.blocks_per_row, layout.columns // unit, layout.row_stride // unit, layout.blocks_per_row
+    )
+
+
+def _forward(activation, dtype, layout: _Layout, device) -> launch.Launch:
+    """The launch of the forward kernel, to be called with gate, out and up, or with the packed tensor and out."""
+    return _bound(gated_activation_forward, activation, dtype, layout, device)
+
+
+def _backward(activation, dtype, layout: _Layout, device, with_up: bool) -> launch.Launch:
+    """The launch of the backward kernel, to be called with dy, gate, its gradient, up and, if `with_up`, its gradient.
+
+    Or with dy, the packed tensor and its gradient.
+    """
+    return _bound(gated_activation_backward, activation, dtype, layout, device, D_UP=with_up)
+
+
+class _Call:
+    """All that follows from the shapes, strides, dtype and device of a call."""
+
+    __slots__ = ("activation", "launch", "out", "like_gate")
+
+    def __init__(self, activation: Activation, launch: Optional[launch.Launch], out: Output):
+        self.activation = activation
+        self.launch = launch
+        self.out = out
+        self.like_gate = out.like_input
+
+    def __call__(self, gate, up):
+        out = empty_like(gate) if self.like_gate else self.out.empty(gate)
+        if self.launch is not None:
+            self.launch.on_three(gate, out, up)
+        return out
+
+    def differentiable(self, gate, up):
+        return _Differentiable.apply(self, up, gate)
+
+    def packed(self, packed):
+        out = self.out.empty(packed)
+        if self.launch is not None:
+            self.launch.on_two(packed, out)
+        return out
+
+    def packed_differentiable(self, packed):
+        return _PackedDifferentiable.apply(self, packed)
+
+
+# What is proved.
+_OUTPUT, _BOTH, _GATES = "output", "gradients", "gate's gradient"
+_calls = {}
+# By the subject that is replaced its last call, which is found without building the key above.
+_recent = {}
+
+
+def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
+    """The product of an activation layer's output and `up`, from the kernel; None where the caller must compute it itself.
+
+    Args:
+        gate: the activation layer's input.
+        up: what its output is multiplied by.
+        subject: the activation layer's original forward, or `(forward, name, value)` if that reads an attribute.
+        activation: what this layer computes.
+    """
+    if is_dynamo_compiling():
+        return _compiled(gate, up, subject, activation)
+    needs_grad = is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    recent = _recent.get(subject)
+    if recent is not None:
+        same, then, call = recent
+        if same(gate, up) and then == needs_grad and forward_ad._current_level < 0 and not dispatch_modes():
+            return call(gate, up)
+    if not are_plain(gate, up):
+        return None
+    try:
+        key = (
+            by_value(subject),
+            needs_grad and gate.requires_grad,
+            needs_grad and up.requires_grad,
+            gate.dtype,
+            up.dtype,
+            gate.shape,
+            up.shape,
+            gate.stride(),
+            up.stride(),
+            gate.get_device(),
+            up.get_device(),
+        )
+        call = _calls.get(key, UNSEEN)
+    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
+        return None
+    if call is UNSEEN:
+        call = remember(_calls, key, _resolve(gate, up, key[0], activation, needs_grad))
+    if call is None:
+        return None
+    call = call.differentiable if needs_grad else call.__call__
+    same = same_tensors(gate, up)
+    if same is not None:
+        remember(_recent, subject, (same, needs_grad, call))
+    return call(gate, up)
+
+
+def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional[torch.Tensor]:
+    """`replacement` of both halves of a tensor's rows, for the activation's own function."""
+    if is_dynamo_compiling():
+        return _compiled(*_halves(packed), activation.forward, activation)
+    needs_grad = is_grad_enabled() and packed.requires_grad
+    subject = ("packed", activation)
+    recent = _recent.get(subject)
+    if recent is not None:
+        same, then, call = recent
+        if same(packed) and then == needs_grad and forward_ad._current_level < 0 and not dispatch_modes():
+            return call(packed)
+    if not are_plain(packed, packed):
+        return None
+    try:
+        key = (subject, needs_grad, packed.dtype, packed.shape, packed.stride(), packed.get_device())
+    except RuntimeError:
+        return None
+    call = _calls.get(key, UNSEEN)
+    if call is UNSEEN:
+        call = remember(_calls, key, _resolve_packed(packed, activation, needs_grad))
+    if call is None:
+        return None
+    call = call.packed_differentiable if needs_grad else call.packed
+    same = same_tensors(packed)
+    if same is not None:
+        remember(_recent, subject, (same, needs_grad, call))
+    return call(packed)
+
+
+def _outside(gate, up, layout) -> Optional[str]:
+    """Why no kernel takes these tensors, None if one may."""
+    if gate.dtype not in FLOAT_DTYPES or not runs_kernels(gate.device):
+        return f"gate {gate.dtype} on {gate.device}"
+    if (up.dtype, up.shape, up.device) != (gate.dtype, gate.shape, gate.device):
+        return f"up {up.dtype} {list(up.shape)} on {up.device}, gate {gate.dtype} {list(gate.shape)}"
+    if gate.numel() and layout(gate, up) is None:
+        return "gate and up that do not lie in memory alike, dense or as equally spaced rows"
+    return None
+
+
+def _resolve(gate, up, subject, activation, needs_grad) -> Optional[_Call]:
+    """The call for these tensors, or None if they lie outside the domain or the kernels are not proved."""
+    reason = _outside(gate, up, _Layout.of)
+    if reason is not None:
+        proof.outside(product_of(forward_of(subject)), reason)
+        return None
+    if needs_grad and not gate.requires_grad:
+        return None  # Eager does not keep the gate then.
+    out = Output.of(functools.partial(_eager, activation), gate, up)
+    if gate.numel() == 0:
+        return None if needs_grad else _Call(activation, None, out)
+    layout = _Layout.of(gate, up)
+    if not layout.fits(gate.shape, out.strides, gate.stride()):
+        return None
+    gradients = None if not needs_grad else _BOTH if up.requires_grad else _GATES
+    return _proved_call(subject, activation, gate.dtype, layout, gate.device, out, gradients)
+
+
+def _resolve_packed(packed, activation, needs_grad) -> Optional[_Call]:
+    gate, up = _halves(packed)
+    reason = _outside(gate, up, lambda gate, up: _Layout.of_packed(packed))
+    if reason is not None:
+        proof.outside(product_of(activation.forward), reason)
+        return None
+    # Of another shape than the call's only tensor.
+    out = dataclasses.replace(Output.of(functools.partial(_eager, activation), gate, up), like_input=False)
+    if gate.numel() == 0:
+        return None if needs_grad else _Call(activation, None, out)
+    layout = _Layout.of_packed(packed)
+    if not layout.fits(gate.shape, out.strides, None):
+        return None
+    gradients = _BOTH if needs_grad else None
+    return _proved_call(activation.forward, activation, packed.dtype, layout, packed.device, out, gradients)
+
+
+def _proved_call(subject, activation, dtype, layout, device, out, gradients) -> Optional[_Call]:
+    if layout.rows * layout.blocks_per_row > MAX_PROGRAMS:
+        return None
+    kind = tuple(layout.kind(dtype).values())
+    if not all(_proved(subject, activation, dtype, kind, device, what) for what in (_OUTPUT, gradients) if what):
+        return None
+    return _Call(activation, _forward(activation, dtype, layout, device), out)
+
+
+_gradient_calls = {}
+
+
+def gradients(
+    activation: Activation, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, with_up: bool
+) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """What eager sends into gate and, if `with_up`, into up: from the kernel if dy lies in memory as they do."""
+    if are_plain(dy, gate) and are_plain(up, up):
+        key = (
+            activation,
+            with_up,
+            gate.shape,
+            gate.stride(),
+            up.stride(),
+            dy.stride(),
+            gate.dtype,
+            dy.dtype,
+            gate.get_device(),
+        )
+        call = _gradient_calls.get(key, UNSEEN)
+        if call is UNSEEN:
+            call = remember(_gradient_calls, key, _resolve_gradients(activation, dy, gate, up, with_up))
+        if call is not None:
+            launch, gate_output, up_output = call
+            d_gate = gate_output.empty(dy)
+            d_up = up_output.empty(dy) if with_up else None
+            launch(dy, gate, d_gate, up, *(() if d_up is None else (d_up,)))
+            return d_gate, d_up
+    return _eager_gradients(activation, dy, gate, up)
+
+
+def _resolve_gradients(activation, dy, gate, up, with_up):
+    """The launch and the outputs of the backward kernel, None where it does not fit."""
+    if not runs_kernels(gate.device) or gate.dtype not in FLOAT_DTYPES or gate.numel() == 0:
+        return None
+    layout = _Layout.of(gate, up)
+    if layout is None or dy.dtype != gate.dtype or not is_dense(dy.shape, dy.stride()):
+        return None
+    outputs = [
+        Output.of(lambda *tensors, which=which: _eager_gradients(activation, *tensors)[which], dy, gate, up)
+        for which in range(2)
+    ]
+    for strides in (dy.stride(), *(out.strides for out in outputs)):
+        if not layout.fits(dy.shape, strides, gate.stride()):
+            return None
+    return _backward(activation, gate.dtype, layout, gate.device, with_up), *outputs
+
+
+def packed_gradient(activation: Activation, dy: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """What eager sends into a packed tensor: from the kernel if dy's rows lie in memory in the order of the tensor's."""
+    if are_plain(dy, packed):
+        key = (activation, packed.shape, packed.stride(), dy.stride(), packed.dtype, dy.dtype, packed.get_device())
+        launch = _gradient_calls.get(key, UNSEEN)
+        if launch is UNSEEN:
+            launch = remember(_gradient_calls, key, _resolve_packed_gradient(activation, dy, packed))
+        if launch is not None:
+            # Zeros of the whole shape, to which eager adds, are contiguous whatever the tensor is.
+            d_packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+            launch.on_three(dy, packed, d_packed)
+            return d_packed
+    return _packed_eager_gradient(activation, dy, packed)
+
+
+def _resolve_packed_gradient(activation, dy, packed) -> Optional[launch.Launch]:
+    if not runs_kernels(packed.device) or packed.dtype not in FLOAT_DTYPES or packed.numel() == 0:
+        return None
+    layout = _Layout.of_packed(packed)
+    if layout is None or dy.dtype != packed.dtype or not is_dense(dy.shape, dy.stride()):
+        return None
+    # The gradient is contiguous, so that the rows must follow one another in the order of dimensions.
+    if not all(layout.fits(dy.shape, strides, None) for strides in (dy.stride(), contiguous_strides(dy.shape))):
+        return None
+    return _backward(activation, packed.dtype, layout, packed.device, with_up=True)
+
+
+class _Differentiable(torch.autograd.Function):
+    """up comes first, as eager's graph reaches it first: both may be made of one tensor."""
+
+    @staticmethod
+    def forward(ctx, call, up, gate):
+        ctx.save_for_backward(gate, up)
+        ctx.activation = call.activation
+        return call(gate, up)
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        if is_grad_enabled():  # Somebody differentiates the gradients.
+            d_gate, d_up = _eager_gradients(ctx.activation, dy, gate, up)
+        else:
+            d_gate, d_up = gradients(ctx.activation, dy, gate, up, ctx.needs_input_grad[1])
+        return None, d_up, d_gate
+
+
+class _PackedDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, packed):
+        ctx.save_for_backward(packed)
+        ctx.activation = call.activation
+        return call.packed(packed)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (packed,) = ctx.saved_tensors
+        function = _packed_eager_gradient if is_grad_enabled() else packed_gradient
+        return None, function(ctx.activation, dy, packed)
+
+
+# Proof
+
+
+@functools.cache
+def product_of(forward) -> FunctionType:
+    """A name for `forward(gate) * up` in reports and warnings."""
+
+    def product(gate, up):
+        return forward(None, gate) * up
+
+    product.__qualname__ = f"{forward.__qualname__}(gate) * up"
+    return product
+
+
+def _proved(subject, activation, dtype, kind, device, what) -> bool:
+    comparisons = _comparisons if what == _OUTPUT else functools.partial(_gradient_comparisons, with_up=what == _BOTH)
+    packed, *_ = kind
+    return proof.admits(
+        ("gated activation", activation, what, subject, dtype, kind, device),
+        proof.Subject(
+            product_of(forward_of(subject)), device, f"{dtype}, {what}{', packed' * packed}", f"{activation.name} * up"
+        ),
+        functools.partial(comparisons, subject, activation, dtype, kind, device),
+    )
+
+
+# Rows that end within a block, and so many that they hold every 16-bit number.
+_ROWS, _COLUMNS = 32, 2048
+
+
+def _proof_inputs(dtype, kind, device):
+    """The layout, the tensor whose rows are gate and up side by side, and both; gates have every 16-bit pattern."""
+    packed, one_row, unit = kind
+    columns = _COLUMNS + unit
+    numbers = all_inputs(dtype, device)
+    shuffled = numbers[torch.randperm(len(numbers), device=device, generator=proof.generator(device, 3))]
+    both = torch.ones(_ROWS, 2 * columns, dtype=dtype, device=device)
+    both[:, :_COLUMNS] = numbers.view(_ROWS, _COLUMNS)
+    both[:, columns : columns + _COLUMNS] = shuffled.view(_ROWS, _COLUMNS)
+    gate, up = _halves(both)
+    if one_row:
+        gate, up = gate.contiguous(), up.contiguous()
+        return _Layout(1, gate.numel(), gate.numel()), both, gate, up
+    return _Layout(_ROWS, columns, 2 * columns, (0,), packed), both, gate, up
+
+
+def _comparisons(subject, activation, dtype, kind, device):
+    layout, both, gate, up = _proof_inputs(dtype, kind, device)
+    original = original_of(subject)
+    # Where up is 1 the activation shows itself.
+    for _ in range(2):
+        out = torch.full(gate.shape, math.nan, dtype=dtype, device=device)
+        tensors = (both, out) if layout.packed else (gate, out, up)
+        _forward(activation, dtype, layout, device)(*tensors)
+        yield "the output", out, original(gate) * up
+        up.fill_(1.0)
+
+
+def _gradient_comparisons(subject, activation, dtype, kind, device, with_up):
+    layout, both, gate, up = _proof_inputs(dtype, kind, device)
+    make = functools.partial(torch.randn, gate.shape, device=device, generator=proof.generator(device, 4))
+    launch = _backward(activation, dtype, layout, device, with_up)
+    original = original_of(subject)
+    for _ in range(2):
+        dy = make().to(dtype)
+        inputs = [
+            tensor.clone().requires_grad_() for tensor in ((both,) if layout.packed else (gate, up)[: 1 + with_up])
+        ]
+        found = [torch.full(tensor.shape, math.nan, dtype=dtype, device=device) for tensor in inputs]
+        with torch.enable_grad():
+            gates, ups = _halves(*inputs) if layout.packed else (*inputs, up)[:2]
+            expected = torch.autograd.grad(original(gates) * ups, inputs, dy)
+        if layout.packed:
+            launch(dy, both, *found)
+        else:
+            launch(dy, gate, found[0], up, *found[1:])
+        names = ("the packed gradient",) if layout.packed else ("the gate's gradient", "up's gradient")
+        yield from zip(names, found, expected)
+        up.copy_(make())
+
+
+# torch.compile
+
+
+@torch.library.custom_op(add_op_namespace_prefix("gated_activation"), mutates_args=())
+def _gated_activation_op(name: str, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    activation = ACTIVATIONS[name]
+    with torch.no_grad():
+        out = replacement(gate, up, activation.forward, activation)
+    return _eager(activation, gate, up) if out is None else out
+
+
+@_gated_activation_op.register_fake
+def _(name, up, gate):
+    return _eager(ACTIVATIONS[name], gate, up)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("gated_activation_backward"), mutates_args=())
+def _gated_activation_backward_op(
+    name: str, dy: torch.Tensor, up: torch.Tensor, gate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Proved with the forward operator, or else this graph would not have it.
+    d_gate, d_up = gradients(ACTIVATIONS[name], dy, gate, up, True)
+    return d_up, d_gate
+
+
+@_gated_activation_backward_op.register_fake
+def _(name, dy, up, gate):
+    d_gate, d_up = _eager_gradients(ACTIVATIONS[name], dy, gate, up)
+    return d_up, d_gate
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.name, up, gate = inputs
+    ctx.save_for_backward(up, gate)
+
+
+def _op_gradient(ctx, dy):
+    return None, *_gated_activation_backward_op(ctx.name, dy, *ctx.saved_tensors)
+
+
+_gated_activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
+
+
+@torch.compiler.assume_constant_result
+def _proved_for_compile(subject, activation_name, dtype, device_index, training) -> bool:
+    device = torch.device("cuda", device_index)
+    if under_transform():
+        return False
+    units = [1 << power for power in range(4) if dtype.itemsize << power <= 16]
+    return all(
+        _proved(by_value(subject), ACTIVATIONS[activation_name], dtype, (False, one_row, unit), device, what)
+        for what in (_OUTPUT, _BOTH)[: 1 + training]
+        for one_row in (False, True)
+        for unit in units
+    )
+
+
+def _compiled(gate, up, subject, activation):
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original formula."""
+    if not gate.is_cuda or gate.dtype not in FLOAT_DTYPES or (up.dtype, up.shape) != (gate.dtype, gate.shape):
+        return None
+    training = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    if not _proved_for_compile(subject, activation.name, gate.dtype, gate.device.index or 0, training):
+        return None
+    return _gated_activation_op(activation.name, up, gate)
