@@ -19,6 +19,8 @@ from .gated_rms_norm import eager as gated_eager
 from .gated_rms_norm import replacement as gated_replacement
 from .rms_norm import EAGER
 from .rms_norm import replacement as rms_norm_replacement
+from .rotary import PLAIN as ROTARY
+from .rotary import replacement as rotary_replacement
 from .variants import LLAMA, ONE_PLUS_WEIGHT
 
 
@@ -203,3 +205,23 @@ class QuickGELUActivation(nn.Module):
         if out is not None:
             return out
         return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)
+
+
+class RotaryPosEmb(nn.Module):
+    """`x * cos + rotate_half(x) * sin` for x = q and x = k: `[batch, heads, tokens, head_dim]`, any strides.
+
+    Replaces transformers' `apply_rotary_pos_emb`, of which kernels makes one module for each model file: for all models of
+    the process at once. Functions that compute something else, as GPT-OSS's does, keep running themselves.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        original = type(self).forward
+        if isinstance(self, RotaryPosEmb):
+            return ROTARY.eager(q, k, cos, sin, unsqueeze_dim)
+        out = rotary_replacement(q, k, cos, sin, unsqueeze_dim, original)
+        return original(self, q, k, cos, sin, unsqueeze_dim) if out is None else out

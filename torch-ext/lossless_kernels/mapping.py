@@ -15,6 +15,7 @@ LAYERS = {
     "NewGELU": "NewGELUActivation",
     "FastGELU": "FastGELUActivation",
     "QuickGELU": "QuickGELUActivation",
+    "rotary_pos_emb": "RotaryPosEmb",
 }
 
 
