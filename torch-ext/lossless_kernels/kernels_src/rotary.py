@@ -31,10 +31,8 @@ def _heads(
     out_head_stride,
     heads,
     first_head,
-    cos_first,
-    cos_second,
-    sin_first,
-    sin_second,
+    cos_ptr,
+    sin_ptr,
     STEP: tl.constexpr,
     WIDENED: tl.constexpr,
     HALF: tl.constexpr,
@@ -50,6 +48,10 @@ def _heads(
         mask = mask & (column // UNIT < HALF // UNIT)
     head = head.to(tl.int64)
     first, second = _halves(x_ptr, head * x_head_stride * UNIT + column, mask, HALF)
+    # Once for each head, from the L1 cache: a single row would get another layout, and wait in shared memory for x.
+    no_head = tl.zeros_like(head)
+    cos_first, cos_second = _halves(cos_ptr, no_head + column, mask, HALF)
+    sin_first, sin_second = _halves(sin_ptr, no_head + column, mask, HALF)
     out_offset = head * out_head_stride * UNIT + column
     if STEP == "forward":
         DTYPE: tl.constexpr = tl.float32 if WIDENED else out_ptr.dtype.element_ty
@@ -146,14 +148,8 @@ def rotary(
     batch = token // tokens
     token = (token - batch * tokens).to(tl.int64)
     batch = batch.to(tl.int64)
-    column = tl.arange(0, HALF_BLOCK)
-    mask = column // UNIT < HALF // UNIT
-    cos_first, cos_second = _halves(
-        cos_ptr, (batch * cos_batch_stride + token * cos_token_stride) * UNIT + column, mask, HALF
-    )
-    sin_first, sin_second = _halves(
-        sin_ptr, (batch * sin_batch_stride + token * sin_token_stride) * UNIT + column, mask, HALF
-    )
+    token_cos_ptr = cos_ptr + (batch * cos_batch_stride + token * cos_token_stride) * UNIT
+    token_sin_ptr = sin_ptr + (batch * sin_batch_stride + token * sin_token_stride) * UNIT
     if group < q_groups:
         out_offset = (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT
         _heads(
@@ -164,10 +160,8 @@ def rotary(
             q_out_head_stride,
             q_heads,
             group * HEADS,
-            cos_first[None, :],
-            cos_second[None, :],
-            sin_first[None, :],
-            sin_second[None, :],
+            token_cos_ptr,
+            token_sin_ptr,
             STEP,
             WIDENED,
             HALF,
@@ -185,10 +179,8 @@ def rotary(
             k_out_head_stride,
             k_heads,
             (group - q_groups) * HEADS,
-            cos_first[None, :],
-            cos_second[None, :],
-            sin_first[None, :],
-            sin_second[None, :],
+            token_cos_ptr,
+            token_sin_ptr,
             STEP,
             WIDENED,
             HALF,
