@@ -8,9 +8,11 @@ from .mapping import kernel_mapping, name_layers
 from .proof import LosslessProofError
 from .report import replacement_report
 from .rms_norm import rms_norm
+from .rotary import apply_rotary_pos_emb
 
 __all__ = [
     "LosslessProofError",
+    "apply_rotary_pos_emb",
     "fast_gelu",
     "fused_add_rms_norm",
     "gelu",

@@ -139,6 +139,13 @@ class Launch:
         if not self._enqueue((a, b, c, d, e), a | b | c | d | e):
             self(first, second, third, fourth, fifth)
 
+    def on_six(self, first, second, third, fourth, fifth, sixth) -> None:
+        """`self(first, ..., sixth)`, sooner."""
+        a, b, c = first.data_ptr(), second.data_ptr(), third.data_ptr()
+        d, e, f = fourth.data_ptr(), fifth.data_ptr(), sixth.data_ptr()
+        if not self._enqueue((a, b, c, d, e, f), a | b | c | d | e | f):
+            self(first, second, third, fourth, fifth, sixth)
+
     def _enqueue(self, pointers: tuple[int, ...], any_of_them: int) -> bool:
         """Launches; False if Triton's own call must. `any_of_them` is the bitwise or of the pointers."""
         launcher = self._launcher

@@ -18,6 +18,8 @@ from .gated_rms_norm import eager as gated_eager
 from .gated_rms_norm import replacement as gated_replacement
 from .rms_norm import EAGER
 from .rms_norm import replacement as rms_norm_replacement
+from .rotary import PLAIN as ROTARY
+from .rotary import replacement as rotary_replacement
 from .variants import LLAMA, ONE_PLUS_WEIGHT
 
 
@@ -269,3 +271,23 @@ class LlamaDecoderLayer(nn.Module):
         if isinstance(self, LlamaDecoderLayer):
             return decoder.forward(self, decoder.apart, hidden_states, **arguments, **kwargs)
         return owner.forward(self, hidden_states, **arguments, **kwargs)
+
+
+class RotaryPosEmb(nn.Module):
+    """`x * cos + rotate_half(x) * sin` for x = q and x = k: `[batch, heads, tokens, head_dim]`, any strides.
+
+    Replaces transformers' `apply_rotary_pos_emb`, of which kernels makes one module for each model file: for all models of
+    the process at once. Functions that compute something else, as GPT-OSS's does, keep running themselves.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        original = type(self).forward
+        if isinstance(self, RotaryPosEmb):
+            return ROTARY.eager(q, k, cos, sin, unsqueeze_dim)
+        out = rotary_replacement(q, k, cos, sin, unsqueeze_dim, original)
+        return original(self, q, k, cos, sin, unsqueeze_dim) if out is None else out

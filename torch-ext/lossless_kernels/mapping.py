@@ -24,6 +24,7 @@ LAYERS = {
     "SwiGLUMLP": "LlamaMLP",
     "LlamaMLP": "LlamaMLP",
     "GeGLUMLP": "GeGLUMLP",
+    "rotary_pos_emb": "RotaryPosEmb",
 }
 # What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer"}

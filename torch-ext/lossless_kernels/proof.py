@@ -151,6 +151,14 @@ def code(owner: type) -> Optional[tuple[Callable, ...]]:
     return tuple(found)
 
 
+def function_behind(forward: Callable) -> Callable:
+    """The function that `kernels` made a module of, from the forward of that module; any other forward itself."""
+    code, closure = getattr(forward, "__code__", None), getattr(forward, "__closure__", None)
+    if not closure or code.co_freevars != ("func",) or forward.__module__ != "kernels.layer.layer":
+        return forward
+    return closure[0].cell_contents
+
+
 Comparison = tuple[str, torch.Tensor, torch.Tensor]
 Comparisons = Callable[[], Iterable[Comparison]]
 

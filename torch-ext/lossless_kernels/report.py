@@ -1,5 +1,6 @@
 """Which path a model's layers take, and why."""
 
+import sys
 import textwrap
 import warnings
 from collections import Counter
@@ -15,11 +16,11 @@ _PACKAGE = __package__
 
 @dataclass
 class LayerReport:
-    """One class of modules of a model.
+    """One class of modules of a model, or a function that its modules call.
 
     Args:
-        layer: name of the class.
-        count: how many modules of the model are of it.
+        layer: name of the class or function.
+        count: how many modules of the model are of it, or call it.
         path: "kernel", "kernel and original" (it depends on the call), "original", "another kernel" or, under
             `LOSSLESS_PROOF=off`, "unproved".
         formulas: what the kernels in use compute.
@@ -75,7 +76,8 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
 
     Nothing is proved before the first call with tensors of a kind, so call the model before. Proofs are the process's: what
     is told of a class holds for all models in it. Modules are looked at that carry a layer name this package has a kernel
-    for, or whose forward came from a kernel.
+    for, or whose forward came from a kernel, and at functions with such a name. A function's kernel is the process's too:
+    `kernelize` of one model replaces it for every other of the same model file.
 
     Args:
         model: the module to look through.
@@ -89,8 +91,9 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    candidates = [each for module in model.modules() for each in (module, *_functions(module))]
     counts = Counter(
-        (type(module), _source(module)) for module in model.modules() if _name(module) in LAYERS or _source(module)
+        (type(module), _source(module)) for module in candidates if _name(module) in LAYERS or _source(module)
     )
     layers = [_layer_report(layer, source, count) for (layer, source), count in counts.items()]
     for entry in layers:
@@ -115,6 +118,16 @@ def _name(module):
     return getattr(type(module), "kernel_layer_name", None)
 
 
+def _functions(module) -> list:
+    """The functions that kernels has made modules of and attached to this one, as its code calls them.
+
+    A deep copy of a model has copies attached, which nobody calls.
+    """
+    namespace = vars(sys.modules.get(type(module).__module__, object)).values()
+    attached = vars(module).get("_kernel_funcs", {}).values()
+    return [next((each for each in namespace if type(each) is type(function)), function) for function in attached]
+
+
 def _source(module) -> str:
     """The Python module of the forward that is bound onto this very module; empty if it is its class's own."""
     # accelerate's hooks wrap the forward that was there.
@@ -124,7 +137,8 @@ def _source(module) -> str:
 
 
 def _layer_report(layer, source, count) -> LayerReport:
-    entry = LayerReport(layer.__name__, count, "original")
+    original = proof.function_behind(layer.forward)
+    entry = LayerReport(layer.__name__ if original is layer.forward else original.__name__, count, "original")
     if not source:
         entry.reasons.append("not kernelized")
         return entry
@@ -132,7 +146,7 @@ def _layer_report(layer, source, count) -> LayerReport:
         entry.path = "another kernel"
         entry.reasons.append(source)
         return entry
-    verdicts, outside = proof.known(layer.forward)
+    verdicts, outside = proof.known(original)
     admitted = [verdict.subject for verdict in verdicts if verdict and verdict.subject.formula]
     entry.formulas = sorted({subject.formula for subject in admitted})
     entry.proved = [f"{subject.device}, {subject.where}" for subject in admitted]

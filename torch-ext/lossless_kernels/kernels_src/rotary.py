@@ -1,0 +1,190 @@
+"""Rotary position embedding of queries and keys as eager composes it: every product and every sum rounded on its own."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _halves(ptr, offset, mask, HALF: tl.constexpr):
+    first = tl.load(ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_halves(ptr, offset, mask, first, second, HALF: tl.constexpr):
+    tl.store(ptr + offset, first.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + offset + HALF, second.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _heads(
+    x_ptr,
+    out_ptr,
+    second_out_ptr,
+    x_head_stride,
+    out_head_stride,
+    heads,
+    first_head,
+    cos_ptr,
+    sin_ptr,
+    STEP: tl.constexpr,
+    WIDENED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """`HEADS` heads of one token, from `first_head` on."""
+    head = first_head + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF_BLOCK)[None, :]
+    mask = head < heads
+    if HALF != HALF_BLOCK:
+        mask = mask & (column // UNIT < HALF // UNIT)
+    head = head.to(tl.int64)
+    first, second = _halves(x_ptr, head * x_head_stride * UNIT + column, mask, HALF)
+    # Once for each head, from the L1 cache: a single row would get another layout, and wait in shared memory for x.
+    no_head = tl.zeros_like(head)
+    cos_first, cos_second = _halves(cos_ptr, no_head + column, mask, HALF)
+    sin_first, sin_second = _halves(sin_ptr, no_head + column, mask, HALF)
+    out_offset = head * out_head_stride * UNIT + column
+    if STEP == "forward":
+        DTYPE: tl.constexpr = tl.float32 if WIDENED else out_ptr.dtype.element_ty
+        # Triton's `-x` is `0 - x`, which has another sign where x is zero.
+        out_first = _rounded(first * cos_first, DTYPE) - _rounded(second * sin_first, DTYPE)
+        out_second = _rounded(second * cos_second, DTYPE) + _rounded(first * sin_second, DTYPE)
+        _store_halves(out_ptr, out_offset, mask, out_first, out_second, HALF)
+    else:
+        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+        # Eager pads the gradient of each half with zeros and adds the two: no gradient is -0 then.
+        rotated_first = _rounded(second * sin_second, DTYPE) + 0.0
+        rotated_second = 0.0 - _rounded(first * sin_first, DTYPE)
+        straight_first = _rounded(first * cos_first, DTYPE)
+        straight_second = _rounded(second * cos_second, DTYPE)
+        if STEP == "gradient":
+            rotated_first += straight_first
+            rotated_second += straight_second
+        else:
+            tl.static_assert(STEP == "gradients")
+            _store_halves(second_out_ptr, out_offset, mask, straight_first, straight_second, HALF)
+        _store_halves(out_ptr, out_offset, mask, rotated_first, rotated_second, HALF)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "groups",
+        "q_groups",
+        "q_heads",
+        "k_heads",
+        "q_batch_stride",
+        "q_token_stride",
+        "q_head_stride",
+        "k_batch_stride",
+        "k_token_stride",
+        "k_head_stride",
+        "q_out_batch_stride",
+        "q_out_token_stride",
+        "q_out_head_stride",
+        "k_out_batch_stride",
+        "k_out_token_stride",
+        "k_out_head_stride",
+        "cos_batch_stride",
+        "cos_token_stride",
+        "sin_batch_stride",
+        "sin_token_stride",
+    ]
+)
+def rotary(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    second_q_out_ptr,
+    second_k_out_ptr,
+    tokens: tl.int32,
+    groups: tl.int32,
+    q_groups: tl.int32,
+    q_heads: tl.int32,
+    k_heads: tl.int32,
+    q_batch_stride: tl.int64,
+    q_token_stride: tl.int64,
+    q_head_stride: tl.int64,
+    k_batch_stride: tl.int64,
+    k_token_stride: tl.int64,
+    k_head_stride: tl.int64,
+    q_out_batch_stride: tl.int64,
+    q_out_token_stride: tl.int64,
+    q_out_head_stride: tl.int64,
+    k_out_batch_stride: tl.int64,
+    k_out_token_stride: tl.int64,
+    k_out_head_stride: tl.int64,
+    cos_batch_stride: tl.int64,
+    cos_token_stride: tl.int64,
+    sin_batch_stride: tl.int64,
+    sin_token_stride: tl.int64,
+    STEP: tl.constexpr,
+    WIDENED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """out = x * cos + (-x2, x1) * sin for x = (x1, x2), of q and of k; or its gradients, x being that of the output.
+
+    "forward"; "gradient": the sum of both paths from x; "gradients": that through the rotated halves, and x * cos.
+    WIDENED: only the sum is rounded. A program has `HEADS` heads of q or k of one token. Strides count units.
+    """
+    program = tl.program_id(0)
+    token = program // groups
+    group = program - token * groups
+    batch = token // tokens
+    token = (token - batch * tokens).to(tl.int64)
+    batch = batch.to(tl.int64)
+    token_cos_ptr = cos_ptr + (batch * cos_batch_stride + token * cos_token_stride) * UNIT
+    token_sin_ptr = sin_ptr + (batch * sin_batch_stride + token * sin_token_stride) * UNIT
+    if group < q_groups:
+        out_offset = (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT
+        _heads(
+            q_ptr + (batch * q_batch_stride + token * q_token_stride) * UNIT,
+            q_out_ptr + out_offset,
+            second_q_out_ptr + out_offset,
+            q_head_stride,
+            q_out_head_stride,
+            q_heads,
+            group * HEADS,
+            token_cos_ptr,
+            token_sin_ptr,
+            STEP,
+            WIDENED,
+            HALF,
+            HALF_BLOCK,
+            UNIT,
+            HEADS,
+        )
+    else:
+        out_offset = (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT
+        _heads(
+            k_ptr + (batch * k_batch_stride + token * k_token_stride) * UNIT,
+            k_out_ptr + out_offset,
+            second_k_out_ptr + out_offset,
+            k_head_stride,
+            k_out_head_stride,
+            k_heads,
+            (group - q_groups) * HEADS,
+            token_cos_ptr,
+            token_sin_ptr,
+            STEP,
+            WIDENED,
+            HALF,
+            HALF_BLOCK,
+            UNIT,
+            HEADS,
+        )
