@@ -522,7 +522,10 @@ def _proved(subject, activation, dtype, kind, device, what) -> bool:
     return proof.admits(
         ("gated activation", activation, what, subject, dtype, kind, device),
         proof.Subject(
-            product_of(forward_of(subject)), device, f"{dtype}, {what}{', packed' * packed}", f"{activation.name} * up"
+            product_of(forward_of(subject)),
+            device,
+            f"{dtype}, {what}{', packed' * packed}",
+            f"{activation.name}(gate) * up",
         ),
         functools.partial(comparisons, subject, activation, dtype, kind, device),
     )
