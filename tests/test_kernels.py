@@ -426,3 +426,98 @@ def test_activation_gradients_equal_the_model(kernel, module, rounded_twice, see
         x = x.detach().requires_grad_()
         (dx,) = torch.autograd.grad((function(kernel, name)(x), x * 1.0), x, (dy, other))
         assert_bits_equal(dx, functools.reduce(torch.add, expected, other), label)
+
+
+# Gated activations
+
+
+GATED = ("silu", "gelu_tanh", "gelu")
+each_gated = pytest.mark.parametrize("name", GATED)
+
+
+def gated_inputs(generator, dtype):
+    """(gate, up): dense ones, permuted too, of an even and an odd number of elements, and the halves of rows."""
+    for gate in activation_inputs(generator, dtype)[:-1]:
+        up = torch.empty_like(gate).copy_(torch.randn(gate.shape, generator=generator))
+        yield gate, up
+    for shape in ((3, 5, 72), (2, 2 * 1100)):
+        packed = torch.randn(shape, generator=generator).to(dtype)
+        yield packed.chunk(2, -1)
+
+
+def product(gated, gate, up, activation):
+    out = gated.replacement(gate, up, activation.forward, activation)
+    assert out is not None
+    return out
+
+
+def model_gradients(name, dy, gate, up):
+    (d_gate,) = as_tuple(MODELS[name][1](dy * up, gate))
+    return d_gate, dy * MODELS[name][0](gate)
+
+
+def as_tuple(gradients):
+    return (gradients,) if isinstance(gradients, torch.Tensor) else gradients
+
+
+@each_dtype
+@each_gated
+def test_gated_activation_equals_the_model(module, rounded_twice, seed, name, dtype):
+    gated = module("gated_activation")
+    activation = gated.ACTIVATIONS[name]
+    for gate, up in gated_inputs(torch.Generator().manual_seed(seed), dtype):
+        found, label = product(gated, gate, up, activation), f"{list(gate.shape)} {gate.stride()}"
+        assert_bits_equal(found, MODELS[name][0](gate) * up, label)
+        assert_strides(found, activation.forward(None, gate) * up, gate.shape)
+
+
+@each_dtype
+@each_gated
+def test_gated_activation_gradients_equal_the_model(module, rounded_twice, seed, name, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    gated = module("gated_activation")
+    activation = gated.ACTIVATIONS[name]
+    for gate, up in gated_inputs(generator, dtype):
+        label = f"{list(gate.shape)} {gate.stride()}"
+        dy = torch.empty_like(activation.forward(None, gate)).copy_(torch.randn(gate.shape, generator=generator))
+        before = [tensor.clone() for tensor in (dy, gate, up)]
+        expected = model_gradients(name, dy, gate, up)
+        assert gated._resolve_gradients(activation, dy, gate, up, True) is not None, label
+        for with_up in (True, False):
+            found = gated.gradients(activation, dy, gate, up, with_up)
+            assert_bits_equal(found[0], expected[0], f"gate's of {label}")
+            if with_up:
+                assert_bits_equal(found[1], expected[1], f"up's of {label}")
+            assert with_up or found[1] is None
+        leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        for found, gradient in zip(torch.autograd.grad(product(gated, *leaves, activation), leaves, dy), expected):
+            assert_bits_equal(found, gradient, label)
+        for tensor, clone in zip((dy, gate, up), before):
+            assert_bits_equal(tensor, clone)
+
+
+@each_dtype
+@each_gated
+def test_packed_gated_activation_equals_the_model(module, rounded_twice, seed, name, dtype):
+    """Gradients that are -0 arrive as +0, as the sum with the other half's zeros is."""
+    generator = torch.Generator().manual_seed(seed)
+    gated = module("gated_activation")
+    activation = gated.ACTIVATIONS[name]
+    both = torch.randn(4, 6, 80, generator=generator).to(dtype)
+    cases = both, both[..., :72], both.transpose(0, 1), both[0, 0], both.repeat(1, 1, 28)
+    for index, packed in enumerate(cases):
+        gate, up = packed.chunk(2, -1)
+        found = gated.packed_replacement(packed, activation)
+        assert_bits_equal(found, MODELS[name][0](gate) * up)
+        assert_strides(found, gated._packed_eager(activation, packed), gate.shape)
+        dy = torch.empty_like(found).copy_(torch.randn(gate.shape, generator=generator))
+        dy[..., :3] = torch.tensor((-0.0, 0.0, -1e-30))
+        if index == 2:  # Eager's gradient is contiguous, so its rows lie in another order.
+            assert gated._resolve_packed_gradient(activation, dy, packed) is None
+            continue
+        other = torch.randn(packed.shape, generator=generator).to(dtype)
+        gradient = torch.cat(model_gradients(name, dy, gate, up), -1) + 0.0
+        assert_bits_equal(gated.packed_gradient(activation, dy, packed), gradient)
+        leaf = packed.detach().requires_grad_()
+        inputs = gated.packed_replacement(leaf, activation), leaf * 1.0
+        assert_bits_equal(torch.autograd.grad(inputs, leaf, (dy, other))[0], other + gradient)

@@ -246,10 +246,9 @@ NUM_WARPS = 4
 
 
 @functools.cache
-def _launcher(kernel, activation, dtype, unit, device) -> launch.Launcher:
+def _launcher(kernel, activation, dtype, kind, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": BLOCK}
-    return launch.Launcher(kernel, constants, NUM_WARPS, device)
+    return launch.Launcher(kernel, {"ACTIVATION": activation.name, **dict(kind), "BLOCK": BLOCK}, NUM_WARPS, device)
 
 
 def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
@@ -261,14 +260,15 @@ def _forward(activation, dtype, rows, columns, row_stride, device: torch.device)
     """The launch of the forward kernel, to be called with input and out."""
     unit = access_unit(columns, row_stride, dtype)
     blocks_per_row = -(-columns // BLOCK)
-    launcher = _launcher(activation_forward, activation, dtype, unit, device.index or 0)
+    kind = ("ONE_ROW", rows == 1), ("UNIT", unit)
+    launcher = _launcher(activation_forward, activation, dtype, kind, device.index or 0)
     return launcher.bind(rows * blocks_per_row, columns // unit, row_stride // unit, blocks_per_row)
 
 
 def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
     """The launch of the backward kernel, to be called with dy, input and its gradients, all dense and alike."""
     unit = access_unit(numel, numel, dtype)
-    launcher = _launcher(activation_backward, activation, dtype, unit, device.index or 0)
+    launcher = _launcher(activation_backward, activation, dtype, (("UNIT", unit),), device.index or 0)
     return launcher.bind(-(-numel // BLOCK), numel // unit)
 
 
@@ -392,12 +392,12 @@ def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
         rows, row_stride, order = rows_in_memory(shape, strides)
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
-    unit = access_unit(columns, row_stride, x.dtype)
+    kind = rows == 1, access_unit(columns, row_stride, x.dtype)
     if rows * -(-columns // BLOCK) > MAX_PROGRAMS:
         return None
-    if not same_order or not _proved(subject, activation, x.dtype, unit, x.device):
+    if not same_order or not _proved(subject, activation, x.dtype, kind, x.device):
         return None
-    if needs_grad and not _proved(subject, activation, x.dtype, unit, x.device, gradients=True):
+    if needs_grad and not _proved(subject, activation, x.dtype, kind, x.device, gradients=True):
         return None
     return _Call(activation, _forward(activation, x.dtype, rows, columns, row_stride, x.device), out)
 
@@ -448,12 +448,16 @@ class _Differentiable(torch.autograd.Function):
 # Proof
 
 
-def _proved(subject, activation, dtype, unit, device, gradients=False) -> bool:
+def _proved(subject, activation, dtype, kind, device, gradients=False) -> bool:
+    """Of the kernel that is compiled for one row or several, and for accesses of so many elements."""
+    one_row, unit = kind
     what, comparisons = ("gradient", _gradient_comparisons) if gradients else ("output", _comparisons)
+    if gradients:  # There is one backward kernel, of dense tensors.
+        kind = unit
     return proof.admits(
-        ("activation", activation, what, subject, dtype, unit, device),
+        ("activation", activation, what, subject, dtype, kind, device),
         proof.Subject(forward_of(subject), device, f"{dtype}, {what}", activation.name),
-        functools.partial(comparisons, subject, activation, dtype, unit, device),
+        functools.partial(comparisons, subject, activation, dtype, kind, device),
     )
 
 
@@ -466,14 +470,18 @@ def all_inputs(dtype, device):
     return ((bits << 16) | low).view(dtype)
 
 
-def _comparisons(subject, activation, dtype, unit, device):
+def _comparisons(subject, activation, dtype, kind, device):
+    one_row, unit = kind
     rows, columns = 256, 256
     padded = torch.zeros(rows, columns + unit, dtype=dtype, device=device)
     x = padded[:, :columns]
     x.copy_(all_inputs(dtype, device).view(rows, columns))
+    if one_row:  # `unit` elements more than a whole number of blocks.
+        x = torch.cat([x.flatten(), padded.new_ones(unit)])[None]
+        rows, columns = x.shape
     expected = original_of(subject)(x)
-    out = torch.full((rows, columns), math.nan, dtype=dtype, device=device)
-    _forward(activation, dtype, rows, columns, columns + unit, device)(x, out)
+    out = torch.full(x.shape, math.nan, dtype=dtype, device=device)
+    _forward(activation, dtype, rows, columns, columns if one_row else columns + unit, device)(x, out)
     yield "the output", out, expected
 
 
@@ -539,8 +547,9 @@ def _proved_for_compile(subject, activation_name, dtype, device_index, training)
     if under_transform():
         return False
     return all(
-        _proved(by_value(subject), _ACTIVATIONS[activation_name], dtype, 1 << power, device, of_gradients)
+        _proved(by_value(subject), _ACTIVATIONS[activation_name], dtype, (one_row, 1 << power), device, of_gradients)
         for of_gradients in (False, True)[: 1 + training]
+        for one_row in (False, True)
         for power in range(4)
         if dtype.itemsize << power <= 16
     )

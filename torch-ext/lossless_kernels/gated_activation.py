@@ -182,9 +182,8 @@ class _Layout:
             return is_same_order(shape, strides, gate_strides)
         return rows_in_memory(shape, strides) == (self.rows, shape[-1], self.order)
 
-    @property
-    def blocks_per_row(self):
-        return -(-self.columns // BLOCK)
+    def programs(self, block):
+        return self.rows * -(-self.columns // block)
 
     def unit(self, dtype):
         return access_unit(self.columns, self.row_stride, dtype)
@@ -194,28 +193,28 @@ class _Layout:
         return {"PACKED": self.packed, "ONE_ROW": self.order is None, "UNIT": self.unit(dtype)}
 
 
+def _forward_block(activation) -> int:
+    # At 8192x14336 (bf16, H200) GELU's takes 0.1645 ms instead of 0.1700 with more elements a thread; SiLU's gains nothing.
+    return BLOCK if activation is SILU else 2 * BLOCK
+
+
 @functools.cache
 def _launcher(kernel, activation, dtype, constants, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    return launch.Launcher(
-        kernel, {"ACTIVATION": activation.name, **dict(constants), "BLOCK": BLOCK}, NUM_WARPS, device
-    )
+    return launch.Launcher(kernel, {"ACTIVATION": activation.name, **dict(constants)}, NUM_WARPS, device)
 
 
-def _bound(kernel, activation, dtype, layout: _Layout, device, **constants) -> launch.Launch:
-    kind = layout.kind(dtype)
-    unit = kind.pop("UNIT")
-    launcher = _launcher(
-        kernel, activation, dtype, (*kind.items(), *constants.items(), ("UNIT", unit)), device.index or 0
-    )
-    return launcher.bind(
-        layout.rows * layout.blocks_per_row, layout.columns // unit, layout.row_stride // unit, layout.blocks_per_row
-    )
+def _bound(kernel, activation, dtype, layout: _Layout, device, constants) -> launch.Launch:
+    launcher = _launcher(kernel, activation, dtype, tuple(constants.items()), device.index or 0)
+    unit, block = constants["UNIT"], constants["BLOCK"]
+    programs = layout.programs(block)
+    return launcher.bind(programs, layout.columns // unit, layout.row_stride // unit, programs // layout.rows)
 
 
 def _forward(activation, dtype, layout: _Layout, device) -> launch.Launch:
     """The launch of the forward kernel, to be called with gate, out and up, or with the packed tensor and out."""
-    return _bound(gated_activation_forward, activation, dtype, layout, device)
+    constants = {**layout.kind(dtype), "BLOCK": _forward_block(activation)}
+    return _bound(gated_activation_forward, activation, dtype, layout, device, constants)
 
 
 def _backward(activation, dtype, layout: _Layout, device, with_up: bool) -> launch.Launch:
@@ -223,7 +222,8 @@ def _backward(activation, dtype, layout: _Layout, device, with_up: bool) -> laun
 
     Or with dy, the packed tensor and its gradient.
     """
-    return _bound(gated_activation_backward, activation, dtype, layout, device, D_UP=with_up)
+    constants = {"D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
+    return _bound(gated_activation_backward, activation, dtype, layout, device, constants)
 
 
 class _Call:
@@ -386,7 +386,7 @@ def _resolve_packed(packed, activation, needs_grad) -> Optional[_Call]:
 
 
 def _proved_call(subject, activation, dtype, layout, device, out, gradients) -> Optional[_Call]:
-    if layout.rows * layout.blocks_per_row > MAX_PROGRAMS:
+    if layout.programs(BLOCK) > MAX_PROGRAMS:
         return None
     kind = tuple(layout.kind(dtype).values())
     if not all(_proved(subject, activation, dtype, kind, device, what) for what in (_OUTPUT, gradients) if what):
@@ -522,7 +522,10 @@ def _proved(subject, activation, dtype, kind, device, what) -> bool:
     return proof.admits(
         ("gated activation", activation, what, subject, dtype, kind, device),
         proof.Subject(
-            product_of(forward_of(subject)), device, f"{dtype}, {what}{', packed' * packed}", f"{activation.name} * up"
+            product_of(forward_of(subject)),
+            device,
+            f"{dtype}, {what}{', packed' * packed}",
+            f"{activation.name}(gate) * up",
         ),
         functools.partial(comparisons, subject, activation, dtype, kind, device),
     )

@@ -89,7 +89,9 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     if proof.recognized(verdict_key) is None:
         return None  # No verdict was possible at this time.
     if activation is not None:
-        proof.relies(owner.forward, product_of(original))
+        # Who looks for the activation layer, which is not called, finds it there too.
+        for forward in (owner.forward, original):
+            proof.relies(forward, product_of(original))
     return remember(_activations, key, activation)
 
 

@@ -7,7 +7,17 @@ spelled out here. What eager computes by several operations is rounded to the ac
 import triton
 import triton.language as tl
 
-from .primitives import divide, erf, exp, reciprocal, tanh
+from .primitives import (
+    INTERPRETED,
+    PTX,
+    approximate_exp2,
+    approximate_reciprocal,
+    divide,
+    erf,
+    exp,
+    reciprocal,
+    tanh,
+)
 
 # fp32(sqrt(1 / 2)), fp32(sqrt(2 / pi)) and fp32(1 / sqrt(2 * pi)).
 _SQRT_1_2 = tl.constexpr(0.70710677)
@@ -20,6 +30,32 @@ _THREE_CUBIC = tl.constexpr(0.13414499)
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
+
+
+# -log2(e), a unit in the last place less: bf16 SiLU has eager's bits with any number from 5 such units less to 2 more (H200).
+_MINUS_LOG2_E = tl.constexpr(-1.4426949)
+
+
+@triton.jit
+def _silu(x, DTYPE: tl.constexpr):
+    """x / (1 + exp(-x)), whose rounding to 16 bits a quotient a little off does not change for any of their 65,536 x.
+
+    The correctly rounded division branches for every element: 0.1214 ms instead of 0.1125 at 8192x14336 (bf16, H200).
+    """
+    if INTERPRETED or not PTX or DTYPE == tl.float32:
+        return divide(x, 1.0 + exp(-x))
+    elif DTYPE == tl.bfloat16:
+        # The reciprocal of a quarter is no subnormal number, which would be flushed to zero.
+        quarter = tl.fma(approximate_exp2(x * _MINUS_LOG2_E), 0.25, 0.25)
+        return (x * 0.25) * approximate_reciprocal(quarter)
+    else:
+        # Some lie too close to the middle between two fp16 numbers: a step of Newton's. Without a remainder, or where an
+        # infinite number made it NaN, the quotient is right already, the sign of a zero included.
+        divisor = 1.0 + exp(-x)
+        factor = approximate_reciprocal(divisor)
+        quotient = x * factor
+        remainder = tl.fma(-divisor, quotient, x)
+        return tl.where(tl.abs(remainder) > 0.0, tl.fma(remainder, factor, quotient), quotient)
 
 
 @triton.jit
@@ -58,7 +94,7 @@ def _times_half_x(one_plus, x, DTYPE: tl.constexpr):
 @triton.jit
 def _activation(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     if ACTIVATION == "silu":
-        return divide(x, 1.0 + exp(-x))
+        return _silu(x, DTYPE)
     elif ACTIVATION == "gelu":
         return (x * 0.5) * (erf(x * _SQRT_1_2) + 1.0)
     elif ACTIVATION == "gelu_tanh":
@@ -123,14 +159,38 @@ def _gradients(dy, x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
         return dy * sigmoid, _sigmoid_gradient(_rounded(dy * x, DTYPE), sigmoid, DTYPE) * 1.702
 
 
+@triton.jit
+def _block_of_row(
+    column_units,
+    x_row_stride,
+    out_row_stride,
+    blocks_per_row,
+    ONE_ROW: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Offsets into x, which has rows `x_row_stride * UNIT` apart, into a dense tensor and into out, and the mask of all."""
+    program = tl.program_id(0)
+    if ONE_ROW:
+        offset = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        return offset, offset, offset, offset // UNIT < column_units
+    else:
+        row = program // blocks_per_row
+        column = (program - row * blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row = row.to(tl.int64) * UNIT
+        mask = column // UNIT < column_units
+        return row * x_row_stride + column, row * column_units + column, row * out_row_stride + column, mask
+
+
 @triton.jit(do_not_specialize=["column_units", "x_row_stride", "blocks_per_row"])
 def activation_forward(
     x_ptr,
     out_ptr,
     column_units: tl.int64,
     x_row_stride: tl.int64,
-    blocks_per_row: tl.int64,
+    blocks_per_row: tl.int32,
     ACTIVATION: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -139,13 +199,12 @@ def activation_forward(
     x has rows of `column_units * UNIT` elements, `x_row_stride * UNIT` apart; out is dense. Counting in units tells the
     compiler what is aligned; a dense x is one row.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks_per_row
-    column = (program - row * blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
-    mask = column // UNIT < column_units
-    x = tl.load(x_ptr + row * x_row_stride * UNIT + column, mask=mask, other=0.0).to(tl.float32)
+    offset, out_offset, _, mask = _block_of_row(
+        column_units, x_row_stride, column_units, blocks_per_row, ONE_ROW, UNIT, BLOCK
+    )
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     out = _activation(x, ACTIVATION, x_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * column_units * UNIT + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -174,29 +233,6 @@ def activation_backward(
     for path in tl.static_range(len(gradients)):
         gradient = gradients[path].to(pointers[path].dtype.element_ty)
         tl.store(pointers[path] + offset, gradient, mask=mask)
-
-
-@triton.jit
-def _block_of_row(
-    column_units,
-    x_row_stride,
-    out_row_stride,
-    blocks_per_row,
-    ONE_ROW: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Offsets into x, which has rows `x_row_stride * UNIT` apart, into a dense tensor and into out, and the mask of all."""
-    program = tl.program_id(0)
-    if ONE_ROW:
-        offset = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        return offset, offset, offset, offset // UNIT < column_units
-    else:
-        row = program // blocks_per_row
-        column = (program - row * blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        row = row.to(tl.int64) * UNIT
-        mask = column // UNIT < column_units
-        return row * x_row_stride + column, row * column_units + column, row * out_row_stride + column, mask
 
 
 @triton.jit(do_not_specialize=["column_units", "row_stride", "blocks_per_row"])
@@ -240,9 +276,9 @@ def gated_activation_backward(
     row_stride: tl.int64,
     blocks_per_row: tl.int32,
     ACTIVATION: tl.constexpr,
+    D_UP: tl.constexpr,
     PACKED: tl.constexpr,
     ONE_ROW: tl.constexpr,
-    D_UP: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -26,7 +26,8 @@ def exp(x):
 
 
 @triton.jit
-def _approximate_exp2(x):
+def approximate_exp2(x):
+    """2**x in fp32 within two units in the last place, subnormal results flushed."""
     if INTERPRETED:
         return tl.exp2(x)
     else:
@@ -36,7 +37,8 @@ def _approximate_exp2(x):
 
 
 @triton.jit
-def _approximate_reciprocal(x):
+def approximate_reciprocal(x):
+    """1 / x in fp32 within a unit in the last place, subnormal numbers flushed."""
     if INTERPRETED:
         return 1.0 / x
     else:
@@ -50,7 +52,7 @@ def tanh(x):
     """CUDA's `tanhf`, step by step: libdevice's is the same, but Triton builds it to flush subnormals to zero."""
     if PTX:
         magnitude = tl.abs(x)
-        large = tl.fma(_approximate_reciprocal(_approximate_exp2(magnitude * 2.88539) + 1.0), -2.0, 1.0)
+        large = tl.fma(approximate_reciprocal(approximate_exp2(magnitude * 2.88539) + 1.0), -2.0, 1.0)
         large = tl.where(magnitude >= 9.010914, 1.0, large)
         square = x * x
         small = tl.fma(square, 0.015739683, -0.052303962)
@@ -74,7 +76,7 @@ def erf(x):
         large = tl.fma(large, magnitude, 0.15950431)
         large = tl.fma(large, magnitude, 0.9129177)
         large = tl.fma(large, magnitude, 0.62906003)
-        large = 1.0 - _approximate_exp2(tl.fma(large, -magnitude, -magnitude))
+        large = 1.0 - approximate_exp2(tl.fma(large, -magnitude, -magnitude))
         square = x * x
         small = tl.fma(square, 8.4834945e-05, -0.00082130916)
         small = tl.fma(small, square, 0.005213489)
