@@ -57,6 +57,15 @@ def seed():
     return fresh_seed()
 
 
+@pytest.fixture(autouse=True)
+def own_functions():
+    """A function that kernelize has replaced is replaced for all models of its file: after each test it is its own again."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            vars(vars(module).get("apply_rotary_pos_emb", module)).pop("forward", None)
+
+
 def _run_python(code, check=True, arguments=(), **environment):
     clean = {key: value for key, value in os.environ.items() if key not in _OURS}
     clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))

@@ -1,4 +1,4 @@
-"""Every class of the installed transformers that a kernel of this package may replace, replaced and compared bit for bit.
+"""Every class and function of the installed transformers that a kernel of this package may replace, compared bit for bit.
 
 python tests/sweep.py --table docs/replaced.md    on a GPU: writes the table of docs/
 """
@@ -30,7 +30,9 @@ DTYPES = (
 )
 HIDDEN_SIZE = 256
 ROWS = 48
-_DECORATOR = re.compile(r"@use_kernel_forward_from_hub\(\s*\"(\w+)\"\s*\)\s*\nclass (\w+)")
+_DECORATOR = re.compile(r"@use_kernel_forward_from_hub\(\s*\"(\w+)\"\s*\)\s*\n(?:class|def) (\w+)")
+ROTARY = "rotary_pos_emb"
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class Outcome:
 
 
 def classes(layer_names):
-    """(layer name, class) for every class in transformers with one of these layer names, or its reason in place of it."""
+    """(layer name, class) for every class in transformers with one of these layer names.
+
+    In place of the class of a function stands the one module that kernels has made of it.
+    """
     root = Path(transformers.__file__).parent
     for path in [root / "activations.py", *sorted(root.glob("models/*/modeling_*.py"))]:
         found = [match for match in _DECORATOR.findall(path.read_text()) if match[0] in layer_names]
@@ -65,7 +70,24 @@ def _normal(shape, dtype, device, seed):
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
+def name_of(layer_class):
+    """The name of a class; of a function also that of its model."""
+    if isinstance(layer_class, type):
+        return layer_class.__name__
+    (function,) = (cell.cell_contents for cell in type(layer_class).forward.__closure__)
+    return f"{function.__name__}, {module_of(layer_class).split('.')[-2]}"
+
+
+def module_of(layer_class):
+    if isinstance(layer_class, type):
+        return layer_class.__module__
+    return type(layer_class).forward.__closure__[0].cell_contents.__module__
+
+
 def make(layer_class, layer_name, device):
+    if layer_name == ROTARY:
+        vars(layer_class).pop("forward", None)
+        return layer_class
     return (layer_class(HIDDEN_SIZE) if layer_name.startswith("RMSNorm") else layer_class()).to(device)
 
 
@@ -74,39 +96,58 @@ def replaced(layer, kernel, device, mode):
         return kernelize(layer, mode=mode, device=device)
 
 
-def _run(layer, inputs, gradient_of, training):
-    inputs = [tensor.clone().requires_grad_(training) for tensor in inputs]
+def make_inputs(layer_name, layer, dtype, other_dtype, device, seed):
+    """The inputs, and how many of them have gradients."""
+    if layer_name == ROTARY:
+        # As from projections: heads next to head_dim in memory.
+        states = _normal((3, ROWS // 3, 6, HEAD_DIM), dtype, device, seed + 1).transpose(1, 2)
+        inputs = [states[:, :4], states[:, 4:]]
+        for head_dim in (HEAD_DIM, HEAD_DIM // 2):
+            tables = [_normal((3, ROWS // 3, head_dim), other_dtype, device, seed + index) for index in (2, 3)]
+            with contextlib.suppress(RuntimeError), torch.no_grad():
+                layer(*inputs, *tables)
+                return [*inputs, *tables], 2
+        raise AssertionError(f"{name_of(layer)} takes no cos of {HEAD_DIM} and none of half as many")
+    count = 2 if layer_name == "RMSNormGated" else 1
+    shape = (3, ROWS // 3, HIDDEN_SIZE)
+    return [_normal(shape, dtype, device, seed + index) for index in range(1, count + 1)], count
+
+
+def _run(layer, inputs, differentiable, gradient_of, training):
+    inputs = [tensor.clone().requires_grad_(training and i < differentiable) for i, tensor in enumerate(inputs)]
     with contextlib.nullcontext() if training else torch.no_grad():
-        out = layer(*inputs)
+        outs = layer(*inputs)
+    outs = outs if isinstance(outs, tuple) else (outs,)
     if not training:
-        return (out,)
-    leaves = (*inputs, *layer.parameters())
-    return out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out))
+        return outs
+    leaves = (*inputs[:differentiable], *layer.parameters())
+    gradients = torch.autograd.grad(outs, leaves, [gradient_of(out) for out in outs])
+    return *(out.detach() for out in outs), *gradients
 
 
 def compare(layer_name, layer_class, kernel, device, seed, launches) -> Outcome:
     """Runs the class with and without kernels in every pair of dtypes; `launches()` counts the launches so far."""
     problems, formulas = {False: [], True: []}, None
-    is_norm = layer_name.startswith("RMSNorm")
-    for training, (dtype, weight_dtype) in itertools.product((False, True), DTYPES if is_norm else DTYPES[:3]):
+    two_dtypes = layer_name.startswith("RMSNorm") or layer_name == ROTARY
+    other = "cos" if layer_name == ROTARY else "weight"
+    for training, (dtype, weight_dtype) in itertools.product((False, True), DTYPES if two_dtypes else DTYPES[:3]):
         layer = make(layer_class, layer_name, device)
         for parameter in layer.parameters():
             parameter.data = _normal(parameter.shape, weight_dtype, device, seed)
-        count = 2 if layer_name == "RMSNormGated" else 1
-        inputs = [_normal((3, ROWS // 3, HIDDEN_SIZE), dtype, device, seed + index) for index in range(1, count + 1)]
+        inputs, differentiable = make_inputs(layer_name, layer, dtype, weight_dtype, device, seed)
 
         def gradient_of(out):
             return _normal(out.shape, out.dtype, device, seed + 9)
 
-        expected = _run(layer, inputs, gradient_of, training)
+        expected = _run(layer, inputs, differentiable, gradient_of, training)
         layer = replaced(layer, kernel, device, Mode.TRAINING if training else Mode.INFERENCE)
         assert layer.forward.__func__.__module__.startswith(kernel.__name__), "the forward was not replaced"
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             # The first call proves.
-            _run(layer, inputs, gradient_of, training)
+            _run(layer, inputs, differentiable, gradient_of, training)
             before = launches()
-            found = _run(layer, inputs, gradient_of, training)
+            found = _run(layer, inputs, differentiable, gradient_of, training)
             (entry,) = kernel.replacement_report(layer, verbose=False).layers
         # Where everything is fp32, several formulas have the same bits: the first dtypes tell which it is.
         formulas = formulas or entry.formulas
@@ -115,13 +156,15 @@ def compare(layer_name, layer_class, kernel, device, seed, launches) -> Outcome:
         if not equal:
             reasons.append("bits differ")
         elif launches() - before < 1 + training and device != "cpu":
-            reasons.append("no kernel ran")
+            reasons.append("; ".join(["no kernel ran", *entry.reasons[:1]]))
         if reasons:
-            problems[training].append(f"{str(dtype)[6:]}, weight {str(weight_dtype)[6:]}: {' '.join(reasons)}")
+            problems[training].append(f"{str(dtype)[6:]}, {other} {str(weight_dtype)[6:]}: {' '.join(reasons)}")
+    if layer_name == ROTARY:
+        make(layer_class, layer_name, device)
     return Outcome(
         layer_name,
-        layer_class.__name__,
-        layer_class.__module__,
+        name_of(layer_class),
+        module_of(layer_class),
         "; ".join(formulas),
         "; ".join(problems[False]),
         "; ".join(problems[True]),
@@ -146,13 +189,13 @@ def table(outcomes) -> str:
     lines = [
         "# What is replaced",
         "",
-        f"Every class of transformers that carries a layer name of this package: {sum(o.lossless for o in outcomes)} of "
+        f"Every class and function of transformers that carries a layer name of this package: {sum(o.lossless for o in outcomes)} of "
         f"{len(outcomes)} are replaced,",
-        "outputs and gradients bit-equal to the original's in bf16, fp16, fp32 and with weights of another dtype.",
+        "outputs and gradients bit-equal to the original's in bf16, fp16, fp32 and with weights, or cos, of another dtype.",
         f"{torch.cuda.get_device_name()}, {versions}.",
         "`python tests/sweep.py --table docs/replaced.md` writes this file. n: the normalised fp32 values.",
         "",
-        "| layer name | class | computes | inference | training |",
+        "| layer name | class or function | computes | inference | training |",
         "|---|---|---|---|---|",
     ]
     for o in sorted(outcomes, key=lambda o: (o.layer_name, o.name, o.module)):

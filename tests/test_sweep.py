@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import warnings
 
 import pytest
 import sweep
@@ -15,7 +16,15 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What may keep its original forward, by class name; each has its reason in docs/replaced.md.
-KEPT = set()
+KEPT = {
+    # The halves rotate the other way.
+    "apply_rotary_pos_emb, nanochat",
+    # cos and sin of half the size.
+    "apply_rotary_pos_emb, gpt_oss",
+    "apply_rotary_pos_emb, openai_privacy_filter",
+    # Both paths' gradients are added in fp32.
+    "apply_rotary_pos_emb, hunyuan_vl",
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +35,7 @@ def found(kernel):
 def test_every_layer_name_is_found(kernel, found):
     names = [layer_name for layer_name, _ in found]
     assert set(names) == set(kernel.kernel_mapping())
-    assert names.count("RMSNorm") > 100
+    assert names.count("RMSNorm") > 100 and names.count("rotary_pos_emb") > 90
 
 
 def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
@@ -84,6 +93,22 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
     assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
     assert names["GptOssRMSNorm"] == names["Olmo2RMSNorm"] == "fp32_product"
     assert names["Qwen3_5RMSNorm"] == "one_plus_weight"
+
+
+def test_every_function_is_recognised_by_its_formula(kernel, found):
+    rotary, proof = (importlib.import_module(f"{kernel.__name__}.{name}") for name in ("rotary", "proof"))
+    names = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for layer_name, layer in found:
+            if layer_name == sweep.ROTARY:
+                function = proof.function_behind(type(layer).forward)
+                assert function.__module__.startswith("transformers.models.")
+                variant = rotary._variant(function, 1, 4, 3, torch.float16, torch.float32, torch.device("cpu"))
+                names[sweep.name_of(layer)] = variant and variant.name
+    assert {name for name, variant in names.items() if variant is None} <= KEPT
+    assert names["apply_rotary_pos_emb, llama"] == names["apply_rotary_pos_emb, qwen3"] == "plain"
+    assert names["apply_rotary_pos_emb, olmo2"] == names["apply_rotary_pos_emb, esm"] == "widened"
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU no kernel is proved")

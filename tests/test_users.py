@@ -597,7 +597,7 @@ def test_without_a_c_compiler(run_python, build, seed, tmp_path):
     empty = {"PATH": str(tmp_path / "empty"), "CC": "", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     messages = json.loads(run_python(code, arguments=[build, seed], **empty).stdout.splitlines()[-1])
     functions = [message.split()[1] for message in messages]
-    assert sorted(functions) == ["LlamaRMSNorm.forward", "SiLUActivation.forward"], messages
+    assert sorted(functions) == ["LlamaRMSNorm.forward", "SiLUActivation.forward", "apply_rotary_pos_emb"], messages
 
 
 def test_layers_as_modules_of_their_own(kernel, seed, monkeypatch):

@@ -96,12 +96,12 @@ def _rotate_widened(x, cos, sin):
     return _rotate(x, cos.to(torch.float32), sin.to(torch.float32)).to(x.dtype)
 
 
-def _eager_function(rotate, formula):
+def _eager_function(rotate):
     def eager(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    eager.__qualname__ = f"rotary embedding, {formula},"
+    eager.__qualname__ = "apply_rotary_pos_emb"
     return eager
 
 
@@ -125,7 +125,7 @@ class Variant:
 
     @classmethod
     def of(cls, name, formula, rotate, keeps_dtype):
-        return cls(name, formula, rotate, _eager_function(rotate, formula), keeps_dtype)
+        return cls(name, formula, rotate, _eager_function(rotate), keeps_dtype)
 
     def gradients(self, dy, cos, sin, dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """What eager sends into an input of this dtype, in the order of arrival: through the halves, and x * cos.
