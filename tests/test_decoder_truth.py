@@ -1,8 +1,8 @@
 """Whole decoder layers replaced, against the unkernelized model on the GPU at hand: bits of logits, generation, training."""
 
 import contextlib
-import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -33,9 +33,18 @@ def original_functions(*models):
             vars(function)["forward"] = forward
 
 
+def twin(model):
+    """Another model with the same weights; a deep copy would have copies of the functions that are replaced, and call the
+    original ones."""
+    parameter = next(model.parameters())
+    other = type(model)(model.config).to(parameter.device, parameter.dtype).train(model.training)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
 def kernelized(kernel, model, mode=Mode.INFERENCE):
     kernel.name_layers(model)
-    model = copy.deepcopy(model)
+    model = twin(model)
     with use_kernel_mapping(kernel.kernel_mapping(level="decoder"), inherit_mapping=False):
         kernelize(model, mode=mode, device=DEVICE_TYPE)
     assert len(replaced(model, "LlamaDecoderLayer")) == model.config.num_hidden_layers
@@ -72,11 +81,19 @@ def test_generate(kernel, seed, name, cache):
     model = make(name, seed).to("cuda", torch.bfloat16)
     ours = kernelized(kernel, model)
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    # A static cache is compiled for otherwise, by Inductor, whose arithmetic is not eager's.
+    options |= {"use_cache": False} if cache is None else {"cache_implementation": cache, "disable_compile": True}
     ids = tokens(seed).cuda()
-    found = ours.generate(ids, **options)
     with original_functions(ours):
-        expected = model.generate(ids, **options)
+        try:
+            expected = model.generate(ids, **options)
+        except ValueError as error:  # The offloaded static cache of transformers 5.17 fails with every model.
+            expected = error
+    if isinstance(expected, ValueError):
+        with pytest.raises(ValueError, match=re.escape(str(expected))):
+            ours.generate(ids, **options)
+        return
+    found = ours.generate(ids, **options)
     assert torch.equal(found.sequences, expected.sequences)
     for step, (one, other) in enumerate(zip(found.logits, expected.logits, strict=True)):
         assert_bits_equal(one, other, f"step {step}")
@@ -124,7 +141,7 @@ def test_training_is_the_same(kernel, seed, case):
     batches = random_batches(seed, 20, batch=4)
     found = train(ours, batches, step=a_step)
     with original_functions(ours):
-        expected = train(copy.deepcopy(model), batches, step=a_step)
+        expected = train(twin(model), batches, step=a_step)
     assert_same(found, expected, case)
 
 

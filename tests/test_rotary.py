@@ -238,7 +238,10 @@ def outside():
     yield "odd head_dim", (*(x[..., :15] for x in (q, k, cos, sin)), dim)
     yield "strided head_dim", (*(x[..., ::2] for x in (q, k, cos, sin)), dim)
     yield "no rows", (q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0], 1)
-    yield "q of batch 1", (torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16), torch.ones(2, 3, 16), torch.ones(2, 3, 16), 1)
+    yield (
+        "q of batch 1",
+        (torch.ones(1, 2, 3, 16), torch.ones(1, 2, 3, 16), torch.ones(2, 3, 16), torch.ones(2, 3, 16), 1),
+    )
     yield "cos of one value", (q, k, cos[..., :1], sin[..., :1], dim)
     yield "cos with a gradient", (q, k, cos.clone().requires_grad_(), sin, dim)
     yield "cos for every head", (torch.ones(2, 3, 4, 16),) * 2 + (torch.ones(3, 4, 16),) * 2 + (0,)
