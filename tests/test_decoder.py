@@ -172,16 +172,30 @@ def bodies(owner):
             return residual + self.mlp(self.post_attention_layernorm(residual))
 
     class OtherOrder(owner):
-        """The same numbers forwards; backwards the residual's gradient comes before the MLP's."""
+        """The same numbers forwards; backwards the residual's gradient reaches the input after the norm's."""
 
-        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
-                    position_embeddings=None, **kwargs):  # fmt: skip
-            residual = hidden_states
-            hidden_states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states),
-                attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-                use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)  # fmt: skip
-            residual = residual * 1.0 + hidden_states
-            return residual + self.mlp(self.post_attention_layernorm(residual)) * 1.0 + 0.0 * residual
+        def forward(
+            self,
+            hidden_states,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            use_cache=False,
+            position_embeddings=None,
+            **kwargs,
+        ):
+            residual = hidden_states * 1.0
+            hidden_states, _ = self.self_attn(
+                hidden_states=self.input_layernorm(hidden_states),
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+            residual = residual + hidden_states
+            return residual + self.mlp(self.post_attention_layernorm(residual))
 
     class Training(owner):
         def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,

@@ -1,12 +1,13 @@
 """A pre-norm decoder layer: the sum with the first residual and the norm after it from one kernel, the rest called as modules."""
 
 import functools
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import add_rms_norm, proof
+from .attention import attend
 from .domain import is_bare, runs_kernels
 
 # Layer names of the norms that `add_rms_norm` knows the formulas of.
@@ -15,19 +16,31 @@ _FORMULA = "norm, attention, sum and norm, MLP, sum"
 _LAYERS = f"{__package__}.layers"
 
 
-def forward(layer, join: Callable, hidden_states: torch.Tensor, **arguments) -> torch.Tensor:
-    """What transformers' `LlamaDecoderLayer.forward` returns.
+def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
+    """What transformers' `LlamaDecoderLayer.forward` returns, every module called.
 
     Args:
         layer: the module, with `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`.
-        join: `join(hidden_states, residual, norm)`, the norm of their sum and the sum: `fused` or `apart`.
         hidden_states: `[batch, tokens, hidden_size]`.
         arguments: for the attention, in the layer's own names.
     """
     normed = layer.input_layernorm(hidden_states)
     attended, _ = layer.self_attn(hidden_states=normed, **arguments)
-    normed, residual = join(attended, hidden_states, layer.post_attention_layernorm)
+    normed, residual = apart(attended, hidden_states, layer.post_attention_layernorm)
     return residual + layer.mlp(normed)
+
+
+def fused_forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
+    """`forward` with the kernels, and without the calls of modules that nobody would notice."""
+    modules = layer._modules
+    normed = _called(modules["input_layernorm"], hidden_states)
+    attended = attend(modules["self_attn"], normed, arguments)
+    normed, residual = fused(attended, hidden_states, modules["post_attention_layernorm"])
+    return residual + _called(modules["mlp"], normed)
+
+
+def _called(module, hidden_states):
+    return module.forward(hidden_states) if is_bare(module) else module(hidden_states)
 
 
 def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
@@ -134,7 +147,7 @@ def _comparisons(owner, device):
         return (out.detach(), *gradients), layer.self_attn.calls
 
     expected, calls = run(owner.forward)
-    found, our_calls = run(_apart)
+    found, our_calls = run(lambda layer, hidden_states, **arguments: forward(layer, hidden_states, arguments))
     if calls != our_calls:
         raise ValueError("the attention is called in another way")
     for number, (ours, theirs) in enumerate(zip(found, expected)):
@@ -144,7 +157,3 @@ def _comparisons(owner, device):
     except TypeError:
         return
     raise ValueError("an MLP may return a tuple")
-
-
-def _apart(layer, hidden_states, **arguments):
-    return forward(layer, apart, hidden_states, **arguments)

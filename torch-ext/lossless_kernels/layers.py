@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 from torch import nn
 
-from . import decoder, mlp, proof
+from . import attention, decoder, mlp, proof
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .activation import replacement as activation_replacement
 from .gated_activation import replacement as product_replacement
@@ -209,9 +209,9 @@ def _gated_mlp(self, x):
         if isinstance(self, (LlamaMLP, GeGLUMLP)):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return type(self).forward(self, x)
-    gate, up = gate_proj(x), up_proj(x)
+    gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
     product = product_replacement(gate, up, subject, activation)
-    return down_proj(act_fn(gate) * up if product is None else product)
+    return attention.project(down_proj, act_fn(gate) * up if product is None else product)
 
 
 class LlamaMLP(nn.Module):
@@ -265,12 +265,13 @@ class LlamaDecoderLayer(nn.Module):
             "past_key_values": past_key_values,
             "use_cache": use_cache,
             "position_embeddings": position_embeddings,
+            **kwargs,
         }
         if decoder.admits(owner, hidden_states):
-            return decoder.forward(self, decoder.fused, hidden_states, **arguments, **kwargs)
+            return decoder.fused_forward(self, hidden_states, arguments)
         if isinstance(self, LlamaDecoderLayer):
-            return decoder.forward(self, decoder.apart, hidden_states, **arguments, **kwargs)
-        return owner.forward(self, hidden_states, **arguments, **kwargs)
+            return decoder.forward(self, hidden_states, arguments)
+        return owner.forward(self, hidden_states, **arguments)
 
 
 class RotaryPosEmb(nn.Module):

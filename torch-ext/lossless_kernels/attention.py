@@ -1,0 +1,270 @@
+"""The attention of a decoder layer, without the calls between its parts: the class's own forward, told apart by proof.
+
+Nothing is computed in another way but the rotary embedding. What is left out is what Python spends between the operations,
+which is longer than the operations are where a model waits for the host.
+"""
+
+import builtins
+import functools
+from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from . import proof
+from .domain import is_bare
+from .rotary import replacement as rotary_replacement
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How an attention differs from Llama's.
+
+    Args:
+        normed: query and key go through `q_norm` and `k_norm`, head by head.
+        window: where the attention function's `sliding_window` comes from: "module", "config", or "" where it gets none.
+    """
+
+    normed: bool
+    window: str
+
+    @property
+    def formula(self) -> str:
+        return f"attention{', q_norm and k_norm' * self.normed}{', a sliding window' * bool(self.window)}"
+
+
+_VARIANTS = [Variant(normed, window) for normed in (False, True) for window in ("", "module", "config")]
+
+
+class Functions(NamedTuple):
+    """What an attention finds in the module that it is written in."""
+
+    interfaces: Any
+    eager: Callable
+    rotate: Callable
+
+
+def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
+    """`module(hidden_states=hidden_states, **arguments)[0]`.
+
+    Args:
+        module: the attention of a decoder layer.
+        arguments: as the decoder layer hands them on.
+    """
+    owner = type(module)
+    variant = admitted(owner, hidden_states) if is_bare(module) else None
+    if variant is None:
+        return module(hidden_states=hidden_states, **arguments)[0]
+    found = owner.forward.__globals__
+    functions = Functions(
+        found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"], found["apply_rotary_pos_emb"]
+    )
+    return compute(module, variant, functions, hidden_states, **arguments)
+
+
+def compute(
+    module,
+    variant: Variant,
+    functions: Functions,
+    hidden_states: torch.Tensor,
+    position_embeddings=None,
+    attention_mask=None,
+    past_key_values=None,
+    **arguments,
+) -> torch.Tensor:
+    """The output of transformers' `LlamaAttention.forward`, or of the variant's."""
+    modules = module._modules
+    leading = hidden_states.shape[:-1]
+    heads = (*leading, -1, module.head_dim)
+    query = project(modules["q_proj"], hidden_states).view(heads)
+    if variant.normed:
+        query = modules["q_norm"](query)
+    query = query.transpose(1, 2)
+    key = project(modules["k_proj"], hidden_states).view(heads)
+    if variant.normed:
+        key = modules["k_norm"](key)
+    key = key.transpose(1, 2)
+    value = project(modules["v_proj"], hidden_states).view(heads).transpose(1, 2)
+    cos, sin = position_embeddings
+    query, key = _rotated(functions.rotate, query, key, cos, sin)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    config = module.config
+    interface = functions.interfaces.get_interface(config._attn_implementation, functions.eager)
+    if variant.window:
+        window = module.sliding_window if variant.window == "module" else getattr(config, "sliding_window", None)
+        arguments["sliding_window"] = window
+    dropout = module.attention_dropout if module.training else 0.0
+    out, _ = interface(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **arguments)
+    return project(modules["o_proj"], out.reshape(*leading, -1).contiguous())
+
+
+def _rotated(rotate, query, key, cos, sin):
+    """`rotate(query, key, cos, sin)`: nothing else here ever uses query and key."""
+    # `kernels` makes a module of a function that has a layer name.
+    if isinstance(rotate, nn.Module) and is_bare(rotate):
+        out = rotary_replacement(query, key, cos, sin, 1, type(rotate).forward, True)
+        if out is not None:
+            return out
+    return rotate(query, key, cos, sin)
+
+
+_LINEAR_FORWARD = nn.Linear.forward
+
+
+def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """`module(hidden_states)`, for a linear layer that is nothing but that without the call of a module."""
+    if type(module) is nn.Linear and nn.Linear.forward is _LINEAR_FORWARD:
+        state = module.__dict__
+        if not (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or "forward" in state
+            or "_compiled_call_impl" in state
+        ):
+            parameters = state["_parameters"]
+            weight = parameters.get("weight")
+            if weight is not None:
+                return functional.linear(hidden_states, weight, parameters.get("bias"))
+    return module(hidden_states)
+
+
+# Proof
+
+
+# All that the forward of a known attention asks for. Whoever asks for more is not looked at.
+_NAMES = frozenset(
+    "shape head_dim q_proj view transpose k_proj v_proj apply_rotary_pos_emb update layer_idx ALL_ATTENTION_FUNCTIONS "
+    "get_interface config _attn_implementation eager_attention_forward training attention_dropout scaling reshape "
+    "contiguous o_proj q_norm k_norm sliding_window getattr".split()
+)
+_GLOBALS = frozenset(("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_pos_emb"))
+
+_admitted: dict = {}
+
+
+def admitted(owner: type, hidden_states: torch.Tensor) -> Optional[Variant]:
+    """The variant that `owner.forward` has proved to be, on the device of `hidden_states`; None if it is none."""
+    key = (owner, hidden_states.get_device())
+    if key in _admitted:
+        return _admitted[key]
+    forward = owner.forward
+    variant = None
+    if _looks_known(forward):
+        subject = proof.Subject(forward, hidden_states.device, "any dtype")
+        candidates = {
+            variant: functools.partial(_comparisons, forward, variant, hidden_states.device) for variant in _VARIANTS
+        }
+        verdict_key = ("attention", forward, hidden_states.device)
+        variant = proof.recognize(verdict_key, subject, candidates)
+        if proof.recognized(verdict_key) is None:
+            return None  # No verdict is possible inside a CUDA graph's capture.
+    _admitted[key] = variant
+    return variant
+
+
+def _looks_known(forward) -> bool:
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__closure__:
+        return False
+    names = frozenset(forward.__code__.co_names)
+    return names <= _NAMES and names >= _GLOBALS and _GLOBALS <= forward.__globals__.keys()
+
+
+class _Scaled(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden_states):
+        return torch.sin(hidden_states * self.weight)
+
+
+class _Recorder:
+    """Stands for transformers' table of attention functions, for one of them and for a cache."""
+
+    def __init__(self):
+        self.calls: list = []
+
+    def get_interface(self, *arguments):
+        self.calls.append(("get_interface", arguments))
+        return self.interface
+
+    def interface(self, module, query, key, value, *arguments, **named):
+        self.calls.append(("interface", (type(module), *arguments, named)))
+        # [batch, tokens, heads, head_dim], not contiguous.
+        return (query * key + value).transpose(1, 2), None
+
+    def update(self, key, value, *arguments):
+        self.calls.append(("update", arguments))
+        return key * 3.0, value * 0.5
+
+
+def _rotate(query, key, cos, sin):
+    return query * cos + query.flip(-1) * sin, key * sin - key.flip(-1) * cos
+
+
+_HEADS, _HEAD_DIM = 3, 4
+
+
+def _comparisons(forward, variant, device):
+    generator = proof.generator(device, seed=4)
+
+    def make(*shape):
+        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+
+    hidden_size = _HEADS * _HEAD_DIM
+    data, dy, other = (make(2, 5, hidden_size) for _ in range(3))
+    cos, sin = make(2, 1, 5, _HEAD_DIM), make(2, 1, 5, _HEAD_DIM)
+    weights = {name: make(hidden_size) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    weights.update({name: make(_HEAD_DIM) for name in ("q_norm", "k_norm")})
+    mask, window, implementation = object(), object(), object()
+    named = {"position_ids": object(), "use_cache": object(), "another": object()}
+
+    def run(ours, training, cached, window_in_config):
+        recorder, config = _Recorder(), SimpleNamespace(_attn_implementation=implementation)
+        module = nn.Module()
+        for name, weight in weights.items():
+            setattr(module, name, _Scaled(weight))
+        module.head_dim, module.layer_idx, module.scaling = _HEAD_DIM, 7, 0.3
+        module.attention_dropout, module.sliding_window, module.config = 0.25, (window, "module"), config
+        if window_in_config:
+            config.sliding_window = (window, "config")
+        module.train(training)
+        hidden_states = data.clone().requires_grad_()
+        arguments = {"attention_mask": mask, "past_key_values": recorder if cached else None, **named}
+        functions = Functions(recorder, _rotate, _rotate)
+        with torch.enable_grad():
+            if ours:
+                out = compute(module, variant, functions, hidden_states, (cos, sin), **arguments)
+            else:
+                found = dict(
+                    zip(("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_pos_emb"), functions)
+                )
+                copied = FunctionType(
+                    forward.__code__, {**found, "__builtins__": builtins}, forward.__name__, forward.__defaults__
+                )
+                copied.__kwdefaults__ = forward.__kwdefaults__
+                out = copied(module, hidden_states=hidden_states, position_embeddings=(cos, sin), **arguments)[0]
+            inputs = (hidden_states, *module.parameters())
+            roots = ((out, hidden_states * 1.0), inputs, (dy, other))
+            gradients = torch.autograd.grad(*roots, allow_unused=True)
+        return recorder.calls, [
+            out.detach(),
+            *(torch.zeros(1, device=device) if each is None else each for each in gradients),
+        ]
+
+    for training in (False, True):
+        for cached in (False, True):
+            for window_in_config in (False, True):
+                (calls, found), (their_calls, expected) = (
+                    run(ours, training, cached, window_in_config) for ours in (True, False)
+                )
+                if calls != their_calls:
+                    raise ValueError("the attention function or the cache is called in another way")
+                for number, (one, another) in enumerate(zip(found, expected)):
+                    yield f"gradient {number}" if number else "the output", one, another
