@@ -24,11 +24,13 @@ class Op:
     title: str
     # Which function of a peer computes it.
     family: str
-    # Tensors of the input's size that must move: read x, write y; or read x and dy, write dx.
+    # Tensors of the input's size that must move: read x, write y; or read x and dy, write dx; with gate and up one more each.
     tensors: int
     # Vectors of the hidden size that must move: the weight, and its gradient.
     vectors: int
     backward: bool = False
+    # Arguments of the input's size.
+    inputs: int = 1
 
 
 OPS = {
@@ -36,6 +38,8 @@ OPS = {
     "rms_norm_backward": Op("RMSNorm backward (dx and dweight)", "rms_norm", tensors=3, vectors=2, backward=True),
     "silu": Op("SiLU forward", "silu", tensors=2, vectors=0),
     "silu_backward": Op("SiLU backward", "silu", tensors=3, vectors=0, backward=True),
+    "silu_and_mul": Op("SwiGLU forward", "silu_and_mul", tensors=3, vectors=0, inputs=2),
+    "silu_and_mul_backward": Op("SwiGLU backward", "silu_and_mul", tensors=5, vectors=0, backward=True, inputs=2),
 }
 # Whether the host time is that of a training forward.
 HOST_OPS = {"host_inference": False, "host_training": True}
@@ -111,6 +115,8 @@ BARS = {
     Case("rms_norm_backward", (32768, 32768)): (Bar(0.9, QUACK, recorded_ms=2.4172),),
     Case("silu", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
+    Case("silu_and_mul", (8192, 14336)): (Bar(1.03, FLOOR),),
+    Case("silu_and_mul_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("host_inference", HOST_SHAPE): (Bar(1.0, NATIVE_BARE),),
     Case("host_training", HOST_SHAPE): (Bar(1.5, NATIVE_BARE),),
 }

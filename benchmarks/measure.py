@@ -97,7 +97,7 @@ def copy_bandwidth(gpu) -> tuple[float, float, float]:
 
 @dataclass
 class Inputs:
-    # Of a peer's function: x and, for RMSNorm, the weight.
+    # Of a peer's function: x and, for RMSNorm, the weight; or gate and up.
     arguments: tuple
     dy: Optional[torch.Tensor]
 
@@ -118,7 +118,10 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
     # Away from 1, where different formulas would agree.
     weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.family == "rms_norm" else []
     return [
-        Inputs((normal(case.shape).requires_grad_(op.backward), *weights), normal(case.shape) if op.backward else None)
+        Inputs(
+            (*(normal(case.shape).requires_grad_(op.backward) for _ in range(op.inputs)), *weights),
+            normal(case.shape) if op.backward else None,
+        )
         for _ in range(count)
     ]
 

@@ -7,7 +7,7 @@ what must move over the bandwidth of a copy measured in the same run. In every c
 with eager's, bit for bit. Peers that are not installed or fail are named with the reason.
 
 ops:
-  rms_norm, rms_norm_backward, silu, silu_backward   device times
+  rms_norm, rms_norm_backward, silu, silu_backward, silu_and_mul, silu_and_mul_backward   device times
   host                                               host time of an RMSNorm call, inference and training forward
   first_call                                         from import to the first result, with an empty and a full Triton cache
 
@@ -73,7 +73,7 @@ class BenchError(Exception):
     """What was asked for cannot be run; the message says why and what to do."""
 
 
-# The peers: each loads as a dictionary, family of ops -> function of x and, for RMSNorm, the weight
+# The peers: each loads as a dictionary, family of ops -> function of x and, for RMSNorm, the weight; or of gate and up
 
 
 def eager():
@@ -83,7 +83,10 @@ def eager():
     def rms_norm(x, weight):
         return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
 
-    return {"rms_norm": rms_norm, "silu": functional.silu}
+    def silu_and_mul(gate, up):
+        return functional.silu(gate) * up
+
+    return {"rms_norm": rms_norm, "silu": functional.silu, "silu_and_mul": silu_and_mul}
 
 
 def compiled():
@@ -102,7 +105,10 @@ def compiled():
     def silu(x):
         return torch.nn.functional.silu(x)
 
-    return {function.__name__: torch.compile(function, dynamic=False) for function in (rms_norm, silu)}
+    def silu_and_mul(gate, up):
+        return torch.nn.functional.silu(gate) * up
+
+    return {function.__name__: torch.compile(function, dynamic=False) for function in (rms_norm, silu, silu_and_mul)}
 
 
 def native():
@@ -114,14 +120,24 @@ def native():
     return {"rms_norm": rms_norm}
 
 
-def liger(module):
+def liger(module, swiglu=None):
     function = importlib.import_module(module).LigerRMSNormFunction
 
     def rms_norm(x, weight):
         offset, casting_mode, in_place = 0.0, "llama", False
         return function.apply(x, weight, EPS, offset, casting_mode, in_place)
 
-    return {"rms_norm": rms_norm}
+    families = {"rms_norm": rms_norm}
+    if swiglu is not None:
+        product = importlib.import_module(swiglu).LigerSiLUMulFunction
+
+        def silu_and_mul(gate, up):
+            if gate.requires_grad:  # The backward pass writes its gradients over what it was given.
+                gate, up = gate.clone(), up.clone()
+            return product.apply(gate, up)
+
+        families["silu_and_mul"] = silu_and_mul
+    return families
 
 
 def quack():
@@ -137,14 +153,14 @@ def ours(kernel):
     def rms_norm(x, weight):
         return kernel.rms_norm(x, weight, EPS)
 
-    return {"rms_norm": rms_norm, "silu": kernel.silu}
+    return {"rms_norm": rms_norm, "silu": kernel.silu, "silu_and_mul": kernel.silu_and_mul}
 
 
 PEERS = {
     EAGER: eager,
     COMPILED: compiled,
     NATIVE: native,
-    LIGER: functools.partial(liger, "liger_kernel.ops.rms_norm"),
+    LIGER: functools.partial(liger, "liger_kernel.ops.rms_norm", swiglu="liger_kernel.ops.swiglu"),
     QUACK: quack,
     CUTILE: functools.partial(liger, "liger_kernel.ops.cutile.ops.rms_norm"),
 }

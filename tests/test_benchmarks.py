@@ -71,7 +71,7 @@ def report():
 
 
 def test_every_case_has_an_op_and_a_bar():
-    assert len(cases.CASES) == len(set(cases.CASES)) == 19
+    assert len(cases.CASES) == len(set(cases.CASES)) == 21
     assert all(bars for bars in cases.BARS.values())
     assert {case.op for case in cases.CASES} == set(cases.OPS)
     assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
@@ -81,6 +81,7 @@ def test_bytes_are_those_that_must_move():
     assert Case("rms_norm", (8192, 4096)).bytes("bf16") == 2 * (2 * 8192 * 4096 + 4096)
     assert Case("rms_norm_backward", (32768, 4096)).bytes("fp32") == 4 * (3 * 32768 * 4096 + 2 * 4096)
     assert Case("silu_backward", (8192, 14336)).bytes("fp16") == 2 * 3 * 8192 * 14336
+    assert Case("silu_and_mul_backward", (8192, 14336)).bytes("bf16") == 2 * 5 * 8192 * 14336
     assert Case("rms_norm", (4096, 32, 128)).rows == 4096 * 32
 
 
@@ -298,7 +299,8 @@ measure._COPY_BYTES = 1 << 20
 measure._HOST_CALLS_A_TURN = 2
 folder = Path(sys.argv[2])
 options = peers.parse(
-    "--cases 3x64 2x2x128 --peers F.rms_norm Liger quack --ops rms_norm rms_norm_backward silu silu_backward host "
+    "--cases 3x64 2x2x128 --peers F.rms_norm Liger quack --ops rms_norm rms_norm_backward silu silu_backward "
+    "silu_and_mul silu_and_mul_backward host "
     "--rounds 3".split() + ["--json", str(folder / "peers.json"), "--markdown", str(folder / "a.md")]
     + ["--build", sys.argv[3]]
 )
@@ -321,7 +323,7 @@ def test_a_run_by_the_clocks_of_a_cpu(build, run_python, tmp_path):
     report = Report.load(tmp_path / "peers.json")
     assert report.failures == []
     assert QUACK in report.missing or importable("quack")
-    assert len(report.cases) == 8 + 2
+    assert len(report.cases) == 12 + 2
     for found in report.results:
         if found.peer == OURS:
             assert found.bit_equal is True and found.error is None and found.median_ms > 0

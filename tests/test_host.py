@@ -251,9 +251,11 @@ def test_outputs_are_laid_out_as_eagers(kernel, module, proof_off, chooser, monk
             (kernel.rms_norm(x, weight, 1e-6), module("variants").LLAMA.eager(x, weight, 1e-6)),
             (kernel.silu(x), torch.nn.functional.silu(x)),
             (kernel.new_gelu(x), eager_new_gelu(x)),
+            (kernel.silu_and_mul(x, x), eager_silu(x) * x),
+            (kernel.gelu_tanh_and_mul(x), eager_packed_gelu_tanh(x)),
         ):
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-            for size, ours, eagers in zip(shape, found.stride(), expected.stride()):
+            for size, ours, eagers in zip(found.shape, found.stride(), expected.stride()):
                 assert not x.numel() or size == 1 or ours == eagers, (
                     f"{found.stride()}, eager {expected.stride()} of {shape}, {strides}"
                 )
@@ -305,6 +307,37 @@ def test_activations_name_the_wrong_argument(kernel, input, found):
             function(input)
 
 
+WRONG_GATES = {
+    "gate of integers": (X.int(), X, TypeError, "gate: expected a real floating", "torch.int32"),
+    "up a number": (X, 1.0, TypeError, "up: expected a torch.Tensor", "found float"),
+    "up of integers": (X, X.int(), TypeError, "up: expected a real floating", "torch.int32"),
+    "up of another shape": (
+        X,
+        X[:, :60],
+        ValueError,
+        "up: expected a shape that can be broadcast with [2, 64]",
+        "[2, 60]",
+    ),
+    "up on another device": (X, X.to("meta"), ValueError, "up: expected device cpu", "found meta"),
+    "packed, odd": (X[:, :63], None, ValueError, "gate: expected a last dimension of even length", "[2, 63]"),
+    "packed, of no dimension": (X[0, 0], None, ValueError, "gate: expected a last dimension", "found shape []"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GATES)
+def test_gated_activations_name_the_wrong_argument(kernel, case):
+    *arguments, error, expected, found = WRONG_GATES[case]
+    for function in (kernel.silu_and_mul, kernel.gelu_tanh_and_mul):
+        with pytest.raises(error) as raised:
+            function(*arguments)
+        assert expected in str(raised.value) and found in str(raised.value)
+
+
+def test_gated_activations_broadcast_and_promote_as_eager(kernel):
+    for up in (X[0], X[:, :1], X.double(), X.half(), X[0, 0], X[None].expand(3, 2, 64)):
+        assert_same(kernel.silu_and_mul(X, up), eager_silu(X) * up)
+
+
 def test_gelu_names_the_wrong_approximation(kernel):
     with pytest.raises(ValueError, match='^approximate: expected "none" or "tanh", found None$'):
         kernel.gelu(X, approximate=None)
@@ -342,6 +375,12 @@ def eager_new_gelu(x):
 
 
 eager_silu, eager_gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+
+
+def eager_packed_gelu_tanh(x):
+    return eager_gelu(x[..., : x.shape[-1] // 2], approximate="tanh") * x[..., x.shape[-1] // 2 :]
+
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "new_gelu", "fast_gelu", "quick_gelu")
 each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 
@@ -350,7 +389,14 @@ each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 def functions(kernel, proof_off, monkeypatch, module):
     """Pairs of a function as ours and as eager's, after a call of ours that a kernel answered; a kernel now fails."""
     x, weight = torch.randn(6, 64), torch.randn(64)
-    ours = functools.partial(kernel.rms_norm, weight=weight, eps=1e-5), kernel.silu, kernel.gelu, kernel.new_gelu
+    ours = (
+        functools.partial(kernel.rms_norm, weight=weight, eps=1e-5),
+        kernel.silu,
+        kernel.gelu,
+        kernel.new_gelu,
+        lambda x: kernel.silu_and_mul(x, x),
+        kernel.gelu_tanh_and_mul,
+    )
     for function in ours:
         function(x)
         function(x.clone().requires_grad_())
@@ -362,7 +408,14 @@ def functions(kernel, proof_off, monkeypatch, module):
     for function in ours * INTERPRETED:
         with pytest.raises(AssertionError, match="a kernel was launched"):
             function(x)
-    eagers = functools.partial(eager_rms_norm, weight=weight), eager_silu, eager_gelu, eager_new_gelu
+    eagers = (
+        functools.partial(eager_rms_norm, weight=weight),
+        eager_silu,
+        eager_gelu,
+        eager_new_gelu,
+        lambda x: eager_silu(x) * x,
+        eager_packed_gelu_tanh,
+    )
     return tuple(zip(ours, eagers))
 
 
@@ -382,6 +435,11 @@ def forward_dual(function, x, tangent):
         return tuple(forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))))
 
 
+def vjp(function, x):
+    out, pull_back = torch.func.vjp(function, x)
+    return pull_back(out.cos())
+
+
 TRANSFORMS = {
     "vmap": lambda function, x: torch.vmap(function)(x),
     "vmap over columns": lambda function, x: torch.vmap(function, in_dims=1, out_dims=1)(
@@ -389,7 +447,7 @@ TRANSFORMS = {
     ),
     "func.grad": lambda function, x: torch.func.grad(lambda x: function(x).sum())(x),
     "func.jvp": lambda function, x: torch.func.jvp(function, (x,), (x.cos(),)),
-    "func.vjp": lambda function, x: torch.func.vjp(function, x)[1](x.cos()),
+    "func.vjp": lambda function, x: vjp(function, x),
     "func.hessian": lambda function, x: torch.func.hessian(lambda x: function(x).sum())(x[0]),
     "functionalize": lambda function, x: torch.func.functionalize(function)(x),
     "forward_ad": lambda function, x: forward_dual(function, x, x.cos()),
@@ -513,21 +571,60 @@ def test_gradients_of_activations_gradients_are_eagers(module, proof_off, dtype,
         assert_same(second, rest)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_gated_activations_gradients_are_eagers(kernel, proof_off, dtype):
+    gate, up, dy = torch.randn(3, 5, 64).to(dtype)
+    packed_dy = dy[:, :32]
+    for ours, eager, inputs, dy_ in (
+        (kernel.silu_and_mul, lambda gate, up: eager_silu(gate) * up, (gate, up), dy),
+        (kernel.gelu_tanh_and_mul, eager_packed_gelu_tanh, (gate,), packed_dy),
+        # Both are one tensor.
+        (lambda x: kernel.silu_and_mul(x, x), lambda x: eager_silu(x) * x, (gate,), dy),
+    ):
+        found, expected = (second_order(function, inputs, dy_) for function in (ours, eager))
+        assert_same(found[: len(inputs)], expected[: len(inputs)])
+        for one, other in zip(found, expected):
+            if dtype == torch.float32:
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_formulas_of_gated_gradients_are_autograds(module, dtype):
+    """And the order in which they meet a gradient that was there before."""
+    gated = module("gated_activation")
+    for activation in gated.ACTIVATIONS.values():
+        gate, up, dy, other = (4 * torch.randn(4, 3, 5000)).to(dtype)
+        dy[0, :100] *= 0.0
+        leaves = gate.requires_grad_(), up.requires_grad_()
+        expected = torch.autograd.grad(gated._eager(activation, gate, up), leaves, dy)
+        assert_same(gated._eager_gradients(activation, dy, gate.detach(), up.detach()), expected)
+        packed = torch.cat([gate, up], -1).detach().requires_grad_()
+        others = torch.cat([other, other], -1)
+        out = gated._packed_eager(activation, packed)
+        (expected,) = torch.autograd.grad((out, packed * 1.0), packed, (dy, others))
+        assert_bits_equal(others + gated._packed_eager_gradient(activation, dy, packed.detach()), expected)
+        x = gate.detach().requires_grad_()
+        (expected,) = torch.autograd.grad((gated._eager(activation, x, x), x * 1.0), x, (dy, other))
+        d_gate, d_up = gated._eager_gradients(activation, dy, x.detach(), x.detach())
+        assert_bits_equal((other + d_up) + d_gate, expected)
+
+
 @pytest.mark.skipif(
     not INTERPRETED, reason="on a CPU kernels run in the interpreter only, which a GPU's machine does not use"
 )
 def test_a_call_never_gets_what_another_resolved_to(module, kernel, proof_off, chooser):
     """Layers share tables of calls. Each call must be answered as by a process that makes no other."""
     names = ("_calls", "_recent", "_resolved", "_gradient_calls")
-    families = [module(name) for name in ("rms_norm", "rms_norm_backward", "activation")]
+    families = [module(name) for name in ("rms_norm", "rms_norm_backward", "activation", "gated_activation")]
     tables = [vars(family)[name] for family in families for name in names if name in vars(family)]
-    assert len(tables) == 6
+    assert len(tables) == 9
     weights = [torch.randn(64).to(dtype) for dtype in DTYPES] + [torch.randn(128)]
 
     def answers(x, weight, eps, needs_grad):
         with torch.set_grad_enabled(needs_grad):
             x = x.detach().requires_grad_()
-            outs = kernel.rms_norm(x, weight, eps), kernel.silu(x), kernel.new_gelu(x)
+            outs = [kernel.rms_norm(x, weight, eps), kernel.silu(x), kernel.new_gelu(x)]
+            outs += [kernel.silu_and_mul(x, x.cos()), kernel.silu_and_mul(x), kernel.gelu_tanh_and_mul(x)]
         gradients = [torch.autograd.grad(out.float().sum(), x)[0] for out in outs if out.requires_grad]
         return (*outs, *gradients)
 

@@ -345,6 +345,7 @@ def test_cuda_graph_of_an_unproved_layer_has_its_original_forward(kernel, seed):
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "new_gelu", "fast_gelu", "quick_gelu")
+GATED = ("silu", "gelu", "gelu_tanh")
 
 
 @each_dtype
@@ -353,6 +354,7 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     x, dy, weight = normal(TOKENS, 256, dtype=dtype), normal(TOKENS, 256, dtype=dtype), normal(256, dtype=dtype)
     rstd = torch.rand(TOKENS, 1, device=DEVICE)
     leaf, weight_leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    up = normal(TOKENS, 256, dtype=dtype).requires_grad_()
     samples = {
         "rms_norm": [(x, weight, 1e-6, "llama")],
         "rms_norm_with_rstd": [(leaf, leaf if dtype == FP32 else None, weight_leaf, 1e-6, "llama")],
@@ -361,6 +363,8 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
         ],
         "activation": [(name, leaf) for name in ACTIVATIONS],
         "activation_backward": [(name, dy, x) for name in ACTIVATIONS],
+        "gated_activation": [(name, up, leaf) for name in GATED],
+        "gated_activation_backward": [(name, dy, up.detach(), x) for name in GATED],
     }
     namespace, names = operators(kernel)
     assert set(samples) == names

@@ -209,6 +209,127 @@ def test_activation_gradient_of_many_fp32_pairs(kernel, refusals, seed, name):
         assert_activation_gradients(ours, eagers, x.clone().requires_grad_(), dy, f"scale {scale}")
 
 
+# Gated activations
+
+
+def gated(kernel, name):
+    """A gated activation as ours and as eager's."""
+    if name == "silu":
+        return kernel.silu_and_mul, lambda gate, up: functional.silu(gate) * up
+    return kernel.gelu_tanh_and_mul, lambda gate, up: functional.gelu(gate, approximate="tanh") * up
+
+
+each_gated = pytest.mark.parametrize("name", ("silu", "gelu_tanh"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each_gated
+def test_gated_activation_of_all_pairs_of_16_bit_inputs(kernel, refusals, name, dtype):
+    """2**32 of them."""
+    ours, eagers = gated(kernel, name)
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(dtype)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        for gates in every.split(2048):
+            gate = gates[:, None].expand(-1, 1 << 16).contiguous()
+            up = every.expand_as(gate).contiguous()
+            found, expected = ours(gate, up), eagers(gate, up)
+            unequal = found.view(torch.int16) != expected.view(torch.int16)
+            differing += (unequal & ~(found.isnan() & expected.isnan())).sum()
+    assert not differing.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each_gated
+def test_gated_gradients_of_all_16_bit_gates(kernel, refusals, seed, name, dtype):
+    """Each gate with 128 pairs of random bits, and of normal numbers."""
+    ours, eagers = gated(kernel, name)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    gate = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(dtype).expand(128, -1).contiguous()
+    bits = torch.randint(-(1 << 15), 1 << 15, (2, *gate.shape), generator=generator, device="cuda").to(torch.int16)
+    normal = torch.randn(2, *gate.shape, generator=generator, device="cuda").to(dtype)
+    for dy, up in (bits.view(dtype), normal):
+        leaves = gate.detach().requires_grad_(), up.clone().requires_grad_()
+        for found, expected in zip(
+            *(torch.autograd.grad(function(*leaves), leaves, dy) for function in (ours, eagers))
+        ):
+            assert_same(found, expected, f"{name} {dtype}")
+
+
+@each_gated
+def test_gated_activation_layouts_and_gradients(kernel, refusals, seed, name):
+    """Apart, as halves of the rows of one tensor, and packed; alone, and where another gradient reaches x first."""
+    ours, eagers = gated(kernel, name)
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+
+    def halves(x):
+        return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+
+    def apart(x):
+        return tuple(half.contiguous() for half in halves(x))
+
+    def gradients_of(function, inputs, arguments, dy, others):
+        return torch.autograd.grad(
+            (function(*arguments), *(x * 1.0 for x in inputs * bool(others))), inputs, (dy, *others)
+        )
+
+    for _ in range(120):
+        rows, columns = choose.choice((1, 2, 17, 64, 1001)), choose.choice((1, 3, 64, 257, 1024, 2056, 4099))
+        dtype = choose.choice(DTYPES)
+        x, kind = tensor(choose, generator, rows, 2 * columns, dtype)
+        label = f"{tuple(x.shape)} {kind} {dtype}"
+        with torch.no_grad():
+            expected = eagers(*halves(x))
+            assert_same(ours(x), expected, f"packed {label}")
+            assert_same(ours(*halves(x)), expected, f"halves of {label}")
+            assert_same(ours(*apart(x)), eagers(*apart(x)), f"apart {label}")
+        dy = torch.randn(expected.shape, generator=generator, device="cuda").to(dtype)
+        dy[..., :1] = -0.0
+        if choose.random() < 0.2:
+            dy = dy.transpose(0, 1).contiguous().transpose(0, 1)
+        packed = x.detach().requires_grad_()
+        calls = {"packed": (ours, lambda x: eagers(*halves(x)), (packed,))}
+        for name_, split in (("halves", halves), ("apart", apart)):
+            calls[name_] = ours, eagers, tuple(each.detach().requires_grad_() for each in split(x))
+        for kind, (mine, theirs, leaves) in calls.items():
+            for inputs in (leaves, *((leaf,) for leaf in leaves)):
+                arguments = [leaf if any(leaf is each for each in inputs) else leaf.detach() for leaf in leaves]
+                for others in ((), tuple(torch.randn_like(each) for each in inputs)):
+                    results = [gradients_of(each, inputs, arguments, dy, others) for each in (mine, theirs)]
+                    for found, expected in zip(*results, strict=True):
+                        assert_same(found, expected, f"{len(inputs)} gradients, {kind} {label}, {len(others)} others")
+
+
+@each_gated
+def test_gated_activation_of_many_fp32_triples(kernel, refusals, seed, name):
+    ours, eagers = gated(kernel, name)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for scale in (None, None, 1.0, 4.0):
+        if scale is None:
+            numbers = torch.randint(-(1 << 31), 1 << 31, (3, 1 << 25), generator=generator, device="cuda")
+            gate, up, dy = numbers.to(torch.int32).view(torch.float32)
+        else:
+            gate, up, dy = torch.randn(3, 1 << 25, generator=generator, device="cuda") * scale
+        leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        results = []
+        for function in (ours, eagers):
+            out = function(*leaves)
+            results.append((out.detach(), *torch.autograd.grad(out, leaves, dy)))
+        for found, expected in zip(*results, strict=True):
+            assert_same(found, expected, f"scale {scale}")
+
+
+@each_gated
+def test_gated_activation_beyond_two_to_the_31_elements(kernel, refusals, name):
+    ours, eagers = gated(kernel, name)
+    gate, up = torch.empty(2, (1 << 31) + 4096, dtype=torch.bfloat16, device="cuda").normal_()
+    with torch.no_grad():
+        found = ours(gate, up)
+        for start in range(0, len(gate), 1 << 28):
+            part = slice(start, start + (1 << 28))
+            assert_bits_equal(found[part], eagers(gate[part], up[part]), f"from {start}")
+
+
 def gradients(function, x, weight, dy, residual=None):
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     y = function(x, weight, EPS)

@@ -209,7 +209,8 @@ def test_mapping_names_every_layer_device_and_mode(kernel):
     mapping = kernel.kernel_mapping()
     activations = {name: layer for name, layer, *_ in ACTIVATIONS.values()}
     norms = {f"RMSNorm{kind}": f"RMSNorm{kind}" for kind in ("ZeroCentered", "Gated")}
-    layers = {name: layer for name, (_, layer) in LAYERS.items()} | activations | norms
+    mlps = {"SwiGLUMLP": "LlamaMLP", "LlamaMLP": "LlamaMLP", "GeGLUMLP": "GeGLUMLP"}
+    layers = {name: layer for name, (_, layer) in LAYERS.items()} | activations | norms | mlps
     assert set(mapping) == set(layers)
     for name, layer in layers.items():
         assert set(mapping[name]) == {"cuda", "rocm"}
