@@ -29,6 +29,8 @@ class Op:
     # Vectors of the hidden size that must move: the weight, and its gradient.
     vectors: int
     backward: bool = False
+    # Tensors [tokens, head_dim] that must move, for inputs [batch, tokens, heads, head_dim]: cos and sin.
+    tables: int = 0
 
 
 OPS = {
@@ -36,6 +38,9 @@ OPS = {
     "rms_norm_backward": Op("RMSNorm backward (dx and dweight)", "rms_norm", tensors=3, vectors=2, backward=True),
     "silu": Op("SiLU forward", "silu", tensors=2, vectors=0),
     "silu_backward": Op("SiLU backward", "silu", tensors=3, vectors=0, backward=True),
+    # Heads of queries and keys, four to one. The least that the gradients need is dy and dx.
+    "rotary": Op("Rotary embedding of queries and keys", "rotary", tensors=2, vectors=0, tables=2),
+    "rotary_backward": Op("Rotary embedding backward", "rotary", tensors=2, vectors=0, backward=True, tables=2),
 }
 # Whether the host time is that of a training forward.
 HOST_OPS = {"host_inference": False, "host_training": True}
@@ -63,6 +68,8 @@ class Case:
         """The fewest bytes that must move: every input read once, every output written once."""
         op = OPS[self.op]
         elements = op.tensors * math.prod(self.shape) + op.vectors * self.hidden_size
+        if op.tables:
+            elements += op.tables * self.shape[1] * self.hidden_size
         return elements * ITEM_SIZES[dtype]
 
 
@@ -111,12 +118,14 @@ BARS = {
     Case("rms_norm_backward", (32768, 32768)): (Bar(0.9, QUACK, recorded_ms=2.4172),),
     Case("silu", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
+    Case("rotary", (8, 2048, 40, 128)): (Bar(1.15, FLOOR), *_FASTEST),
+    Case("rotary_backward", (8, 2048, 40, 128)): (Bar(1.0, EAGER), Bar(1.0, COMPILED)),
     Case("host_inference", HOST_SHAPE): (Bar(1.0, NATIVE_BARE),),
     Case("host_training", HOST_SHAPE): (Bar(1.5, NATIVE_BARE),),
 }
 
 CASES = tuple(case for case in BARS if case.op in OPS)
-QUICK_SHAPES = ((1, 4096), (8192, 4096), (65536, 128), (8192, 14336))
+QUICK_SHAPES = ((1, 4096), (8192, 4096), (65536, 128), (8192, 14336), (8, 2048, 40, 128))
 
 
 def select(ops, shapes=None) -> list[Case]:

@@ -8,6 +8,7 @@ with eager's, bit for bit. Peers that are not installed or fail are named with t
 
 ops:
   rms_norm, rms_norm_backward, silu, silu_backward   device times
+  rotary, rotary_backward                            device times; Liger works in place, on what it wrote before
   host                                               host time of an RMSNorm call, inference and training forward
   first_call                                         from import to the first result, with an empty and a full Triton cache
 
@@ -83,7 +84,14 @@ def eager():
     def rms_norm(x, weight):
         return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
 
-    return {"rms_norm": rms_norm, "silu": functional.silu}
+    return {"rms_norm": rms_norm, "silu": functional.silu, "rotary": plain_rotary()}
+
+
+def plain_rotary():
+    """transformers' function, whatever kernels has bound to the module that it made of it."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return functools.partial(type(apply_rotary_pos_emb).forward, None)
 
 
 def compiled():
@@ -102,7 +110,14 @@ def compiled():
     def silu(x):
         return torch.nn.functional.silu(x)
 
-    return {function.__name__: torch.compile(function, dynamic=False) for function in (rms_norm, silu)}
+    def rotary(q, k, cos, sin):
+        def rotate(x):
+            first, second = x.chunk(2, dim=-1)
+            return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+        return rotate(q), rotate(k)
+
+    return {function.__name__: torch.compile(function, dynamic=False) for function in (rms_norm, silu, rotary)}
 
 
 def native():
@@ -121,7 +136,17 @@ def liger(module):
         offset, casting_mode, in_place = 0.0, "llama", False
         return function.apply(x, weight, EPS, offset, casting_mode, in_place)
 
-    return {"rms_norm": rms_norm}
+    if not module.startswith("liger_kernel.ops.rms"):
+        return {"rms_norm": rms_norm}
+
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    def rotary(q, k, cos, sin):
+        return LigerRopeFunction.apply(q, k, cos, sin)
+
+    # Timed on what its last call has left; for the comparison of bits it gets copies.
+    rotary.in_place = True
+    return {"rms_norm": rms_norm, "rotary": rotary}
 
 
 def quack():
@@ -137,7 +162,7 @@ def ours(kernel):
     def rms_norm(x, weight):
         return kernel.rms_norm(x, weight, EPS)
 
-    return {"rms_norm": rms_norm, "silu": kernel.silu}
+    return {"rms_norm": rms_norm, "silu": kernel.silu, "rotary": kernel.apply_rotary_pos_emb}
 
 
 PEERS = {

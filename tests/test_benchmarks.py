@@ -71,7 +71,7 @@ def report():
 
 
 def test_every_case_has_an_op_and_a_bar():
-    assert len(cases.CASES) == len(set(cases.CASES)) == 19
+    assert len(cases.CASES) == len(set(cases.CASES)) == 21
     assert all(bars for bars in cases.BARS.values())
     assert {case.op for case in cases.CASES} == set(cases.OPS)
     assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
@@ -81,6 +81,7 @@ def test_bytes_are_those_that_must_move():
     assert Case("rms_norm", (8192, 4096)).bytes("bf16") == 2 * (2 * 8192 * 4096 + 4096)
     assert Case("rms_norm_backward", (32768, 4096)).bytes("fp32") == 4 * (3 * 32768 * 4096 + 2 * 4096)
     assert Case("silu_backward", (8192, 14336)).bytes("fp16") == 2 * 3 * 8192 * 14336
+    assert Case("rotary", (8, 2048, 40, 128)).bytes("bf16") == 2 * (2 * 8 * 2048 * 40 * 128 + 2 * 2048 * 128)
     assert Case("rms_norm", (4096, 32, 128)).rows == 4096 * 32
 
 
