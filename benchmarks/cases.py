@@ -31,6 +31,8 @@ class Op:
     backward: bool = False
     # Arguments of the input's size.
     inputs: int = 1
+    # Tensors [tokens, head_dim] that must move, for inputs [batch, tokens, heads, head_dim]: cos and sin.
+    tables: int = 0
 
 
 OPS = {
@@ -40,6 +42,9 @@ OPS = {
     "silu_backward": Op("SiLU backward", "silu", tensors=3, vectors=0, backward=True),
     "silu_and_mul": Op("SwiGLU forward", "silu_and_mul", tensors=3, vectors=0, inputs=2),
     "silu_and_mul_backward": Op("SwiGLU backward", "silu_and_mul", tensors=5, vectors=0, backward=True, inputs=2),
+    # Heads of queries and keys, four to one. The least that the gradients need is dy and dx.
+    "rotary": Op("Rotary embedding of queries and keys", "rotary", tensors=2, vectors=0, tables=2),
+    "rotary_backward": Op("Rotary embedding backward", "rotary", tensors=2, vectors=0, backward=True, tables=2),
 }
 # Whether the host time is that of a training forward.
 HOST_OPS = {"host_inference": False, "host_training": True}
@@ -67,6 +72,8 @@ class Case:
         """The fewest bytes that must move: every input read once, every output written once."""
         op = OPS[self.op]
         elements = op.tensors * math.prod(self.shape) + op.vectors * self.hidden_size
+        if op.tables:
+            elements += op.tables * self.shape[1] * self.hidden_size
         return elements * ITEM_SIZES[dtype]
 
 
@@ -117,12 +124,14 @@ BARS = {
     Case("silu_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_and_mul", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_and_mul_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
+    Case("rotary", (8, 2048, 40, 128)): (Bar(1.15, FLOOR), *_FASTEST),
+    Case("rotary_backward", (8, 2048, 40, 128)): (Bar(1.0, EAGER), Bar(1.0, COMPILED)),
     Case("host_inference", HOST_SHAPE): (Bar(1.0, NATIVE_BARE),),
     Case("host_training", HOST_SHAPE): (Bar(1.5, NATIVE_BARE),),
 }
 
 CASES = tuple(case for case in BARS if case.op in OPS)
-QUICK_SHAPES = ((1, 4096), (8192, 4096), (65536, 128), (8192, 14336))
+QUICK_SHAPES = ((1, 4096), (8192, 4096), (65536, 128), (8192, 14336), (8, 2048, 40, 128))
 
 
 def select(ops, shapes=None) -> list[Case]:

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Callable, Optional, Union
 
 import torch
 from cases import EAGER, HOST_OPS, OPS, OURS, Case, Op
@@ -97,9 +97,18 @@ def copy_bandwidth(gpu) -> tuple[float, float, float]:
 
 @dataclass
 class Inputs:
-    # Of a peer's function: x and, for RMSNorm, the weight; or gate and up.
+    # Of a peer's function: x and, for RMSNorm, the weight; gate and up; or q, k, cos and sin.
     arguments: tuple
-    dy: Optional[torch.Tensor]
+    # The gradient of the output; a tuple of those of several.
+    dy: Union[torch.Tensor, tuple, None]
+
+    @property
+    def differentiable(self) -> tuple:
+        return tuple(argument for argument in self.arguments if argument.requires_grad)
+
+    def copy(self) -> "Inputs":
+        arguments = (tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.arguments)
+        return Inputs(tuple(arguments), self.dy and tuple(dy.clone() for dy in self.dy))
 
 
 def sets_needed(moved: int, l2_bytes: int) -> int:
@@ -115,6 +124,8 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
     def normal(shape):
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
+    if op.family == "rotary":
+        return [_rotary_inputs(case, op, normal) for _ in range(count)]
     # Away from 1, where different formulas would agree.
     weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.family == "rms_norm" else []
     return [
@@ -126,12 +137,26 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
     ]
 
 
+def _rotary_inputs(case: Case, op: Op, normal) -> Inputs:
+    """Views [batch, heads, tokens, head_dim] of projections, as attention has them; a fifth of the heads are keys'."""
+    if len(case.shape) != 4 or case.shape[2] % 5:
+        raise ValueError(f"{case}: expected [batch, tokens, heads, head_dim] with a multiple of 5 heads")
+    batch, tokens, heads, head_dim = case.shape
+    counts = heads * 4 // 5, heads // 5
+    states = [normal((batch, tokens, count, head_dim)).transpose(1, 2).requires_grad_(op.backward) for count in counts]
+    dys = tuple(normal(x.shape) for x in states) if op.backward else None
+    return Inputs((*states, *(normal((1, tokens, head_dim)) for _ in range(2))), dys)
+
+
 def outcome(function, inputs: Inputs, op: Op) -> tuple:
     """The output and, of a backward op, the gradients."""
-    out = function(*inputs.arguments)
+    if getattr(function, "in_place", False):
+        inputs = inputs.copy()
+    found = function(*inputs.arguments)
+    outs = found if isinstance(found, tuple) else (found,)
     if not op.backward:
-        return (out,)
-    return out.detach(), *torch.autograd.grad(out, inputs.arguments, inputs.dy)
+        return outs
+    return *(out.detach() for out in outs), *torch.autograd.grad(found, inputs.differentiable, inputs.dy)
 
 
 def _layout(tensor):
@@ -189,7 +214,7 @@ def prepare(function, sets: list[Inputs], op: Op) -> Callable[[int], object]:
 
     def backward(index):
         inputs = sets[index]
-        return torch.autograd.grad(outputs[index], inputs.arguments, inputs.dy, retain_graph=True)
+        return torch.autograd.grad(outputs[index], inputs.differentiable, inputs.dy, retain_graph=True)
 
     return backward
 

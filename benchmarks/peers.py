@@ -8,6 +8,7 @@ with eager's, bit for bit. Peers that are not installed or fail are named with t
 
 ops:
   rms_norm, rms_norm_backward, silu, silu_backward, silu_and_mul, silu_and_mul_backward   device times
+  rotary, rotary_backward                            device times; Liger works in place, on what it wrote before
   host                                               host time of an RMSNorm call, inference and training forward
   first_call                                         from import to the first result, with an empty and a full Triton cache
 
@@ -86,7 +87,14 @@ def eager():
     def silu_and_mul(gate, up):
         return functional.silu(gate) * up
 
-    return {"rms_norm": rms_norm, "silu": functional.silu, "silu_and_mul": silu_and_mul}
+    return {"rms_norm": rms_norm, "silu": functional.silu, "silu_and_mul": silu_and_mul, "rotary": plain_rotary()}
+
+
+def plain_rotary():
+    """transformers' function, whatever kernels has bound to the module that it made of it."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return functools.partial(type(apply_rotary_pos_emb).forward, None)
 
 
 def compiled():
@@ -106,9 +114,15 @@ def compiled():
         return torch.nn.functional.silu(x)
 
     def silu_and_mul(gate, up):
-        return torch.nn.functional.silu(gate) * up
+        def rotary(q, k, cos, sin):
+        def rotate(x):
+            first, second = x.chunk(2, dim=-1)
+            return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
-    return {function.__name__: torch.compile(function, dynamic=False) for function in (rms_norm, silu, silu_and_mul)}
+        return rotate(q), rotate(k)
+
+    functions = (rms_norm, silu, silu_and_mul, rotary)
+    return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
 
 
 def native():
@@ -137,6 +151,15 @@ def liger(module, swiglu=None):
             return product.apply(gate, up)
 
         families["silu_and_mul"] = silu_and_mul
+    if module.startswith("liger_kernel.ops.rms"):
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        def rotary(q, k, cos, sin):
+            return LigerRopeFunction.apply(q, k, cos, sin)
+
+        # Timed on what its last call has left; for the comparison of bits it gets copies.
+        rotary.in_place = True
+        families["rotary"] = rotary
     return families
 
 
@@ -153,7 +176,8 @@ def ours(kernel):
     def rms_norm(x, weight):
         return kernel.rms_norm(x, weight, EPS)
 
-    return {"rms_norm": rms_norm, "silu": kernel.silu, "silu_and_mul": kernel.silu_and_mul}
+    families = {"rms_norm": rms_norm, "silu": kernel.silu, "silu_and_mul": kernel.silu_and_mul}
+    return {**families, "rotary": kernel.apply_rotary_pos_emb}
 
 
 PEERS = {

@@ -82,6 +82,7 @@ def test_bytes_are_those_that_must_move():
     assert Case("rms_norm_backward", (32768, 4096)).bytes("fp32") == 4 * (3 * 32768 * 4096 + 2 * 4096)
     assert Case("silu_backward", (8192, 14336)).bytes("fp16") == 2 * 3 * 8192 * 14336
     assert Case("silu_and_mul_backward", (8192, 14336)).bytes("bf16") == 2 * 5 * 8192 * 14336
+    assert Case("rotary", (8, 2048, 40, 128)).bytes("bf16") == 2 * (2 * 8 * 2048 * 40 * 128 + 2 * 2048 * 128)
     assert Case("rms_norm", (4096, 32, 128)).rows == 4096 * 32
 
 

@@ -25,7 +25,7 @@ COMPILE = """
 
     kernel = get_local_kernel(Path("build"))
     module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
-    domain, launch, backward = map(module, ("domain", "launch", "rms_norm_backward"))
+    domain, launch, backward, rotary = map(module, ("domain", "launch", "rms_norm_backward", "rotary"))
     activation, gated = map(module, ("activation", "gated_activation"))
     LLAMA = module("variants").LLAMA
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -98,7 +98,16 @@ COMPILE = """
                         gated.gradients(function, dy, one, other, with_up)
                 gated.packed_replacement(packed, function)
                 gated.packed_gradient(function, dy, packed)
-    sources = [module(f"kernels_src.{name}") for name in ("rms_norm", "activation")]
+            for head_dim in (64, 80, 128, 256):
+                q, k = (torch.empty(2, 3, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
+                for table_dtype in {dtype, torch.float32}:
+                    cos, sin = torch.empty(2, 1, 3, head_dim, dtype=table_dtype)
+                    for variant in rotary._VARIANTS.values():
+                        outs = rotary.replacement(q, k, cos, sin, 1, variant.eager)
+                        for apart in (False, True):
+                            with torch.no_grad():
+                                rotary.gradients(variant, *outs, cos, sin, 1, dtype, apart)
+    sources = [module(f"kernels_src.{name}") for name in ("rms_norm", "activation", "rotary")]
     names = [name for source in sources for name, member in vars(source).items()
              if isinstance(member, triton.JITFunction) and member.fn.__module__ == source.__name__ and name[0] != "_"]
     json.dump((names, compiled), report)
@@ -215,6 +224,17 @@ def test_rows_move_16_bytes_at_a_time(compiled):
         assert entry.count(r"ld\.global\S*\.v4\.b32") >= read * accesses, str(entry)
         assert entry.count(r"st\.global\S*\.v4\.b32") >= written * accesses, str(entry)
         assert not entry.count(r"(ld|st)\.global\S*\.[bu](8|16)\b"), str(entry)
+
+
+def test_heads_move_16_bytes_at_a_time(compiled):
+    """And meet their cos and sin in registers: nothing passes through shared memory, nobody waits."""
+    rotary = [entry for entry in compiled if entry["kernel"] == "rotary"]
+    assert {entry["constants"]["STEP"] for entry in rotary} == {"forward", "gradient", "gradients"}
+    for entry in rotary:
+        for access in ("ld", "st"):
+            assert entry.count(rf"{access}\.global") == entry.count(rf"{access}\.global\S*\.v4\.b32") > 0, str(entry)
+        assert not entry.count(r"(ld|st)\.shared|bar\.sync"), str(entry)
+        assert not entry.count(r"(fma|mad)\S*\.f32|\S*\.ftz"), str(entry)
 
 
 def test_ptxas_contracts_nothing(compiled):

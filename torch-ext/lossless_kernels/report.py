@@ -133,6 +133,8 @@ def _source(module) -> str:
     # accelerate's hooks wrap the forward that was there.
     forward = vars(module).get("_old_forward", vars(module).get("forward"))
     function = getattr(forward, "__func__", forward)
+    if function is type(module).forward:  # Where there is no kernel, kernelize binds that.
+        return ""
     return getattr(function, "__module__", "") if hasattr(forward, "__func__") else ""
 
 

@@ -199,6 +199,11 @@ def _launcher(step, keeps_dtype, dtypes, head_dim, unit, device) -> launch.Launc
     return launch.Launcher(rotary, constants, plan.num_warps, device)
 
 
+def _place(unsqueeze_dim: int, dims: int) -> int:
+    """Where the new dimension of a tensor of so many is, counted from the first."""
+    return unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + dims + 1
+
+
 def _steps(shape, strides, heads_dim) -> tuple[int, int, int]:
     """The strides over batch, tokens and heads of `[batch, tokens, heads, head_dim]` in whatever order; 0 over one only."""
     steps = [stride if size != 1 else 0 for size, stride in zip(shape, strides)][:-1]
@@ -242,13 +247,13 @@ class Walk:
 
 def _walk(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Optional[Walk]:
     """How the kernel goes through these tensors; None if it cannot."""
-    dims = q.dim()
-    heads_dim = unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + cos.dim() + 1
-    heads_dim += dims - 1 - cos.dim()
-    if k.dim() != dims or dims not in (3, 4) or cos.dim() >= dims or sin.dim() != cos.dim():
+    dims, cos_dims = q.dim(), cos.dim()
+    if k.dim() != dims or dims not in (3, 4) or not 2 <= cos_dims < dims or sin.dim() != cos_dims:
         return None
-    if not 0 <= heads_dim < dims - 1:
+    place = _place(unsqueeze_dim, cos_dims)
+    if not 0 <= place < cos_dims:
         return None
+    heads_dim = place + dims - 1 - cos_dims
     head_dim = q.shape[-1]
     others = [[size for dim, size in enumerate(x.shape) if dim != heads_dim] for x in (q, k)]
     if others[0] != others[1] or head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM or not q.numel() or not k.numel():
@@ -560,7 +565,7 @@ def _numbers(shape, dtype, generator):
 
 def _formulas(function, variant, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device):
     make = functools.partial(_numbers, generator=proof.generator(device, 3))
-    heads_dim = (unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + cos_dims + 1) + dims - 1 - cos_dims
+    heads_dim = _place(unsqueeze_dim, cos_dims) + dims - 1 - cos_dims
     sizes = [2, _TOKENS][4 - dims :]
 
     def states(heads):
@@ -703,19 +708,22 @@ def _op_gradient(ctx, *dys):
 _rotary_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
+# Sizes may be symbolic where torch.compile traces. For those of a call the operator decides, and computes eager's formula
+# where the kernel is not proved; for one size the proof shows that it is worth an operator.
+_USUAL_HEAD_DIM = 128
+
+
 @torch.compiler.assume_constant_result
 def _proved_for_compile(
-    subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, head_dim, device_type, device_index, training
+    subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device_type, device_index, training
 ) -> Optional[str]:
-    """The name of the variant, if it is proved for tensors as they usually are; for others the operator decides."""
+    """The name of the variant that the function is, None if no kernel is proved for it."""
     device = torch.device(device_type, device_index)
     if under_transform():
         return None
-    function = proof.function_behind(subject)
-    variant = _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
-    unit = math.gcd(8, head_dim // 2)
+    variant = _variant(proof.function_behind(subject), unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
     if variant is None or not all(
-        _proved(variant, dtype, cos_dtype, head_dim, unit, device, of_gradients)
+        _proved(variant, dtype, cos_dtype, _USUAL_HEAD_DIM, 8, device, of_gradients)
         for of_gradients in (False, True)[: 1 + training]
     ):
         return None
@@ -728,15 +736,21 @@ def _compiled(q, k, cos, sin, unsqueeze_dim, subject):
         return None
     if k.dtype != q.dtype or sin.dtype != cos.dtype or q.dim() not in (3, 4) or k.dim() != q.dim():
         return None
-    head_dim = q.shape[-1]
-    if head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM or cos.shape[-1] != head_dim or cos.dim() >= q.dim():
+    if cos.dim() >= q.dim() or cos.dim() < 2 or sin.dim() != cos.dim():
+        return None
+    for dim in (1, 2, 0, -2, -3, -4):
+        if unsqueeze_dim == dim:
+            unsqueeze_dim = dim  # A constant in the graph, even if every int is symbolic.
+            break
+    else:
+        return None
+    if not 0 <= _place(unsqueeze_dim, cos.dim()) < cos.dim():
         return None
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return None
-    device = q.device
-    index = 0 if device.index is None else device.index
+    index = 0 if q.device.index is None else q.device.index
     name = _proved_for_compile(
-        subject, unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, head_dim, device.type, index, training
+        subject, unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device.type, index, training
     )
     return None if name is None else _rotary_op(q, k, cos, sin, unsqueeze_dim, name)
