@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional, Union
 
-# transformers' layer name -> ours.
+# Layer name -> ours. transformers decorates classes with all of them but TorchRMSNorm, which is for torch.nn.RMSNorm.
 LAYERS = {
     "RMSNorm": "LlamaRMSNorm",
     "RMSNormZeroCentered": "RMSNormZeroCentered",
     "RMSNormGated": "RMSNormGated",
+    "TorchRMSNorm": "TorchRMSNorm",
     "SiLU": "SiLUActivation",
     "GeLU": "GELUActivation",
     "GeluTanh": "GELUTanh",

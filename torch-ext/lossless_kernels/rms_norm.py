@@ -24,14 +24,16 @@ from .domain import (
     under_transform,
 )
 from .layout import Output, row_number_strides, rows_in_memory
-from .reduce_config import ROW_CLASSES, row_class, row_reduction
-from .variants import BY_NAME, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
+from .reduce_config import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
+from .variants import BY_NAME, FUSED, FUSED_UNWEIGHTED, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
 
 if launch.AVAILABLE:
     from .kernels_src.rms_norm import rms_norm_forward
 
 MIN_HIDDEN_SIZE = 64
 MAX_HIDDEN_SIZE = 32768
+# A row of `F.rms_norm` belongs to 128 lanes at most: beyond, threads do not hold their part in registers (H200).
+MAX_FUSED_HIDDEN_SIZE = 8192
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -123,13 +125,24 @@ def launch_plan(rows: int, hidden_size: int) -> Plan:
     return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
 
 
+def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
+    """The same for the sum of `F.rms_norm`, whose lanes are so few that more threads would have to exchange what they loaded."""
+    order = fused_row_reduction(hidden_size)
+    tile = order.columns << order.log2_steps
+    rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
+    threads = rows_per_program * min(tile // _ELEMENTS_PER_THREAD, order.columns * dtype.itemsize // 16)
+    return Plan(rows_per_program, max(threads // 32, 1))
+
+
 @functools.cache
 def _forward_launcher(
-    scale, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, device
+    scale, fused, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, device
 ) -> launch.Launcher:
     """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
-    plan = launch_plan(rows, hidden_size)
-    order = row_reduction(rows, hidden_size)
+    if fused:
+        plan, order = fused_launch_plan(rows, hidden_size, dtype), fused_row_reduction(hidden_size)
+    else:
+        plan, order = launch_plan(rows, hidden_size), row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
@@ -139,6 +152,7 @@ def _forward_launcher(
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "FUSED": fused,
     }
     return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
 
@@ -154,7 +168,8 @@ def _forward(
     """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd."""
     unit = _stride_unit(row_stride, dtype)
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
-    launcher = _forward_launcher(variant.scale, *dtypes, hidden_size, row_class(rows), unit, device.index or 0)
+    arguments = (variant.scale, variant.fused, *dtypes, hidden_size, row_class(rows), unit, device.index or 0)
+    launcher = _forward_launcher(*arguments)
     blocks = -(-rows // launcher.constants["ROWS"])
     return launcher.bind(blocks, rows, row_stride // unit, int(store_rstd), eps)
 
@@ -201,6 +216,43 @@ class _Training:
         rstd = torch.empty_strided((*x.shape[:-1], 1), self.rstd_strides, dtype=torch.float32, device=x.device)
         self.launch(x, weight, out, rstd)
         return out, rstd
+
+
+def _read_in_vectors(x, weight) -> bool:
+    """Whether `F.rms_norm` reads these by fours; otherwise it computes rstd in another way."""
+    return not (x.data_ptr() | weight.data_ptr()) & (4 * x.element_size() - 1)
+
+
+class _FusedInference(_Inference):
+    """`_Inference` of a layer that calls `F.rms_norm`."""
+
+    __slots__ = ("variant", "eps")
+
+    def __init__(self, launch: launch.Launch, out: Output, variant: Variant, eps):
+        super().__init__(launch, out)
+        self.variant = variant
+        self.eps = eps
+
+    def __call__(self, x, weight):
+        if not _read_in_vectors(x, weight):
+            return self.variant.eager(x, weight, self.eps)
+        out = empty_like(x) if self.like_input else self.out.empty(x)
+        self.launch(x, weight, out)
+        return out
+
+
+class _FusedTraining(_Training):
+    """`_Training` of a layer that calls `F.rms_norm`: the gradients are computed by ATen's operator for them."""
+
+    __slots__ = ()
+
+    def __call__(self, x, weight):
+        return _FusedDifferentiable.apply(x, weight, self)
+
+    def with_rstd(self, x, weight):
+        if not _read_in_vectors(x, weight):
+            return self.variant.with_rstd(x, weight, self.eps)
+        return super().with_rstd(x, weight)
 
 
 _calls = {}
@@ -280,6 +332,8 @@ def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
     return call
 
 
+# `F.rms_norm` of torch 2.11 counts elements in 32 bits, and takes other rows beyond.
+_MAX_ELEMENTS_OF_TORCH = 1 << 32
 _SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
 
 
@@ -302,6 +356,11 @@ def _outside(x, weight, eps, owner, needs) -> Optional[str]:
         return "a weight that is no contiguous [hidden_size]"
     if rows_in_memory(x.shape, x.stride()) is None:
         return _SPREAD_ROWS
+    if calls_torch(owner):
+        if x.dim() in (4, 5) and x.stride(1) == 1:  # It composes the norm of several operations there.
+            return "activations that are channels-last"
+        if x.numel() > _MAX_ELEMENTS_OF_TORCH:
+            return f"more than {_MAX_ELEMENTS_OF_TORCH} elements"
     if needs != NO_GRADIENTS and x.dim() == 1:  # Of a single row that is no matrix, eager sums no dweight.
         return "gradients of one row that is no matrix"
     return None
@@ -316,10 +375,15 @@ def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]
     if variant is None:
         return None
     hidden_size = x.shape[-1]
+    if variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE:
+        proof.outside(owner.forward, f"hidden size {hidden_size}")
+        return None
     rows, row_stride, order = rows_in_memory(x.shape, x.stride())
     with_rstd = needs != NO_GRADIENTS
+    # `F.rms_norm` returns a contiguous tensor, also where it composes the variant.
+    formula = FUSED if calls_torch(owner) and not variant.fused else variant
     out = Output.of(
-        functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
+        functools.partial(formula.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
     )
     if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
         proof.outside(owner.forward, _SPREAD_ROWS)
@@ -330,8 +394,9 @@ def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]
         return None
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
     if with_rstd:
-        return _Training(variant, launch, out, (*row_number_strides(x.shape, order), 1), eps)
-    return _Inference(launch, out)
+        training = _FusedTraining if variant.fused else _Training
+        return training(variant, launch, out, (*row_number_strides(x.shape, order), 1), eps)
+    return _FusedInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -353,15 +418,42 @@ class _Differentiable(torch.autograd.Function):
         return *rms_norm_backward.gradients(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
 
 
+class _FusedDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, call):
+        out, rstd = call.with_rstd(x, weight)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        arguments, needs = (ctx.call.variant, dy, x, weight), ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled() or not dy.is_cuda:
+            dx, _, dweight = rms_norm_backward.fused_formula(*arguments, ctx.call.eps, *needs)
+        else:
+            dx, _, dweight = rms_norm_backward.fused_gradients(*arguments, rstd, *needs)
+        return dx, dweight, None
+
+
 # Proof
 
 
-def stand_in(owner, weight, eps):
+@functools.cache
+def calls_torch(owner: type) -> bool:
+    """Whether the class's forward calls `F.rms_norm`."""
+    called = (function.__code__.co_names for function in proof.code(owner) or ())
+    return owner in (EAGER[FUSED], EAGER[FUSED_UNWEIGHTED]) or any("rms_norm" in names for names in called)
+
+
+def stand_in(owner, weight, eps, hidden_size=None):
     """A layer of this class with another weight, made without its constructor."""
     layer = torch.nn.Module.__new__(owner)
     torch.nn.Module.__init__(layer)
     layer.weight = weight
     layer.variance_epsilon = layer.eps = eps
+    layer.normalized_shape = (hidden_size,) if weight is None else tuple(weight.shape)
     return layer
 
 
@@ -369,7 +461,10 @@ def _variant(owner, dtype, weight_dtype, device) -> Optional[Variant]:
     """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients."""
     key = ("formula of rms_norm", proof.code(owner), dtype, weight_dtype, device)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
-    variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
+    if weight_dtype in (None, dtype) and calls_torch(owner):
+        variants = (FUSED_UNWEIGHTED if weight_dtype is None else FUSED,)
+    else:
+        variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
     return proof.recognize(
         key,
         subject,
@@ -382,11 +477,13 @@ def _formulas(owner, variant, dtype, weight_dtype, device):
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     eps = _PROOF_EPS
     results = []
-    data = make(64, 128).to(dtype), make(128).to(weight_dtype or dtype), make(64, 128)
+    # 16 bits hide another sum in all but one element of 100,000 or so, and no rounding in between tells the fused kernel.
+    rows, hidden_size = (2048, 1024) if variant.fused and dtype != torch.float32 else (64, 128)
+    data = make(rows, hidden_size).to(dtype), make(hidden_size).to(weight_dtype or dtype), make(rows, hidden_size)
     for layer_class in (owner, EAGER[variant]):
         x, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
         with torch.enable_grad():
-            out = layer_class.forward(stand_in(layer_class, weight if weight_dtype else None, eps), x)
+            out = layer_class.forward(stand_in(layer_class, weight if weight_dtype else None, eps, hidden_size), x)
             inputs = (x, weight) if weight_dtype else (x,)
             results.append((out.detach(), *torch.autograd.grad(out, inputs, data[2].to(out.dtype))))
     for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
@@ -413,6 +510,8 @@ def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, 
 
 def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
     """Whether the backward kernels for such rows have proved to return the bits of autograd through `owner.forward`."""
+    if variant.fused:
+        return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
     least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs))
     shared = row_class(rows)
     key = (
@@ -433,6 +532,35 @@ def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, de
     return proof.admits(key, subject, functools.partial(_gradient_comparisons, *arguments))
 
 
+def _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs) -> bool:
+    """Whether ATen's operator for the gradients of `F.rms_norm`, called with our rstd, computes what autograd does."""
+    key = ("rms_norm gradients", proof.code(owner), variant, dtype, weight_dtype, hidden_size, device, needs)
+    subject = _subject(variant, owner, device, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], ", in training")
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, device, needs)
+    return proof.admits(key, subject, functools.partial(_fused_gradient_comparisons, *arguments))
+
+
+def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, device, needs):
+    generator = proof.generator(device, seed=hidden_size)
+    make = functools.partial(torch.randn, device=device, generator=generator)
+    x = make(_PROOF_ROWS, hidden_size).to(dtype).requires_grad_()
+    weight = _random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
+    dy = make(_PROOF_ROWS, hidden_size).to(dtype)
+    with torch.enable_grad():
+        out = _original(variant, owner, weight, _PROOF_EPS, x)
+        expected = torch.autograd.grad(out, (x, weight), dy, allow_unused=True)
+    x, weight = x.detach(), weight.detach()
+    shape = (hidden_size, _PROOF_ROWS, hidden_size)
+    forward = _forward(variant, dtype, weight_dtype, *shape, device, _PROOF_EPS, store_rstd=True)
+    rstd = torch.full((_PROOF_ROWS, 1), math.nan, dtype=torch.float32, device=device)
+    forward(x, weight, torch.empty_like(x), rstd)
+    dx, _, dweight = rms_norm_backward.fused_gradients(variant, dy, x, weight, rstd, *needs)
+    if needs[0]:
+        yield "the input's gradient", dx, expected[0]
+    if needs[1]:
+        yield "the weight's gradient", dweight, expected[1]
+
+
 # Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12.
 _PROOF_ROWS = 128
 _PROOF_EPS = 0.0123
@@ -451,7 +579,7 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
         out = torch.full_like(expected, math.nan)
         rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
         forward(x, weight, out, rstd)
-        yield "the fp32 rstd", rstd, eager_rstd(x.to(torch.float32), eps)
+        yield "the fp32 rstd", rstd, variant.rstd(x, weight, eps)
         yield "the output", out, expected
 
 
@@ -528,11 +656,11 @@ def _weight_gradients(variant, dy, x, rstd):
 
 
 def _random_weight(variant, make, hidden_size, dtype):
-    return make(0 if variant is UNWEIGHTED else hidden_size).to(dtype)
+    return make(0 if variant.scale == "none" else hidden_size).to(dtype)
 
 
 def _original(variant, owner, weight, eps, x):
-    return owner.forward(stand_in(owner, None if variant is UNWEIGHTED else weight, eps), x)
+    return owner.forward(stand_in(owner, None if variant.scale == "none" else weight, eps, x.shape[-1]), x)
 
 
 # torch.compile
@@ -556,11 +684,11 @@ def _rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula is not UNWEIGHTED))
+    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula.scale != "none"))
     if call is None:
-        rstd = eager_rstd(hidden_states.to(torch.float32), eps)
-        return formula.eager(hidden_states, weight, eps), rstd.contiguous()
-    out, rstd = call.with_rstd(hidden_states, weight)
+        out, rstd = formula.with_rstd(hidden_states, weight, eps)
+    else:
+        out, rstd = call.with_rstd(hidden_states, weight)
     return out, rstd.contiguous()
 
 
@@ -587,6 +715,8 @@ def _rms_norm_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, hidden_size, needs = rstd.numel(), hidden_states.shape[-1], (needs_dx, needs_dweight)
     formula, dtypes = BY_NAME[variant], (hidden_states.dtype, weight.dtype)
+    if formula.fused:
+        return _present(rms_norm_backward.fused_gradients(formula, dy, hidden_states, weight, rstd, *needs), dy)
     proved = (
         runs_kernels(dy.device)
         and in_domain(*dtypes, hidden_size)
@@ -599,6 +729,9 @@ def _rms_norm_backward_op(
 
 @_rms_norm_backward_op.register_fake
 def _(dy, hidden_states, weight, rstd, needs_dx, needs_dweight, variant):
+    if BY_NAME[variant].fused:
+        dx = hidden_states.new_empty(hidden_states.shape) if needs_dx else None
+        return _present((dx, None, weight.new_empty(weight.shape) if needs_dweight else None), dy)
     arguments = (dy, hidden_states, weight, rstd, needs_dx, needs_dweight)
     return _present(rms_norm_backward.formula(BY_NAME[variant], *arguments), dy)
 
@@ -632,7 +765,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     if under_transform() or proof.code(owner) is None:
         return None
     variant = _variant(owner, dtype, weight_dtype, device)
-    if variant is None:
+    if variant is None or (variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE):
         return None
     subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
     needs = (True, weight_dtype is not None)
@@ -663,5 +796,6 @@ def _compiled(hidden_states, weight, eps, owner):
         return None
     if not training:
         return _rms_norm_op(hidden_states, weight, eps, variant)
-    again = hidden_states if hidden_states.dtype == torch.float32 else None
+    two_edges = hidden_states.dtype == torch.float32 and not BY_NAME[variant].fused
+    again = hidden_states if two_edges else None
     return _rms_norm_with_rstd_op(hidden_states, again, weight, eps, variant)[0]

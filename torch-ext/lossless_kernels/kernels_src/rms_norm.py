@@ -7,8 +7,8 @@ multiplies them in fp32 by 1 + weight, "none" has no weight.
 import triton
 import triton.language as tl
 
-from .primitives import rsqrt
-from .summation import halves_sum, row_sum, sum_of_blocks, thread_sum
+from .primitives import divide, rsqrt
+from .summation import fused_sum_of_squares, halves_sum, row_sum, sum_of_blocks, thread_sum
 
 
 @triton.jit
@@ -38,10 +38,11 @@ def rms_norm_forward(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
-    One program takes ROWS rows and keeps them in registers between the sum and the store. `x_row_stride` counts
+    With FUSED the mean is that of ATen's own kernel, and of the composition of its operations otherwise. One program takes ROWS rows and keeps them in registers between the sum and the store. `x_row_stride` counts
     STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if `store_rstd` is 1.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
@@ -55,11 +56,14 @@ def rms_norm_forward(
     if SCALE != "none":
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
     h = x.to(tl.float32)
-    total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-
-    # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
-    mean_factor = tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
-    rstd = rsqrt(total * mean_factor + eps)
+    if FUSED:
+        total = fused_sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT)
+        mean = divide(total, tl.full([ROWS], HIDDEN_SIZE, tl.float32))
+    else:
+        total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+        # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
+        mean = total * tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
+    rstd = rsqrt(mean + eps)
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
 
     out = h * rstd[:, None, None]
