@@ -789,7 +789,7 @@ def test_layers_go_where_the_original_goes(kernel, proof_off):
     )
     x = torch.randn(3, 64)
     plain, native = torch.nn.Identity(), torch.nn.RMSNorm(64)
-    for forward in (llama, centered):
+    for forward in (llama, centered, kernel.layers.TorchRMSNorm.forward):
         assert_same(MethodType(forward, plain)(x), x)
         assert_same(MethodType(forward, native)(x), native(x))
 

@@ -150,12 +150,12 @@ def test_torch_rms_norm_equals_the_model(module, seed, weighted):
         for given_x in (x, spaced):
             label = f"{rows}x{hidden_size} {dtype} {given_x.stride()}"
             with torch.no_grad():
-                found = family.replacement(given_x, parameter, 1e-5, torch.nn.RMSNorm)
+                found = family.replacement(given_x, parameter, 1e-5, torch.nn.RMSNorm, fused=True)
             assert_bits_equal(found, expected, label)
             assert found.is_contiguous()
             results = []
             leaves = (given_x.detach().requires_grad_(), *([parameter] if weighted else []))
-            out = family.replacement(leaves[0], parameter, 1e-5, torch.nn.RMSNorm)
+            out = family.replacement(leaves[0], parameter, 1e-5, torch.nn.RMSNorm, fused=True)
             assert_bits_equal(out.detach(), expected, f"{label}, with gradients")
             for y in (out, torch.nn.functional.rms_norm(leaves[0], (hidden_size,), parameter, 1e-5)):
                 results.append(torch.autograd.grad(y, leaves, dy))
@@ -169,13 +169,14 @@ def test_torch_rms_norm_of_other_tensors_is_left_to_torch(module, monkeypatch):
 
     def replaced(x, weight):
         with torch.no_grad():
-            return family.replacement(x, weight, 1e-5, torch.nn.RMSNorm)
+            return family.replacement(x, weight, 1e-5, torch.nn.RMSNorm, fused=True)
 
     x, weight = torch.randn(4, 2, 64), torch.randn(64)
     assert replaced(x.transpose(0, 1), weight) is None, "eager returns rows in another order than they come"
     channels_last = torch.randn(4, 1, 6, 64).as_strided((4, 1, 6, 64), (384, 1, 64, 1))
     assert replaced(channels_last, weight) is None
     assert replaced(x.transpose(0, 1), weight.half()) is None
+    assert family.replacement(x, weight, 1e-5, torch.nn.RMSNorm) is None, "nobody looked at autocast"
     assert not launches
     # ATen reads these one by one and computes the statistics by Welford's recurrence.
     for unaligned in ((torch.randn(513)[1:].view(2, 4, 64), weight), (x, torch.randn(65)[1:])):

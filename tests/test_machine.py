@@ -83,7 +83,7 @@ COMPILE = """
                         dy, x = torch.empty(2, rows, hidden_size + padding, dtype=dtype)
                         dy, x = dy.flatten()[:rows * hidden_size].view(rows, hidden_size), x[:, :hidden_size]
                         kernel.rms_norm(x, weight, 1e-6)
-                        module("rms_norm").replacement(x, weight, 1e-6, torch.nn.RMSNorm)
+                        module("rms_norm").replacement(x, weight, 1e-6, torch.nn.RMSNorm, fused=True)
                         backward.gradients(LLAMA, dy, x, weight, torch.empty(rows, 1), True, True)
             x, dy = torch.empty(2, 4096, dtype=dtype)
             for function in activation._ACTIVATIONS.values():

@@ -89,7 +89,7 @@ class TorchRMSNorm(nn.Module):
             eps = getattr(self, "eps", None)
             # PyTorch's default, for 16 bits too.
             eps = torch.finfo(torch.float32).eps if eps is None else eps
-            out = rms_norm_replacement(x, weight, eps, owner)
+            out = rms_norm_replacement(x, weight, eps, owner, fused=True)
             if out is not None:
                 return out
         if isinstance(self, TorchRMSNorm):
@@ -102,7 +102,9 @@ def _fused(x, weight, normalized_shape) -> bool:
 
     Autocast may compute it in fp32: since torch 2.12, or not at all, as before. Compiled, rows must be in the order of eager's output.
     """
-    if normalized_shape != x.shape[-1:] or (is_dynamo_compiling() and not x.is_contiguous()):
+    if not isinstance(normalized_shape, tuple) or len(normalized_shape) != 1 or not x.dim():
+        return False
+    if normalized_shape[0] != x.shape[-1] or (is_dynamo_compiling() and not x.is_contiguous()):
         return False
     fp32 = x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32)
     return fp32 or not torch.is_autocast_enabled(x.device.type)

@@ -260,20 +260,24 @@ _calls = {}
 NO_GRADIENTS = (False, False)
 # By the identity of a weight its last call, which is found without building the key above.
 _recent = {}
+_recent_fused = {}
 
 
 def replacement(
-    hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float, owner: type
+    hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float, owner: type, fused: bool = False
 ) -> Optional[torch.Tensor]:
     """What `owner.forward` returns, from the kernel; None where the caller must compute it itself.
 
     Args:
         weight: None for an RMSNorm without one.
         owner: the class of the layer that is replaced.
+        fused: whether the caller has looked at what `F.rms_norm` goes by beside these tensors, the shape to normalise and
+            autocast. Otherwise no forward is replaced that calls it.
     """
     if is_dynamo_compiling():
-        return _compiled(hidden_states, weight, eps, owner)
-    recent = _recent.get(id(weight))
+        return _compiled(hidden_states, weight, eps, owner, fused)
+    recently = _recent_fused if fused else _recent
+    recent = recently.get(id(weight))
     if recent is not None:
         same, replaced, added, grad, call = recent
         if (
@@ -295,16 +299,16 @@ def replacement(
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
         return None  # Autograd does not save them; eager saves what it makes of them.
-    call = _call(hidden_states, weight, eps, owner, needs)
+    call = _call(hidden_states, weight, eps, owner, needs, fused)
     if call is None:
         return None
     same = same_tensors(hidden_states, weight)
     if same is not None and weight.numel():
-        remember(_recent, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
+        remember(recently, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
     return call(hidden_states, weight)
 
 
-def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
+def _call(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs.
 
     Args:
@@ -314,6 +318,7 @@ def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
         key = (
             proof.code(owner),
             needs,
+            fused,
             eps,
             x.dtype,
             x.shape,
@@ -328,7 +333,7 @@ def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
         return None
     call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(x, weight, eps, owner, needs))
+        call = remember(_calls, key, _resolve(x, weight, eps, owner, needs, fused))
     return call
 
 
@@ -337,7 +342,7 @@ _MAX_ELEMENTS_OF_TORCH = 1 << 32
 _SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
 
 
-def _outside(x, weight, eps, owner, needs) -> Optional[str]:
+def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
     """Why no kernel takes these tensors or this class, None if one may."""
     if owner.forward.__module__ == f"{__package__}.layers":
         return "a layer of this package used by itself"
@@ -357,6 +362,8 @@ def _outside(x, weight, eps, owner, needs) -> Optional[str]:
     if rows_in_memory(x.shape, x.stride()) is None:
         return _SPREAD_ROWS
     if calls_torch(owner):
+        if not fused:
+            return "F.rms_norm, which is replaced by TorchRMSNorm"
         if x.dim() in (4, 5) and x.stride(1) == 1:  # It composes the norm of several operations there.
             return "activations that are channels-last"
         if x.numel() > _MAX_ELEMENTS_OF_TORCH:
@@ -366,8 +373,8 @@ def _outside(x, weight, eps, owner, needs) -> Optional[str]:
     return None
 
 
-def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
-    reason = _outside(x, weight, eps, owner, needs)
+def _resolve(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, None]:
+    reason = _outside(x, weight, eps, owner, needs, fused)
     if reason is not None:
         proof.outside(owner.forward, reason)
         return None
@@ -669,7 +676,7 @@ def _original(variant, owner, weight, eps, x):
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], NO_GRADIENTS)
+    call = _call(hidden_states, weight, eps, EAGER[formula], NO_GRADIENTS, formula.fused)
     return formula.eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
@@ -684,7 +691,7 @@ def _rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula.scale != "none"))
+    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula.scale != "none"), formula.fused)
     if call is None:
         out, rstd = formula.with_rstd(hidden_states, weight, eps)
     else:
@@ -755,14 +762,14 @@ _rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context
 
 
 @torch.compiler.assume_constant_result
-def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
+def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training, fused) -> Optional[str]:
     """The name of the proved variant; None if the original forward is traced.
 
     Taken at trace time, for all classes of row counts, since a graph with dynamic shapes meets them all. In training the
     operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)
-    if under_transform() or proof.code(owner) is None:
+    if under_transform() or proof.code(owner) is None or (calls_torch(owner) and not fused):
         return None
     variant = _variant(owner, dtype, weight_dtype, device)
     if variant is None or (variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE):
@@ -775,7 +782,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     return variant.name if proved else None
 
 
-def _compiled(hidden_states, weight, eps, owner):
+def _compiled(hidden_states, weight, eps, owner, fused):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
     if not hidden_states.is_cuda or hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
@@ -791,7 +798,8 @@ def _compiled(hidden_states, weight, eps, owner):
         return None
     training = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
     device_index = hidden_states.device.index or 0
-    variant = _variant_for_compile(owner, hidden_states.dtype, weight_dtype, hidden_size, device_index, training)
+    subject = (owner, hidden_states.dtype, weight_dtype, hidden_size, device_index)
+    variant = _variant_for_compile(*subject, training, fused)
     if variant is None:
         return None
     if not training:

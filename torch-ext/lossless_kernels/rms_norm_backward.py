@@ -58,7 +58,9 @@ def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, n
     return Gradients(dx, dx_mean, dweight)
 
 
-def fused_gradients(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
+def fused_gradients(
+    variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool
+) -> Gradients:
     """The gradients of `F.rms_norm` from ATen's operator, on CUDA.
 
     Args:
