@@ -114,7 +114,9 @@ def compiled():
         return torch.nn.functional.silu(x)
 
     def silu_and_mul(gate, up):
-        def rotary(q, k, cos, sin):
+        return torch.nn.functional.silu(gate) * up
+
+    def rotary(q, k, cos, sin):
         def rotate(x):
             first, second = x.chunk(2, dim=-1)
             return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]

@@ -399,6 +399,34 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.where(to_odd, neighbour, bits).view(torch.float64).float()
 
 
+def fused_rms_norm_statistics(
+    x: Tensor,
+    eps: float,
+    rsqrt: Callable[[Tensor], Tensor] = torch.rsqrt,
+    multiply_add: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+) -> RowStatistics:
+    """Those of `F.rms_norm`: sum, mean = sum / hidden_size and rstd = rsqrt(mean + eps), hidden_size a multiple of 4.
+
+    A row has 4 warps of 32 threads. Thread t squares the elements 4t .. 4t+3 of every 512 in memory order, each by an FMA
+    onto one accumulator; sums halve over the lanes of a warp and then over the warps (layer_norm_kernel.cu).
+    """
+    hidden_size = x.shape[-1]
+    rows = torch.nn.functional.pad(x.float().reshape(-1, hidden_size), (0, -hidden_size % 512))
+    threads = torch.zeros(rows.shape[0], 128, device=x.device)
+    for step in rows.view(rows.shape[0], -1, 128, 4).unbind(1):
+        for element in step.unbind(-1):
+            threads = multiply_add(element, element, threads)
+    sums = _halving_sum(_halving_sum(threads.view(-1, 4, 32), 2), 1).view(x.shape[:-1])
+    mean = sums / torch.tensor(float(hidden_size), dtype=torch.float32)
+    return RowStatistics(sums, mean, rsqrt(mean + torch.tensor(eps, dtype=torch.float32, device=x.device)))
+
+
+def fused_rms_norm_given_rstd(x: Tensor, weight: Optional[Tensor], rstd: Tensor) -> Tensor:
+    """`F.rms_norm` from the root on, rounded once: x and weight of one dtype."""
+    normalized = x.float() * rstd.unsqueeze(-1)
+    return (normalized if weight is None else weight.float() * normalized).to(x.dtype)
+
+
 def silu(x: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
     """x / (1 + exp(-x)) in fp32, rounded to the dtype of x. `exp` is called once, with -x in fp32."""
     x_fp32 = x.float()

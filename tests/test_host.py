@@ -58,6 +58,17 @@ def test_row_reduction_is_the_models(module, chooser):
         assert hidden_size <= found.columns << found.log2_steps < 2 * hidden_size + 2 * found.columns
 
 
+def test_fused_row_reduction_leaves_out_threads_that_have_nothing_to_add(module):
+    fused_row_reduction = module("reduce_config").fused_row_reduction
+    for hidden_size in EVERY_HIDDEN_SIZE:
+        order = fused_row_reduction(hidden_size)
+        lanes = order.width * order.height
+        assert is_power_of_two(order.width) and is_power_of_two(order.height)
+        assert (order.width, order.height) == (32, 4) if hidden_size > 256 else hidden_size // 4 <= lanes
+        assert order.width == 32 or order.height == 1
+        assert hidden_size <= order.columns << order.log2_steps < 2 * hidden_size + 2 * order.columns
+
+
 def test_column_reduction_is_the_models(module, chooser):
     column_reduction = module("reduce_config").column_reduction
     for _ in range(20_000):
@@ -115,6 +126,14 @@ def test_forward_plans_can_be_launched(module):
         assert plan.rows_per_program * order.columns << order.log2_steps <= MOST_ELEMENTS
         assert is_power_of_two(plan.num_warps) and plan.num_warps <= MOST_WARPS
         assert plan == rms_norm.launch_plan(2 * rows - 1, hidden_size), "one plan for a class of row counts"
+        if hidden_size > rms_norm.MAX_FUSED_HIDDEN_SIZE:
+            continue
+        order = config.fused_row_reduction(hidden_size)
+        for dtype in (torch.float32, torch.bfloat16):
+            plan = rms_norm.fused_launch_plan(rows, hidden_size, dtype)
+            assert plan.rows_per_program * order.columns << order.log2_steps <= MOST_ELEMENTS
+            assert is_power_of_two(plan.num_warps) and plan.num_warps <= 4
+            assert plan == rms_norm.fused_launch_plan(2 * rows - 1, hidden_size, dtype)
 
 
 def test_backward_plans_can_be_launched(module, chooser):
@@ -867,7 +886,7 @@ def test_layers_go_where_the_original_goes(kernel, proof_off):
     )
     x = torch.randn(3, 64)
     plain, native = torch.nn.Identity(), torch.nn.RMSNorm(64)
-    for forward in (llama, centered):
+    for forward in (llama, centered, kernel.layers.TorchRMSNorm.forward):
         assert_same(MethodType(forward, plain)(x), x)
         assert_same(MethodType(forward, native)(x), native(x))
 

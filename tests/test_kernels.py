@@ -131,6 +131,71 @@ def test_other_variants_equal_the_model(module, seed, name):
             assert_bits_equal(dweight, gradients.dweight.to(weight_dtype), f"dweight of {label}")
 
 
+def numpy_multiply_add(a, b, c):
+    """The interpreter's, which rounds twice."""
+    return a * b + c
+
+
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "unweighted"])
+def test_torch_rms_norm_equals_the_model(module, seed, weighted):
+    family, generator = module("rms_norm"), torch.Generator().manual_seed(seed)
+    for rows, hidden_size, dtype, _ in [*random_cases(seed, 12, most_elements=1 << 17), (40, 64, *DTYPES)]:
+        hidden_size = min(hidden_size, family.MAX_FUSED_HIDDEN_SIZE)
+        x, weight, dy, _ = given(generator, (rows, hidden_size), dtype, dtype)
+        parameter = weight.clone().requires_grad_() if weighted else None
+        # The rows of the last are further apart, and so copied by ATen.
+        spaced = torch.cat([x, torch.full((rows, 4), float("nan"), dtype=dtype)], -1)[:, :hidden_size]
+        statistics = aten_model.fused_rms_norm_statistics(x, 1e-5, numpy_rsqrt, numpy_multiply_add)
+        expected = aten_model.fused_rms_norm_given_rstd(x, weight if weighted else None, statistics.rstd)
+        for given_x in (x, spaced):
+            label = f"{rows}x{hidden_size} {dtype} {given_x.stride()}"
+            with torch.no_grad():
+                found = family.replacement(given_x, parameter, 1e-5, torch.nn.RMSNorm, fused=True)
+            assert_bits_equal(found, expected, label)
+            assert found.is_contiguous()
+            results = []
+            leaves = (given_x.detach().requires_grad_(), *([parameter] if weighted else []))
+            out = family.replacement(leaves[0], parameter, 1e-5, torch.nn.RMSNorm, fused=True)
+            assert_bits_equal(out.detach(), expected, f"{label}, with gradients")
+            for y in (out, torch.nn.functional.rms_norm(leaves[0], (hidden_size,), parameter, 1e-5)):
+                results.append(torch.autograd.grad(y, leaves, dy))
+            for ours, eagers in zip(*results):
+                assert_bits_equal(ours, eagers, f"gradient of {label}")
+
+
+def test_torch_rms_norm_of_other_tensors_is_left_to_torch(module, monkeypatch):
+    family, launches = module("rms_norm"), []
+    monkeypatch.setattr(module("launch").Launch, "__call__", lambda *arguments: launches.append(arguments))
+
+    def replaced(x, weight):
+        with torch.no_grad():
+            return family.replacement(x, weight, 1e-5, torch.nn.RMSNorm, fused=True)
+
+    x, weight = torch.randn(4, 2, 64), torch.randn(64)
+    assert replaced(x.transpose(0, 1), weight) is None, "eager returns rows in another order than they come"
+    channels_last = torch.randn(4, 1, 6, 64).as_strided((4, 1, 6, 64), (384, 1, 64, 1))
+    assert replaced(channels_last, weight) is None
+    assert replaced(x.transpose(0, 1), weight.half()) is None
+    assert family.replacement(x, weight, 1e-5, torch.nn.RMSNorm) is None, "nobody looked at autocast"
+    assert not launches
+    # ATen reads these one by one and computes the statistics by Welford's recurrence.
+    for unaligned in ((torch.randn(513)[1:].view(2, 4, 64), weight), (x, torch.randn(65)[1:])):
+        expected = torch.nn.functional.rms_norm(unaligned[0], (64,), unaligned[1], 1e-5)
+        assert_bits_equal(replaced(*unaligned), expected)
+    assert not launches
+
+
+def test_torch_rms_norm_of_two_dtypes_is_the_composition(module):
+    family, variants = module("rms_norm"), module("variants")
+    device = torch.device("cpu")
+    for dtype, weight_dtype in itertools.permutations((torch.float32, torch.float16, torch.bfloat16), 2):
+        # Of fp32 activations both have the same bits.
+        same = (variants.FP32_PRODUCT, *[variants.LLAMA] * (dtype == torch.float32))
+        assert family._variant(torch.nn.RMSNorm, dtype, weight_dtype, device) in same
+        assert family._variant(torch.nn.RMSNorm, dtype, dtype, device) is variants.FUSED
+        assert family._variant(torch.nn.RMSNorm, dtype, None, device) is variants.FUSED_UNWEIGHTED
+
+
 # Layouts
 
 

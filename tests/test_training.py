@@ -44,6 +44,18 @@ def rms_norm(hidden_size, dtype=FP32):
     return norm.to(DEVICE, dtype)
 
 
+class TorchRMSNorm(torch.nn.RMSNorm):
+    """As `replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")` makes of its base, but for this file alone."""
+
+    kernel_layer_name = "TorchRMSNorm"
+
+
+def torch_rms_norm(hidden_size, dtype=FP32):
+    norm = TorchRMSNorm(hidden_size)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return norm.to(DEVICE, dtype)
+
+
 def silu(hidden_size, dtype=FP32):
     return SiLUActivation()
 
@@ -60,7 +72,7 @@ def normal(*shape, dtype=FP32):
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-LAYERS = rms_norm, silu, gelu_tanh, new_gelu
+LAYERS = rms_norm, torch_rms_norm, silu, gelu_tanh, new_gelu
 each_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 each_dtype = pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 
@@ -270,7 +282,8 @@ def test_compiled_layer_is_the_uncompiled_one(kernel, seed, layer, dtype, option
         label = f"call {index}, {count} rows"
         assert_same(actual, forward_and_backward(uncompiled, x, dy), f"{label}, uncompiled")
         assert_same(actual, forward_and_backward(original, x, dy), f"{label}, original")
-    names = ("rms_norm_with_rstd", "rms_norm_backward") if layer is rms_norm else ("activation", "activation_backward")
+    norms = ("rms_norm_with_rstd", "rms_norm_backward")
+    names = norms if layer in (rms_norm, torch_rms_norm) else ("activation", "activation_backward")
     ours = {f"{operators(kernel)[0]}::{name}" for name in names}
     assert ours <= operators_called[0]
     # A CUDA graph that is replayed calls no operators.
@@ -356,10 +369,15 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     leaf, weight_leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
     up = normal(TOKENS, 256, dtype=dtype).requires_grad_()
     samples = {
-        "rms_norm": [(x, weight, 1e-6, "llama")],
-        "rms_norm_with_rstd": [(leaf, leaf if dtype == FP32 else None, weight_leaf, 1e-6, "llama")],
+        "rms_norm": [(x, weight, 1e-6, "llama"), (x, weight, 1e-6, "fused")],
+        "rms_norm_with_rstd": [
+            (leaf, leaf if dtype == FP32 else None, weight_leaf, 1e-6, "llama"),
+            (leaf, None, weight_leaf, 1e-6, "fused"),
+        ],
         "rms_norm_backward": [
-            (dy, x, weight, rstd, *needs, "llama") for needs in ((True, True), (True, False), (False, True))
+            (dy, x, weight, rstd, *needs, name)
+            for needs in ((True, True), (True, False), (False, True))
+            for name in ("llama", "fused")
         ],
         "activation": [(name, leaf) for name in ACTIVATIONS],
         "activation_backward": [(name, dy, x) for name in ACTIVATIONS],

@@ -6,7 +6,9 @@ import itertools
 import math
 import random
 import time
+from types import MethodType
 
+import aten_model
 import pytest
 import torch
 from bits import assert_bits_equal
@@ -478,6 +480,134 @@ def test_other_variants_of_rms_norm(module, refusals, seed, name):
             assert_same(found, expected, f"{what} of {label}")
 
 
+# F.rms_norm, one kernel of ATen's
+
+
+def torch_rms_norm(module, x, weight, eps=EPS):
+    """Ours, None where the original forward would run."""
+    return module("rms_norm").replacement(x, weight, eps, torch.nn.RMSNorm, fused=True)
+
+
+def test_torch_rms_norm(module, refusals, seed):
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    sizes = [*choose.sample(HIDDEN_SIZES, 5), choose.choice((8188, 8192))]
+    left = 0
+    for index in range(300):
+        rows, hidden_size, dtype = choose.choice((*ROWS, 9_000)), choose.choice(sizes), choose.choice(DTYPES)
+        x, kind = tensor(choose, generator, rows, hidden_size, dtype)
+        weight = torch.randn(hidden_size, generator=generator, device="cuda")
+        # Every third has no weight; every seventh one of another dtype, and ATen composes the norm of other operations.
+        weight = None if index % 3 == 0 else weight.to(choose.choice(DTYPES) if index % 7 == 0 else dtype)
+        dy = torch.randn(x.shape, generator=generator, device="cuda").to(dtype)
+        label = f"{rows}x{hidden_size} {kind} {dtype} {weight if weight is None else weight.dtype}"
+        results = []
+        for ours in (True, False):
+            leaves = [t.detach().requires_grad_() for t in (x, weight) if t is not None]
+            arguments = (leaves[0], leaves[1] if len(leaves) > 1 else None)
+            reference = functools.partial(functional.rms_norm, arguments[0], (hidden_size,), arguments[1], EPS)
+            with torch.no_grad():
+                inferred = torch_rms_norm(module, *arguments) if ours else reference()
+            out = torch_rms_norm(module, *arguments) if ours else reference()
+            if out is None:
+                assert inferred is None and kind == "permuted", label
+                left += 1
+                break
+            assert torch.equal(inferred, out.detach()) or out.isnan().any(), label
+            results.append((inferred, *torch.autograd.grad(out, leaves, dy)))
+        else:
+            for what, found, expected in zip(("output", "dx", "dweight"), *results):
+                assert_same(found, expected, f"{what} of {label}")
+    assert left < 100
+
+
+def test_torch_rms_norm_special_values(module, refusals, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for dtype in DTYPES:
+        bits = torch.randint(-(1 << 15), 1 << 15, (512, 256), generator=generator, device="cuda", dtype=torch.int32)
+        x = (bits << 16).view(torch.float32) if dtype == torch.float32 else bits.to(torch.int16).view(dtype)
+        tiny = (
+            torch.randn(64, 256, generator=generator, device="cuda")
+            * 2.0 ** -torch.arange(40.0, 72, 0.5).cuda()[:, None]
+        )
+        x = torch.cat([x, torch.zeros_like(x[:16]), -torch.zeros_like(x[:16]), torch.full_like(x[:16], math.inf)])
+        x = torch.cat([x, tiny.to(dtype)])
+        weight = torch.randn(256, generator=generator, device="cuda").to(dtype)
+        for eps in (0.0, 1e-6, 1e30):
+            with torch.no_grad():
+                expected = functional.rms_norm(x, (256,), weight, eps)
+                assert_same(torch_rms_norm(module, x, weight, eps), expected, f"{dtype} eps {eps}")
+
+
+def test_torch_rms_norm_of_unaligned_memory(module, refusals, seed):
+    """ATen reads it one by one and adds in another order."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    numbers = torch.randn(1 + 300 * 1024, generator=generator, device="cuda")
+    for dtype in DTYPES:
+        x, weight = numbers.to(dtype)[1:].view(300, 1024), numbers.to(dtype)[1:1025]
+        for arguments in ((x, weight.clone()), (x.clone(), weight), (x, weight)):
+            results = []
+            for function in (
+                functools.partial(torch_rms_norm, module),
+                lambda x, w: functional.rms_norm(x, (1024,), w, EPS),
+            ):
+                leaves = [t.detach().requires_grad_() for t in arguments]
+                out = function(*leaves)
+                results.append((out.detach(), *torch.autograd.grad(out, leaves, x)))
+            for what, found, expected in zip(("output", "dx", "dweight"), *results):
+                assert_same(found, expected, f"{what} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_rms_norm_under_autocast(kernel, dtype):
+    """Which computes it in fp32 or leaves it alone, with the version of PyTorch."""
+    layer = torch.nn.RMSNorm(1024, device="cuda", dtype=dtype)
+    torch.nn.init.normal_(layer.weight)
+    x, forward = torch.randn(300, 1024, device="cuda", dtype=dtype), kernel.layers.TorchRMSNorm.forward
+    for enabled in (False, True, False):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
+            assert_same(MethodType(forward, layer)(x), layer(x), f"autocast {enabled}")
+
+
+def test_the_model_of_torch_rms_norm(seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for dtype, hidden_size in itertools.product(DTYPES, (64, 100, 132, 512, 516, 2048, 8192)):
+        x = torch.randn(300, hidden_size, generator=generator, device="cuda").to(dtype)
+        weight = torch.randn(hidden_size, generator=generator, device="cuda").to(dtype)
+        out, rstd = torch.ops.aten._fused_rms_norm(x, [hidden_size], weight, EPS)
+        found = aten_model.fused_rms_norm_statistics(x, EPS).rstd
+        assert_bits_equal(found[:, None], rstd, f"rstd {dtype} {hidden_size}")
+        assert_bits_equal(aten_model.fused_rms_norm_given_rstd(x, weight, found), out, f"output {dtype} {hidden_size}")
+
+
+def rms_norm(x, weight, eps):
+    return (weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+class NamedAlike(torch.nn.Module):
+    """Calls an `rms_norm` that is not PyTorch's, which 16 bits hardly show."""
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+def test_proof_tells_torch_rms_norm_from_a_composition(module, monkeypatch):
+    proof, family, fused = module("proof"), module("rms_norm"), module("variants").FUSED
+    assert family.calls_torch(NamedAlike)
+    seeds = itertools.count()
+    monkeypatch.setattr(proof, "generator", lambda device, seed: torch.Generator(device).manual_seed(next(seeds)))
+    device, right = torch.device("cuda", 0), family._forward
+    for trial in range(90):
+        dtype = DTYPES[trial % 3]
+        arguments = (NamedAlike, fused, dtype, dtype, device)
+        assert proof._disproof(device, functools.partial(family._formulas, *arguments), []), f"formula, {dtype}"
+        arguments = (fused, torch.nn.RMSNorm, dtype, dtype, 1024, 16, 1024, device)
+        monkeypatch.setattr(family, "_forward", right)
+        assert proof._disproof(device, functools.partial(family._comparisons, *arguments), []) is None
+        monkeypatch.setattr(family, "_forward", lambda *_, **__: planted(atens_tree))
+        reason = proof._disproof(device, functools.partial(family._comparisons, *arguments), [])
+        assert "the fp32 rstd differ" in reason
+
+
 def planted(order):
     """A forward that sums a row in another order than ATen, with everything else as it should be."""
 
@@ -644,8 +774,6 @@ def test_inference_allocates_the_output_and_nothing_else(kernel, refusals):
 
 
 def test_host_time_is_not_above_the_native_operator(kernel, module, refusals):
-    from types import MethodType
-
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     norm = LlamaRMSNorm(4096).to("cuda", torch.bfloat16)

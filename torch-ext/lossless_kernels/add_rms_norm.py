@@ -92,6 +92,7 @@ def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, devic
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "FUSED": False,
     }
     return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)
 
@@ -214,7 +215,7 @@ def _resolve(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Train
     if not (x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
         return None
     variant = variant_of(owner, x.dtype, weight.dtype, x.device)
-    if variant is None:
+    if variant is None or variant.fused:
         return None
     rows, with_rstd = x.numel() // hidden_size, needs != NO_GRADIENTS
     subject = (variant, owner, x.dtype, weight.dtype, hidden_size)
@@ -387,7 +388,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     if under_transform() or proof.code(owner) is None:
         return None
     variant = variant_of(owner, dtype, weight_dtype, device)
-    if variant is None:
+    if variant is None or variant.fused:
         return None
     subject = (variant, owner, dtype, weight_dtype, hidden_size)
     proved = all(_proved(*subject, rows, device) for rows in ROW_CLASSES)
@@ -411,7 +412,7 @@ def _compiled(hidden_states, residual, weight, eps, owner) -> Optional[tuple[tor
     training = is_grad_enabled() and any(t.requires_grad for t in tensors)
     device_index = hidden_states.device.index or 0
     variant = _variant_for_compile(owner, hidden_states.dtype, weight.dtype, hidden_size, device_index, training)
-    if variant is None:
+    if variant is None or variant.fused:
         return None
     if training:
         return _add_rms_norm_with_rstd_op(*tensors, eps, variant)[:2]

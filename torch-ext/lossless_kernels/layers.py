@@ -8,7 +8,9 @@ by `torch.is_grad_enabled()` and `requires_grad`.
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from . import attention, decoder, mlp, proof
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
@@ -68,6 +70,45 @@ class RMSNormZeroCentered(nn.Module):
         if isinstance(self, RMSNormZeroCentered):
             return ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps)
         return owner.forward(self, x)
+
+
+class TorchRMSNorm(nn.Module):
+    """RMSNorm as `F.rms_norm` computes it, with `weight` (or None), `eps` (or None) and `normalized_shape`.
+
+    `torch.nn.RMSNorm` is replaced by it if asked to, where the last dimension alone is normalised. Gradients are computed by ATen's own operator.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        owner = type(self)
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = getattr(self, "weight", None)
+        if _fused(x, weight, getattr(self, "normalized_shape", None)):
+            eps = getattr(self, "eps", None)
+            # PyTorch's default, for 16 bits too.
+            eps = torch.finfo(torch.float32).eps if eps is None else eps
+            out = rms_norm_replacement(x, weight, eps, owner, fused=True)
+            if out is not None:
+                return out
+        if isinstance(self, TorchRMSNorm):
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return owner.forward(self, x)
+
+
+def _fused(x, weight, normalized_shape) -> bool:
+    """Whether `F.rms_norm` normalises the last dimension alone, in these very dtypes.
+
+    Autocast may compute it in fp32: since torch 2.12, or not at all, as before. Compiled, rows must be in the order of eager's output.
+    """
+    if not isinstance(normalized_shape, tuple) or len(normalized_shape) != 1 or not x.dim():
+        return False
+    if normalized_shape[0] != x.shape[-1] or (is_dynamo_compiling() and not x.is_contiguous()):
+        return False
+    fp32 = x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32)
+    return fp32 or not torch.is_autocast_enabled(x.device.type)
 
 
 class RMSNormGated(nn.Module):

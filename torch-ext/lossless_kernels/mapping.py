@@ -9,7 +9,7 @@ import torch
 
 from . import layers
 
-# transformers' layer name -> ours.
+# Layer name -> ours.
 LAYERS = {
     "RMSNorm": "LlamaRMSNorm",
     "RMSNormZeroCentered": "RMSNormZeroCentered",
@@ -20,11 +20,12 @@ LAYERS = {
     "NewGELU": "NewGELUActivation",
     "FastGELU": "FastGELUActivation",
     "QuickGELU": "QuickGELUActivation",
-    # No class of transformers carries these: `replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives it one.
+    "rotary_pos_emb": "RotaryPosEmb",
+    # No class of transformers carries these: `kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives one.
     "SwiGLUMLP": "LlamaMLP",
     "LlamaMLP": "LlamaMLP",
     "GeGLUMLP": "GeGLUMLP",
-    "rotary_pos_emb": "RotaryPosEmb",
+    "TorchRMSNorm": "TorchRMSNorm",
 }
 # What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer"}

@@ -63,6 +63,20 @@ def row_reduction(rows: int, hidden_size: int) -> RowReduction:
     return RowReduction(hidden_size, width, height if shared else 1, vectorized)
 
 
+# The threads of a block of ATen's kernel for `F.rms_norm`, which is one row's.
+_FUSED_THREADS = 128
+
+
+def fused_row_reduction(hidden_size: int) -> RowReduction:
+    """The order in which `F.rms_norm` sums each row, whatever their number (ATen/native/cuda/layer_norm_kernel.cu).
+
+    Each lane has one accumulator. Threads beyond the end of the row would add zeros to sums of squares: they are left out.
+    """
+    lanes = min(2 * last_power_of_two(hidden_size // _VECTOR - 1), _FUSED_THREADS)
+    width = min(lanes, _WARP_SIZE)
+    return RowReduction(hidden_size, width, lanes // width, vectorized=True)
+
+
 @dataclass(frozen=True)
 class ColumnReduction:
     """A sum over the rows of a dense [rows, hidden_size]: `height * blocks` threads share one column.

@@ -24,14 +24,16 @@ from .domain import (
     under_transform,
 )
 from .layout import Output, row_number_strides, rows_in_memory
-from .reduce_config import ROW_CLASSES, row_class, row_reduction
-from .variants import BY_NAME, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
+from .reduce_config import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
+from .variants import BY_NAME, FUSED, FUSED_UNWEIGHTED, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
 
 if launch.AVAILABLE:
     from .kernels_src.rms_norm import rms_norm_forward
 
 MIN_HIDDEN_SIZE = 64
 MAX_HIDDEN_SIZE = 32768
+# A row of `F.rms_norm` belongs to 128 lanes at most: beyond, threads do not hold their part in registers (H200).
+MAX_FUSED_HIDDEN_SIZE = 8192
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -128,13 +130,24 @@ def launch_plan(rows: int, hidden_size: int) -> Plan:
     return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
 
 
+def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
+    """The same for the sum of `F.rms_norm`, whose lanes are so few that more threads would have to exchange what they loaded."""
+    order = fused_row_reduction(hidden_size)
+    tile = order.columns << order.log2_steps
+    rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
+    threads = rows_per_program * min(tile // _ELEMENTS_PER_THREAD, order.columns * dtype.itemsize // 16)
+    return Plan(rows_per_program, max(threads // 32, 1))
+
+
 @functools.cache
 def _forward_launcher(
-    scale, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, device
+    scale, fused, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, device
 ) -> launch.Launcher:
     """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
-    plan = launch_plan(rows, hidden_size)
-    order = row_reduction(rows, hidden_size)
+    if fused:
+        plan, order = fused_launch_plan(rows, hidden_size, dtype), fused_row_reduction(hidden_size)
+    else:
+        plan, order = launch_plan(rows, hidden_size), row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
@@ -144,6 +157,7 @@ def _forward_launcher(
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "FUSED": fused,
     }
     return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
 
@@ -159,7 +173,8 @@ def _forward(
     """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd."""
     unit = _stride_unit(row_stride, dtype)
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
-    launcher = _forward_launcher(variant.scale, *dtypes, hidden_size, row_class(rows), unit, device.index or 0)
+    arguments = (variant.scale, variant.fused, *dtypes, hidden_size, row_class(rows), unit, device.index or 0)
+    launcher = _forward_launcher(*arguments)
     blocks = -(-rows // launcher.constants["ROWS"])
     return launcher.bind(blocks, rows, row_stride // unit, int(store_rstd), eps)
 
@@ -208,25 +223,66 @@ class _Training:
         return out, rstd
 
 
+def _read_in_vectors(x, weight) -> bool:
+    """Whether `F.rms_norm` reads these by fours; otherwise it computes rstd in another way."""
+    return not (x.data_ptr() | weight.data_ptr()) & (4 * x.element_size() - 1)
+
+
+class _FusedInference(_Inference):
+    """`_Inference` of a layer that calls `F.rms_norm`."""
+
+    __slots__ = ("variant", "eps")
+
+    def __init__(self, launch: launch.Launch, out: Output, variant: Variant, eps):
+        super().__init__(launch, out)
+        self.variant = variant
+        self.eps = eps
+
+    def __call__(self, x, weight):
+        if not _read_in_vectors(x, weight):
+            return self.variant.eager(x, weight, self.eps)
+        out = empty_like(x) if self.like_input else self.out.empty(x)
+        self.launch(x, weight, out)
+        return out
+
+
+class _FusedTraining(_Training):
+    """`_Training` of a layer that calls `F.rms_norm`: the gradients are computed by ATen's operator for them."""
+
+    __slots__ = ()
+
+    def __call__(self, x, weight):
+        return _FusedDifferentiable.apply(x, weight, self)
+
+    def with_rstd(self, x, weight):
+        if not _read_in_vectors(x, weight):
+            return self.variant.with_rstd(x, weight, self.eps)
+        return super().with_rstd(x, weight)
+
+
 _calls = {}
 # What a call needs that needs no gradient of x and none of the weight.
 NO_GRADIENTS = (False, False)
 # By the identity of a weight its last call, which is found without building the key above.
 _recent = {}
+_recent_fused = {}
 
 
 def replacement(
-    hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float, owner: type
+    hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float, owner: type, fused: bool = False
 ) -> Optional[torch.Tensor]:
     """What `owner.forward` returns, from the kernel; None where the caller must compute it itself.
 
     Args:
         weight: None for an RMSNorm without one.
         owner: the class of the layer that is replaced.
+        fused: whether the caller has looked at what `F.rms_norm` goes by beside these tensors, the shape to normalise and
+            autocast. Otherwise no forward is replaced that calls it.
     """
     if is_dynamo_compiling():
-        return _compiled(hidden_states, weight, eps, owner)
-    recent = _recent.get(id(weight))
+        return _compiled(hidden_states, weight, eps, owner, fused)
+    recently = _recent_fused if fused else _recent
+    recent = recently.get(id(weight))
     if recent is not None:
         same, replaced, added, grad, call = recent
         if (
@@ -248,16 +304,16 @@ def replacement(
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
         return None  # Autograd does not save them; eager saves what it makes of them.
-    call = _call(hidden_states, weight, eps, owner, needs)
+    call = _call(hidden_states, weight, eps, owner, needs, fused)
     if call is None:
         return None
     same = same_tensors(hidden_states, weight)
     if same is not None and weight.numel():
-        remember(_recent, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
+        remember(recently, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
     return call(hidden_states, weight)
 
 
-def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
+def _call(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs.
 
     Args:
@@ -267,6 +323,7 @@ def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
         key = (
             proof.code(owner),
             needs,
+            fused,
             eps,
             x.dtype,
             x.shape,
@@ -281,14 +338,16 @@ def _call(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
         return None
     call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(x, weight, eps, owner, needs))
+        call = remember(_calls, key, _resolve(x, weight, eps, owner, needs, fused))
     return call
 
 
+# `F.rms_norm` of torch 2.11 counts elements in 32 bits, and takes other rows beyond.
+_MAX_ELEMENTS_OF_TORCH = 1 << 32
 _SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
 
 
-def _outside(x, weight, eps, owner, needs) -> Optional[str]:
+def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
     """Why no kernel takes these tensors or this class, None if one may."""
     if owner.forward.__module__ == f"{__package__}.layers":
         return "a layer of this package used by itself"
@@ -307,13 +366,20 @@ def _outside(x, weight, eps, owner, needs) -> Optional[str]:
         return "a weight that is no contiguous [hidden_size]"
     if rows_in_memory(x.shape, x.stride()) is None:
         return _SPREAD_ROWS
+    if calls_torch(owner):
+        if not fused:
+            return "F.rms_norm, which is replaced by TorchRMSNorm"
+        if x.dim() in (4, 5) and x.stride(1) == 1:  # It composes the norm of several operations there.
+            return "activations that are channels-last"
+        if x.numel() > _MAX_ELEMENTS_OF_TORCH:
+            return f"more than {_MAX_ELEMENTS_OF_TORCH} elements"
     if needs != NO_GRADIENTS and x.dim() == 1:  # Of a single row that is no matrix, eager sums no dweight.
         return "gradients of one row that is no matrix"
     return None
 
 
-def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
-    reason = _outside(x, weight, eps, owner, needs)
+def _resolve(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, None]:
+    reason = _outside(x, weight, eps, owner, needs, fused)
     if reason is not None:
         proof.outside(owner.forward, reason)
         return None
@@ -321,10 +387,15 @@ def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]
     if variant is None:
         return None
     hidden_size = x.shape[-1]
+    if variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE:
+        proof.outside(owner.forward, f"hidden size {hidden_size}")
+        return None
     rows, row_stride, order = rows_in_memory(x.shape, x.stride())
     with_rstd = needs != NO_GRADIENTS
+    # `F.rms_norm` returns a contiguous tensor, also where it composes the variant.
+    formula = FUSED if calls_torch(owner) and not variant.fused else variant
     out = Output.of(
-        functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
+        functools.partial(formula.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
     )
     if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
         proof.outside(owner.forward, _SPREAD_ROWS)
@@ -335,8 +406,9 @@ def _resolve(x, weight, eps, owner, needs) -> Union[_Inference, _Training, None]
         return None
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
     if with_rstd:
-        return _Training(variant, launch, out, (*row_number_strides(x.shape, order), 1), eps)
-    return _Inference(launch, out)
+        training = _FusedTraining if variant.fused else _Training
+        return training(variant, launch, out, (*row_number_strides(x.shape, order), 1), eps)
+    return _FusedInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -358,15 +430,42 @@ class _Differentiable(torch.autograd.Function):
         return *rms_norm_backward.gradients(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
 
 
+class _FusedDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, call):
+        out, rstd = call.with_rstd(x, weight)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        arguments, needs = (ctx.call.variant, dy, x, weight), ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled() or not dy.is_cuda:
+            dx, _, dweight = rms_norm_backward.fused_formula(*arguments, ctx.call.eps, *needs)
+        else:
+            dx, _, dweight = rms_norm_backward.fused_gradients(*arguments, rstd, *needs)
+        return dx, dweight, None
+
+
 # Proof
 
 
-def stand_in(owner, weight, eps):
+@functools.cache
+def calls_torch(owner: type) -> bool:
+    """Whether the class's forward calls `F.rms_norm`."""
+    called = (function.__code__.co_names for function in proof.code(owner) or ())
+    return owner in (EAGER[FUSED], EAGER[FUSED_UNWEIGHTED]) or any("rms_norm" in names for names in called)
+
+
+def stand_in(owner, weight, eps, hidden_size=None):
     """A layer of this class with another weight, made without its constructor."""
     layer = torch.nn.Module.__new__(owner)
     torch.nn.Module.__init__(layer)
     layer.weight = weight
     layer.variance_epsilon = layer.eps = eps
+    layer.normalized_shape = (hidden_size,) if weight is None else tuple(weight.shape)
     return layer
 
 
@@ -374,7 +473,10 @@ def variant_of(owner, dtype, weight_dtype, device) -> Optional[Variant]:
     """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients."""
     key = ("formula of rms_norm", proof.code(owner), dtype, weight_dtype, device)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
-    variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
+    if weight_dtype in (None, dtype) and calls_torch(owner):
+        variants = (FUSED_UNWEIGHTED if weight_dtype is None else FUSED,)
+    else:
+        variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
     return proof.recognize(
         key,
         subject,
@@ -387,11 +489,13 @@ def _formulas(owner, variant, dtype, weight_dtype, device):
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     eps = PROOF_EPS
     results = []
-    data = make(64, 128).to(dtype), make(128).to(weight_dtype or dtype), make(64, 128)
+    # 16 bits hide another sum in all but one element of 100,000 or so, and no rounding in between tells the fused kernel.
+    rows, hidden_size = (2048, 1024) if variant.fused and dtype != torch.float32 else (64, 128)
+    data = make(rows, hidden_size).to(dtype), make(hidden_size).to(weight_dtype or dtype), make(rows, hidden_size)
     for layer_class in (owner, EAGER[variant]):
         x, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
         with torch.enable_grad():
-            out = layer_class.forward(stand_in(layer_class, weight if weight_dtype else None, eps), x)
+            out = layer_class.forward(stand_in(layer_class, weight if weight_dtype else None, eps, hidden_size), x)
             inputs = (x, weight) if weight_dtype else (x,)
             results.append((out.detach(), *torch.autograd.grad(out, inputs, data[2].to(out.dtype))))
     for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
@@ -422,6 +526,8 @@ def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, dev
     Args:
         edges: one of `rms_norm_backward.edges_of`; by default that of the layer alone.
     """
+    if variant.fused:
+        return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
     edges = edges or rms_norm_backward.edges_of(dtype)
     least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs))
     shared = row_class(rows)
@@ -445,6 +551,35 @@ def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, dev
     return proof.admits(key, subject, functools.partial(_gradient_comparisons, *arguments))
 
 
+def _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs) -> bool:
+    """Whether ATen's operator for the gradients of `F.rms_norm`, called with our rstd, computes what autograd does."""
+    key = ("rms_norm gradients", proof.code(owner), variant, dtype, weight_dtype, hidden_size, device, needs)
+    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], ", in training")
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, device, needs)
+    return proof.admits(key, subject, functools.partial(_fused_gradient_comparisons, *arguments))
+
+
+def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, device, needs):
+    generator = proof.generator(device, seed=hidden_size)
+    make = functools.partial(torch.randn, device=device, generator=generator)
+    x = make(PROOF_ROWS, hidden_size).to(dtype).requires_grad_()
+    weight = random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
+    dy = make(PROOF_ROWS, hidden_size).to(dtype)
+    with torch.enable_grad():
+        out = original_output(variant, owner, weight, PROOF_EPS, x)
+        expected = torch.autograd.grad(out, (x, weight), dy, allow_unused=True)
+    x, weight = x.detach(), weight.detach()
+    shape = (hidden_size, PROOF_ROWS, hidden_size)
+    forward = _forward(variant, dtype, weight_dtype, *shape, device, PROOF_EPS, store_rstd=True)
+    rstd = torch.full((PROOF_ROWS, 1), math.nan, dtype=torch.float32, device=device)
+    forward(x, weight, torch.empty_like(x), rstd)
+    dx, _, dweight = rms_norm_backward.fused_gradients(variant, dy, x, weight, rstd, *needs)
+    if needs[0]:
+        yield "the input's gradient", dx, expected[0]
+    if needs[1]:
+        yield "the weight's gradient", dweight, expected[1]
+
+
 # Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12.
 PROOF_ROWS = 128
 PROOF_EPS = 0.0123
@@ -463,7 +598,7 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
         out = torch.full_like(expected, math.nan)
         rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
         forward(x, weight, out, rstd)
-        yield "the fp32 rstd", rstd, eager_rstd(x.to(torch.float32), eps)
+        yield "the fp32 rstd", rstd, variant.rstd(x, weight, eps)
         yield "the output", out, expected
 
 
@@ -557,7 +692,7 @@ def original_output(variant, owner, weight, eps, x):
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], NO_GRADIENTS)
+    call = _call(hidden_states, weight, eps, EAGER[formula], NO_GRADIENTS, formula.fused)
     return formula.eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
@@ -572,11 +707,11 @@ def _rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula is not UNWEIGHTED))
+    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula.scale != "none"), formula.fused)
     if call is None:
-        rstd = eager_rstd(hidden_states.to(torch.float32), eps)
-        return formula.eager(hidden_states, weight, eps), rstd.contiguous()
-    out, rstd = call.with_rstd(hidden_states, weight)
+        out, rstd = formula.with_rstd(hidden_states, weight, eps)
+    else:
+        out, rstd = call.with_rstd(hidden_states, weight)
     return out, rstd.contiguous()
 
 
@@ -598,6 +733,10 @@ def _rms_norm_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, hidden_size, needs = rstd.numel(), hidden_states.shape[-1], (needs_dx, needs_dweight)
     formula, dtypes = BY_NAME[variant], (hidden_states.dtype, weight.dtype)
+    if formula.fused:
+        return rms_norm_backward.present(
+            rms_norm_backward.fused_gradients(formula, dy, hidden_states, weight, rstd, *needs), dy
+        )
     proved = (
         runs_kernels(dy.device)
         and in_domain(*dtypes, hidden_size)
@@ -610,6 +749,9 @@ def _rms_norm_backward_op(
 
 @_rms_norm_backward_op.register_fake
 def _(dy, hidden_states, weight, rstd, needs_dx, needs_dweight, variant):
+    if BY_NAME[variant].fused:
+        dx = hidden_states.new_empty(hidden_states.shape) if needs_dx else None
+        return rms_norm_backward.present((dx, None, weight.new_empty(weight.shape) if needs_dweight else None), dy)
     arguments = (dy, hidden_states, weight, rstd, needs_dx, needs_dweight)
     return rms_norm_backward.present(rms_norm_backward.formula(BY_NAME[variant], *arguments), dy)
 
@@ -633,14 +775,14 @@ _rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context
 
 
 @torch.compiler.assume_constant_result
-def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
+def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training, fused) -> Optional[str]:
     """The name of the proved variant; None if the original forward is traced.
 
     Taken at trace time, for all classes of row counts, since a graph with dynamic shapes meets them all. In training the
     operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)
-    if under_transform() or proof.code(owner) is None:
+    if under_transform() or proof.code(owner) is None or (calls_torch(owner) and not fused):
         return None
     variant = variant_of(owner, dtype, weight_dtype, device)
     if variant is None:
@@ -653,7 +795,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     return variant.name if proved else None
 
 
-def _compiled(hidden_states, weight, eps, owner):
+def _compiled(hidden_states, weight, eps, owner, fused):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
     if not hidden_states.is_cuda or hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
@@ -669,10 +811,12 @@ def _compiled(hidden_states, weight, eps, owner):
         return None
     training = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
     device_index = hidden_states.device.index or 0
-    variant = _variant_for_compile(owner, hidden_states.dtype, weight_dtype, hidden_size, device_index, training)
+    subject = (owner, hidden_states.dtype, weight_dtype, hidden_size, device_index)
+    variant = _variant_for_compile(*subject, training, fused)
     if variant is None:
         return None
     if not training:
         return _rms_norm_op(hidden_states, weight, eps, variant)
-    again = hidden_states if hidden_states.dtype == torch.float32 else None
+    two_edges = hidden_states.dtype == torch.float32 and not BY_NAME[variant].fused
+    again = hidden_states if two_edges else None
     return _rms_norm_with_rstd_op(hidden_states, again, weight, eps, variant)[0]

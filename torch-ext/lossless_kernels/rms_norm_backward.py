@@ -58,6 +58,30 @@ def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, n
     return Gradients(dx, dx_mean, dweight)
 
 
+def fused_gradients(
+    variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool
+) -> Gradients:
+    """The gradients of `F.rms_norm` from ATen's operator, on CUDA.
+
+    Args:
+        rstd: fp32, `[..., 1]`, contiguous, of the bits that ATen's forward pass would have saved.
+    """
+    weight = None if variant.scale == "none" else weight
+    shape, mask = hidden_states.shape[-1:], [needs_dx, needs_dweight]
+    dx, dweight = torch.ops.aten._fused_rms_norm_backward(dy, hidden_states, shape, rstd, weight, mask)
+    return Gradients(dx, None, dweight)
+
+
+def fused_formula(variant: Variant, dy, hidden_states, weight, eps, needs_dx: bool, needs_dweight: bool) -> Gradients:
+    """The same from autograd, which has other formulas for gradients that are differentiated in turn."""
+    needed = [tensor for tensor, need in ((hidden_states, needs_dx), (weight, needs_dweight)) if need]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        out = variant.eager(hidden_states, weight, eps)
+        gradients = iter(torch.autograd.grad(out, needed, dy, create_graph=create_graph))
+    return Gradients(next(gradients) if needs_dx else None, None, next(gradients) if needs_dweight else None)
+
+
 # The launch plan
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 
 
 def eager_rstd(h: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,15 +25,19 @@ class Variant:
         formula: as reports show it.
         scale: how the kernels' constant SCALE names the place of the weight.
         keeps_fp32: the output is fp32 whatever the activations are.
+        fused: `F.rms_norm` of tensors of one dtype: one kernel of ATen's, with a sum of its own, and another for gradients.
     """
 
     name: str
     formula: str
     scale: str
     keeps_fp32: bool = False
+    fused: bool = False
 
     def eager(self, hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float) -> torch.Tensor:
         """The formula in torch operations, one rounding each."""
+        if self.fused:
+            return F.rms_norm(hidden_states, hidden_states.shape[-1:], None if self.scale == "none" else weight, eps)
         h = hidden_states.to(torch.float32)
         normalized = h * eager_rstd(h, eps)
         if self.scale == "after_cast":
@@ -40,6 +45,21 @@ class Variant:
         if self.scale != "none":
             normalized = normalized * self.factor(weight)
         return normalized if self.keeps_fp32 else normalized.to(hidden_states.dtype)
+
+    def rstd(self, hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float) -> torch.Tensor:
+        """The fp32 statistics in `eager`, `[..., 1]`."""
+        if self.fused:
+            return self.with_rstd(hidden_states, weight, eps)[1]
+        return eager_rstd(hidden_states.to(torch.float32), eps)
+
+    def with_rstd(
+        self, hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`eager` and `rstd` at once."""
+        if self.fused:
+            weight = None if self.scale == "none" else weight
+            return torch.ops.aten._fused_rms_norm(hidden_states, hidden_states.shape[-1:], weight, eps)
+        return self.eager(hidden_states, weight, eps), self.rstd(hidden_states, weight, eps)
 
     def factor(self, weight: torch.Tensor) -> torch.Tensor:
         """What the normalised fp32 values are multiplied by."""
@@ -61,5 +81,8 @@ ONE_PLUS_WEIGHT = Variant("one_plus_weight", "((1 + weight) * n).to(dtype)", "on
 FP32_OUTPUT = Variant("fp32_output", "weight.float() * n", "fp32", keeps_fp32=True)
 UNWEIGHTED = Variant("unweighted", "n.to(dtype)", "none")
 
+FUSED = Variant("fused", "F.rms_norm", "fp32", fused=True)
+FUSED_UNWEIGHTED = Variant("fused_unweighted", "F.rms_norm without weight", "none", fused=True)
+
 WEIGHTED = (LLAMA, FP32_PRODUCT, ONE_PLUS_WEIGHT, FP32_OUTPUT)
-BY_NAME = {variant.name: variant for variant in (*WEIGHTED, UNWEIGHTED)}
+BY_NAME = {variant.name: variant for variant in (*WEIGHTED, UNWEIGHTED, FUSED, FUSED_UNWEIGHTED)}

@@ -7,8 +7,8 @@ multiplies them in fp32 by 1 + weight, "none" has no weight.
 import triton
 import triton.language as tl
 
-from .primitives import rsqrt
-from .summation import halves_sum, row_sum, sum_of_blocks, thread_sum
+from .primitives import divide, rsqrt
+from .summation import fused_sum_of_squares, halves_sum, row_sum, sum_of_blocks, thread_sum
 
 
 @triton.jit
@@ -43,14 +43,22 @@ def _normalize(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
-    """The output of the rows h, [ROWS, STEPS, COLUMNS] fp32, and their rstd, [ROWS]."""
+    """The output of the rows h, [ROWS, STEPS, COLUMNS] fp32, and their rstd, [ROWS].
+
+    With FUSED the mean is that of ATen's own kernel, and of the composition of its operations otherwise.
+    """
     if SCALE != "none":
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
-    total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-    # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
-    mean_factor = tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
-    rstd = rsqrt(total * mean_factor + eps)
+    if FUSED:
+        total = fused_sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT)
+        mean = divide(total, tl.full([ROWS], HIDDEN_SIZE, tl.float32))
+    else:
+        total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+        # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
+        mean = total * tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
+    rstd = rsqrt(mean + eps)
     out = h * rstd[:, None, None]
     if SCALE == "after_cast":
         out = out.to(input_dtype).to(tl.float32)
@@ -77,6 +85,7 @@ def rms_norm_forward(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
@@ -91,7 +100,7 @@ def rms_norm_forward(
     x = tl.load(x_ptr + (row * x_row_stride)[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
     out, rstd = _normalize(
         x.to(tl.float32), weight_ptr, column, in_row, rows, eps, x_ptr.dtype.element_ty,
-        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED,
+        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED,
     )  # fmt: skip
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
     out_offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
@@ -116,6 +125,7 @@ def add_rms_norm_forward(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
     """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -131,7 +141,7 @@ def add_rms_norm_forward(
     tl.store(sum_ptr + offset, total, mask=mask)
     out, rstd = _normalize(
         total.to(tl.float32), weight_ptr, column, in_row, rows, eps, input_dtype,
-        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED,
+        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED,
     )  # fmt: skip
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)

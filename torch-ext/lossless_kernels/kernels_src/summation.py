@@ -1,4 +1,4 @@
-"""The orders in which ATen's CUDA reductions add fp32 numbers (ATen/native/cuda/Reduce.cuh).
+"""The orders in which ATen's CUDA reductions add fp32 numbers (ATen/native/cuda/Reduce.cuh, layer_norm_kernel.cu).
 
 Every addition below has exactly two operands that the program names, so the order belongs to the program and not to the
 compiler: `tl.sum` is only ever applied to an axis of length two.
@@ -19,9 +19,17 @@ def _sum_halves(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.const
 
 
 @triton.jit
-def _sum_in_sequence(total, values, ROWS: tl.constexpr, LOG2_STEPS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_in_sequence(
+    total,
+    values,
+    ROWS: tl.constexpr,
+    LOG2_STEPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SQUARES: tl.constexpr = False,
+):
     """total [ROWS, COLUMNS], values [ROWS, STEPS, COLUMNS] -> ((total + step 0) + step 1) + ...
 
+    With SQUARES the steps are squared, and each product and sum is one FMA.
     The steps of one column are brought into one thread and taken apart there: after k splits, element j of `parts` holds
     the steps that are j modulo 2**k.
     """
@@ -36,8 +44,21 @@ def _sum_in_sequence(total, values, ROWS: tl.constexpr, LOG2_STEPS: tl.constexpr
             odd = odd + (second,)
         parts = even + odd
     for j in tl.static_range(1 << LOG2_STEPS):
-        total = total + tl.reshape(parts[j], [ROWS, COLUMNS])
+        step = tl.reshape(parts[j], [ROWS, COLUMNS])
+        if SQUARES:
+            total = tl.fma(step, step, total)
+        else:
+            total = total + step
     return total
+
+
+@triton.jit
+def _sum_of_lanes(lanes, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr):
+    """[ROWS, HEIGHT * WIDTH] -> [ROWS]. Lane t is thread (t % WIDTH, t // WIDTH) of ATen's block, which reduces along x and
+    then along y."""
+    by_x = tl.permute(tl.reshape(lanes, [ROWS, HEIGHT, WIDTH]), [0, 2, 1])
+    by_y = tl.reshape(_sum_halves(by_x, ROWS, WIDTH, HEIGHT), [ROWS, HEIGHT, 1])
+    return tl.reshape(_sum_halves(by_y, ROWS, HEIGHT, 1), [ROWS])
 
 
 @triton.jit
@@ -66,11 +87,27 @@ def row_sum(
     even, odd = tl.split(accumulators)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    lanes = ((first + second) + third) + fourth
-    # Lane t is thread (t % WIDTH, t // WIDTH) of ATen's block, which reduces along x and then along y.
-    by_x = tl.permute(tl.reshape(lanes, [ROWS, HEIGHT, WIDTH]), [0, 2, 1])
-    by_y = tl.reshape(_sum_halves(by_x, ROWS, WIDTH, HEIGHT), [ROWS, HEIGHT, 1])
-    return tl.reshape(_sum_halves(by_y, ROWS, HEIGHT, 1), [ROWS])
+    return _sum_of_lanes(((first + second) + third) + fourth, ROWS, WIDTH, HEIGHT)
+
+
+@triton.jit
+def fused_sum_of_squares(
+    values, ROWS: tl.constexpr, LOG2_STEPS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr
+):
+    """Sum of the squares of each row of a tile as ATen's own kernel for RMSNorm computes it (layer_norm_kernel.cu).
+
+    values: [ROWS, STEPS, 4 * LANES] fp32 with LANES = WIDTH * HEIGHT, in memory order and zero beyond the row's end. Lane t
+    squares the elements 4t .. 4t+3 of every step one after the other and adds each with an FMA to one accumulator.
+    Returns [ROWS] fp32.
+    """
+    STEPS: tl.constexpr = 1 << LOG2_STEPS
+    LANES: tl.constexpr = WIDTH * HEIGHT
+    by_lane = tl.permute(tl.reshape(values, [ROWS, STEPS, LANES, 4]), [0, 1, 3, 2])
+    zero = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    lanes = _sum_in_sequence(
+        zero, tl.reshape(by_lane, [ROWS, 4 * STEPS, LANES]), ROWS, LOG2_STEPS + 2, LANES, SQUARES=True
+    )
+    return _sum_of_lanes(lanes, ROWS, WIDTH, HEIGHT)
 
 
 @triton.jit
