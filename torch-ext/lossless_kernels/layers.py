@@ -75,7 +75,8 @@ class RMSNormZeroCentered(nn.Module):
 class TorchRMSNorm(nn.Module):
     """RMSNorm as `F.rms_norm` computes it, with `weight` (or None), `eps` (or None) and `normalized_shape`.
 
-    `torch.nn.RMSNorm` is replaced by it if asked to, where the last dimension alone is normalised. Gradients are computed by ATen's own operator.
+    Asked to, it replaces `torch.nn.RMSNorm` where that normalises the last dimension alone. ATen's own operator computes the
+    gradients.
     """
 
     has_backward = True
@@ -88,8 +89,8 @@ class TorchRMSNorm(nn.Module):
             weight = getattr(self, "weight", None)
         if _fused(x, weight, getattr(self, "normalized_shape", None)):
             eps = getattr(self, "eps", None)
-            # PyTorch's default, for 16 bits too.
-            eps = torch.finfo(torch.float32).eps if eps is None else eps
+            if eps is None and owner.forward is nn.RMSNorm.forward:
+                eps = torch.finfo(torch.float32).eps  # PyTorch's default, for 16 bits too.
             out = rms_norm_replacement(x, weight, eps, owner, fused=True)
             if out is not None:
                 return out
@@ -101,7 +102,7 @@ class TorchRMSNorm(nn.Module):
 def _fused(x, weight, normalized_shape) -> bool:
     """Whether `F.rms_norm` normalises the last dimension alone, in these very dtypes.
 
-    Autocast may compute it in fp32: since torch 2.12, or not at all, as before. Compiled, rows must be in the order of eager's output.
+    Autocast leaves it alone in torch 2.11 and computes it in fp32 in 2.13. Compiled, rows must be in the order of eager's output.
     """
     if not isinstance(normalized_shape, tuple) or len(normalized_shape) != 1 or not x.dim():
         return False
