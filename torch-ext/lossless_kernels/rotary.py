@@ -546,9 +546,7 @@ def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) 
     if verdict is not None:
         return verdict.chosen
     where = f"query {dtype}, cos {cos_dtype}, unsqueeze_dim {unsqueeze_dim}, in {function.__module__}"
-    candidates = {
-        variant: functools.partial(_formulas, function, variant, *key[2:]) for variant in _VARIANTS.values()
-    }
+    candidates = {variant: functools.partial(_formulas, function, variant, *key[2:]) for variant in _VARIANTS.values()}
     variant = proof.recognize(key, proof.Subject(function, device, where), candidates)
     if variant is not None:
         proof.relies(function, variant.eager)
