@@ -65,6 +65,7 @@ COMPILE = """
             "arch": arch,
             "dtype": str(dtype).removeprefix("torch."),
             "itemsize": dtype.itemsize,
+            "dtypes": [str(t.dtype) for t in tensors if t is not None],
             "num_warps": launcher.num_warps,
             "constants": launcher.constants,
             "ptx": made.asm["ptx"],
@@ -228,21 +229,30 @@ def test_rows_move_16_bytes_at_a_time(compiled):
 
 
 def test_heads_move_16_bytes_at_a_time(compiled):
-    """And meet their cos and sin in registers: nothing passes through shared memory, nobody waits."""
+    """And meet their cos and sin, if of the same dtype, in registers: nothing passes through shared memory, nobody waits.
+
+    Two 16-bit numbers are multiplied and added as such: fp32 is so much longer that its rounding in between shows nowhere.
+    """
     rotary = [entry for entry in compiled if entry["kernel"] == "rotary"]
     assert {entry["constants"]["STEP"] for entry in rotary} == {"forward", "gradient", "gradients"}
     for entry in rotary:
         for access in ("ld", "st"):
             assert entry.count(rf"{access}\.global") == entry.count(rf"{access}\.global\S*\.v4\.b32") > 0, str(entry)
-        assert not entry.count(r"(ld|st)\.shared|bar\.sync"), str(entry)
-        assert not entry.count(r"(fma|mad)\S*\.f32|\S*\.ftz"), str(entry)
+        if len(set(entry["dtypes"])) == 1:
+            assert not entry.count(r"((ld|st)\.shared|bar\.sync)"), str(entry)
+        assert not entry.count(r"((fma|mad)\S*\.f32|\S*\.ftz)"), str(entry)
+        # sm_80 has products and sums of bf16 as FMAs only: with an addend of -0, with a factor of 1 or -1.
+        constants = dict(re.findall(r"\bmov\.b32\s+(\S+), (-?\d+);", entry["ptx"]))
+        for factor, addend in re.findall(r"\bfma\.rn\.bf16x2\s\S+ \S+ (\S+), (\S+);", entry["ptx"]):
+            trivial = constants.get(addend) == "-2147450880" or constants.get(factor) in ("1065369472", "-1082081408")
+            assert trivial, str(entry)
 
 
 def test_ptxas_contracts_nothing(compiled):
     """It may make an FMA of a product and a sum unless both name their rounding."""
     for entry in compiled:
-        assert entry.count(r"(mul|add)\.rn\.f32"), str(entry)
-        assert not entry.count(r"(mul|add|sub)\.(sat\.|ftz\.)*f32"), str(entry)
+        assert entry.count(r"(mul|add)\.rn\.(f32|bf16)|fma\.rn\.bf16"), str(entry)
+        assert not entry.count(r"(mul|add|sub)\.(sat\.|ftz\.)*(f32|bf16)"), str(entry)
 
 
 def test_no_sum_crosses_warps_numbered_in_turn(rms_norm):

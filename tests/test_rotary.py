@@ -24,7 +24,7 @@ from transformers.models.olmo2 import modeling_olmo2
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.float32, torch.float16) + (torch.bfloat16,) * GPU
-EACH = 300 if GPU else 25
+EACH = 300 if GPU else 12
 
 LLAMA = type(modeling_llama.apply_rotary_pos_emb).forward
 OLMO2 = type(modeling_olmo2.apply_rotary_pos_emb).forward

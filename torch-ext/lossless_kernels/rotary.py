@@ -160,6 +160,7 @@ _VARIANTS = {variant.name: variant for variant in (PLAIN, WIDENED)}
 # Bytes of a half of its heads that a program's warp reads: 16 for each thread, twice (H200).
 _BYTES_PER_WARP = 1024
 _MIN_HEADS_PER_PROGRAM = 8
+_MAX_HEADS_PER_PROGRAM = 16
 _MAX_HEAD_DIM = 1024
 # Of CUDA's grid, along x.
 _MAX_PROGRAMS = (1 << 31) - 1
@@ -176,7 +177,8 @@ class Plan:
 def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
     """The plan for heads of this size; `dtype` is that of what is read."""
     half = 1 << (head_dim // 2 - 1).bit_length()
-    heads = max(_BYTES_PER_WARP // (half * dtype.itemsize), _MIN_HEADS_PER_PROGRAM)
+    heads = _BYTES_PER_WARP // (half * dtype.itemsize)
+    heads = min(max(heads, _MIN_HEADS_PER_PROGRAM), _MAX_HEADS_PER_PROGRAM)
     return Plan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
 
 
