@@ -11,7 +11,7 @@ from torch import empty_like, is_autocast_enabled, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof
+from . import launch, plans, proof
 from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
@@ -239,17 +239,28 @@ def _is_widened(activation, input) -> bool:
 # Calls
 
 
-_BLOCK = 1024
 # Of CUDA's grid, along x.
 _MAX_PROGRAMS = (1 << 31) - 1
-_NUM_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many elements a program takes, with how many warps."""
+
+    block: int = 1024
+    num_warps: int = 4
+
+
+def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:
+    """The tuned plan for an activation or its "_backward", or the default one."""
+    return Plan(**(plans.tuned(gpu, op, None, 1, element_size) or {}))
 
 
 @functools.cache
-def _launcher(kernel, activation, dtype, unit, device) -> launch.Launcher:
+def _launcher(kernel, activation, dtype, unit, plan: Plan, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": _BLOCK}
-    return launch.Launcher(kernel, constants, _NUM_WARPS, device)
+    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": plan.block}
+    return launch.Launcher(kernel, constants, plan.num_warps, device)
 
 
 def _unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
@@ -260,16 +271,18 @@ def _unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
 def _forward(activation, dtype, rows, columns, row_stride, device: torch.device) -> launch.Launch:
     """The launch of the forward kernel, to be called with input and out."""
     unit = _unit(columns, row_stride, dtype)
-    blocks_per_row = -(-columns // _BLOCK)
-    launcher = _launcher(activation_forward, activation, dtype, unit, device.index or 0)
+    plan = launch_plan(activation.name, dtype.itemsize, plans.gpu(device))
+    blocks_per_row = -(-columns // plan.block)
+    launcher = _launcher(activation_forward, activation, dtype, unit, plan, device.index or 0)
     return launcher.bind(rows * blocks_per_row, columns // unit, row_stride // unit, blocks_per_row)
 
 
 def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
     """The launch of the backward kernel, to be called with dy, input and its gradients, all dense and alike."""
     unit = _unit(numel, numel, dtype)
-    launcher = _launcher(activation_backward, activation, dtype, unit, device.index or 0)
-    return launcher.bind(-(-numel // _BLOCK), numel // unit)
+    plan = launch_plan(f"{activation.name}_backward", dtype.itemsize, plans.gpu(device))
+    launcher = _launcher(activation_backward, activation, dtype, unit, plan, device.index or 0)
+    return launcher.bind(-(-numel // plan.block), numel // unit)
 
 
 class _Call:
@@ -393,7 +406,8 @@ def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     unit = _unit(columns, row_stride, x.dtype)
-    if rows * -(-columns // _BLOCK) > _MAX_PROGRAMS:
+    block = launch_plan(activation.name, x.dtype.itemsize, plans.gpu(x.device)).block
+    if rows * -(-columns // block) > _MAX_PROGRAMS:
         return None
     if not same_order or not _proved(subject, activation, x.dtype, unit, x.device):
         return None

@@ -10,7 +10,7 @@ from torch import empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof, rms_norm_backward
+from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
@@ -114,8 +114,23 @@ _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 
 
-def launch_plan(rows: int, hidden_size: int) -> Plan:
-    """The plan for `rows` rows; rows of one `row_class` share it."""
+def launch_plan(rows: int, hidden_size: int, element_size: int = 2, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:
+    """The plan for `rows` rows: the tuned one, or `default_plan` where there is none.
+
+    Args:
+        element_size: bytes of an element of the activations.
+    """
+    tuned = plans.tuned(gpu, "rms_norm", hidden_size, rows, element_size)
+    return default_plan(rows, hidden_size) if tuned is None else Plan(**tuned)
+
+
+def planned_rows(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
+    """The fewest rows of every `row_class` and plan: a proof for each is a proof for any number of rows."""
+    return tuple(sorted({*ROW_CLASSES, *plans.turning_points(gpu, "rms_norm", hidden_size, element_size)}))
+
+
+def default_plan(rows: int, hidden_size: int) -> Plan:
+    """A sound plan for any GPU; rows of one `row_class` share it."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
@@ -125,10 +140,9 @@ def launch_plan(rows: int, hidden_size: int) -> Plan:
 
 @functools.cache
 def _forward_launcher(
-    scale, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, device
+    scale, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, plan: Plan, device
 ) -> launch.Launcher:
     """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
-    plan = launch_plan(rows, hidden_size)
     order = row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,
@@ -149,12 +163,18 @@ def _stride_unit(row_stride: int, dtype: torch.dtype) -> int:
 
 
 def _forward(
-    variant, dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False
+    variant, dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False, plan=None
 ) -> launch.Launch:
-    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd."""
+    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd.
+
+    Args:
+        plan: another one than that for `rows`: a proof runs the very kernel of a larger call.
+    """
+    if plan is None:
+        plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
     unit = _stride_unit(row_stride, dtype)
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
-    launcher = _forward_launcher(variant.scale, *dtypes, hidden_size, row_class(rows), unit, device.index or 0)
+    launcher = _forward_launcher(variant.scale, *dtypes, hidden_size, row_class(rows), unit, plan, device.index or 0)
     blocks = -(-rows // launcher.constants["ROWS"])
     return launcher.bind(blocks, rows, row_stride // unit, int(store_rstd), eps)
 
@@ -401,19 +421,20 @@ def _subject(variant, owner, device, dtype, weight_dtype, hidden_size, rows, wha
 
 def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
     """Whether the forward kernel for such rows has proved to return the bits of `owner.forward`."""
+    plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
     rows = row_class(rows)
     unit = _stride_unit(row_stride, dtype)
-    key = ("rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, device)
+    key = ("rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, plan, device)
     subject = _subject(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
     # Rows of the same alignment, with elements in between that must not count.
     row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device)
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan)
     return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
 
 
 def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
     """Whether the backward kernels for such rows have proved to return the bits of autograd through `owner.forward`."""
-    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs))
+    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize)
     shared = row_class(rows)
     key = (
         "rms_norm gradients",
@@ -438,12 +459,13 @@ _PROOF_ROWS = 128
 _PROOF_EPS = 0.0123
 
 
-def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device):
+def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan=None):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = (1, _PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-_PROOF_ROWS // rows), rows)
     eps = _PROOF_EPS
-    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
+    where = (hidden_size, rows, row_stride, device)
+    forward = _forward(variant, dtype, weight_dtype, *where, eps, store_rstd=True, plan=plan)
     for _ in range(calls):
         x = make(rows, row_stride).to(dtype)[:, :hidden_size]
         weight = _random_weight(variant, make, hidden_size, weight_dtype)
@@ -625,7 +647,7 @@ _rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context
 def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
     """The name of the proved variant; None if the original forward is traced.
 
-    Taken at trace time, for all classes of row counts, since a graph with dynamic shapes meets them all. In training the
+    Taken at trace time, for all classes of row counts and plans, since a graph with dynamic shapes meets them all. In training the
     operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)
@@ -636,7 +658,8 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
         return None
     subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
     needs = (True, weight_dtype is not None)
-    proved = all(_proved(*subject, rows, hidden_size, device) for rows in ROW_CLASSES) and (
+    all_rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
+    proved = all(_proved(*subject, rows, hidden_size, device) for rows in all_rows) and (
         not training or _gradients_proved(*subject, ROW_CLASSES[-1], device, needs)
     )
     return variant.name if proved else None
