@@ -6,6 +6,7 @@ from .mapping import kernel_mapping
 from .proof import LosslessProofError
 from .report import replacement_report
 from .rms_norm import rms_norm
+from .warmup import warmup
 
 __all__ = [
     "LosslessProofError",
@@ -18,4 +19,5 @@ __all__ = [
     "replacement_report",
     "rms_norm",
     "silu",
+    "warmup",
 ]

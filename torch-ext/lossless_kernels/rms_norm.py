@@ -129,6 +129,28 @@ def planned_rows(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[i
     return tuple(sorted({*ROW_CLASSES, *plans.turning_points(gpu, "rms_norm", hidden_size, element_size)}))
 
 
+# Fewer rows than a training step has, and more than one makes another plan for.
+_LEAST_TRAINING_ROWS, _MOST_TRAINING_ROWS = 16, 1 << 17
+
+
+def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, both: bool) -> tuple[int, ...]:
+    """The fewest rows, from 16 on, of everything that forward and backward kernels of training are proved for apart.
+
+    Args:
+        both: whether the weight's gradient is needed as well as the input's.
+    """
+    gpu, size = plans.gpu(device), dtype.itemsize
+    turns = plans.turning_points(gpu, "rms_norm", hidden_size, size)
+    turns |= plans.turning_points(gpu, "rms_norm_backward", hidden_size, size)
+    powers = (1 << power for power in range(_MOST_TRAINING_ROWS.bit_length()))
+    found = {}
+    for rows in sorted({*powers, *turns}):
+        if _LEAST_TRAINING_ROWS <= rows <= _MOST_TRAINING_ROWS:
+            backward = rms_norm_backward.proof_class(rows, hidden_size, device, both, size)
+            found.setdefault((launch_plan(rows, hidden_size, size, gpu), backward), rows)
+    return tuple(found.values())
+
+
 def default_plan(rows: int, hidden_size: int) -> Plan:
     """A sound plan for any GPU; rows of one `row_class` share it."""
     order = row_reduction(rows, hidden_size)
