@@ -9,6 +9,7 @@ from .proof import LosslessProofError
 from .report import replacement_report
 from .rms_norm import rms_norm
 from .rotary import apply_rotary_pos_emb
+from .warmup import warmup
 
 __all__ = [
     "LosslessProofError",
@@ -26,4 +27,5 @@ __all__ = [
     "rms_norm",
     "silu",
     "silu_and_mul",
+    "warmup",
 ]

@@ -11,7 +11,7 @@ from torch import empty_like, is_autocast_enabled, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof
+from . import launch, plans, proof
 from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
@@ -240,15 +240,29 @@ def _is_widened(activation, input) -> bool:
 
 
 BLOCK = 1024
+NUM_WARPS = 4
 # Of CUDA's grid, along x.
 MAX_PROGRAMS = (1 << 31) - 1
-NUM_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many elements a program takes, with how many warps."""
+
+    block: int = BLOCK
+    num_warps: int = NUM_WARPS
+
+
+def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:
+    """The tuned plan for an activation or its "_backward", or the default one."""
+    return Plan(**(plans.tuned(gpu, op, None, 1, element_size) or {}))
 
 
 @functools.cache
-def _launcher(kernel, activation, dtype, kind, device) -> launch.Launcher:
+def _launcher(kernel, activation, dtype, kind, plan: Plan, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    return launch.Launcher(kernel, {"ACTIVATION": activation.name, **dict(kind), "BLOCK": BLOCK}, NUM_WARPS, device)
+    constants = {"ACTIVATION": activation.name, **dict(kind), "BLOCK": plan.block}
+    return launch.Launcher(kernel, constants, plan.num_warps, device)
 
 
 def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
@@ -259,17 +273,19 @@ def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
 def _forward(activation, dtype, rows, columns, row_stride, device: torch.device) -> launch.Launch:
     """The launch of the forward kernel, to be called with input and out."""
     unit = access_unit(columns, row_stride, dtype)
-    blocks_per_row = -(-columns // BLOCK)
+    plan = launch_plan(activation.name, dtype.itemsize, plans.gpu(device))
+    blocks_per_row = -(-columns // plan.block)
     kind = ("ONE_ROW", rows == 1), ("UNIT", unit)
-    launcher = _launcher(activation_forward, activation, dtype, kind, device.index or 0)
+    launcher = _launcher(activation_forward, activation, dtype, kind, plan, device.index or 0)
     return launcher.bind(rows * blocks_per_row, columns // unit, row_stride // unit, blocks_per_row)
 
 
 def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
     """The launch of the backward kernel, to be called with dy, input and its gradients, all dense and alike."""
     unit = access_unit(numel, numel, dtype)
-    launcher = _launcher(activation_backward, activation, dtype, (("UNIT", unit),), device.index or 0)
-    return launcher.bind(-(-numel // BLOCK), numel // unit)
+    plan = launch_plan(f"{activation.name}_backward", dtype.itemsize, plans.gpu(device))
+    launcher = _launcher(activation_backward, activation, dtype, (("UNIT", unit),), plan, device.index or 0)
+    return launcher.bind(-(-numel // plan.block), numel // unit)
 
 
 class _Call:
@@ -393,7 +409,8 @@ def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     kind = rows == 1, access_unit(columns, row_stride, x.dtype)
-    if rows * -(-columns // BLOCK) > MAX_PROGRAMS:
+    block = launch_plan(activation.name, x.dtype.itemsize, plans.gpu(x.device)).block
+    if rows * -(-columns // block) > MAX_PROGRAMS:
         return None
     if not same_order or not _proved(subject, activation, x.dtype, kind, x.device):
         return None

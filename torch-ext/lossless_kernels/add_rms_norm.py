@@ -20,9 +20,9 @@ from .rms_norm import (
     PROOF_EPS,
     PROOF_ROWS,
     check_arguments,
+    default_plan,
     gradients_proved,
     in_domain,
-    launch_plan,
     original_output,
     random_weight,
     subject_of,
@@ -82,7 +82,7 @@ def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[to
 
 @functools.cache
 def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, device) -> launch.Launcher:
-    plan = launch_plan(rows, hidden_size)
+    plan = default_plan(rows, hidden_size)
     order = row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,

@@ -94,8 +94,10 @@ _MAX_CALLS = 4096
 def remember(calls: dict, key, call):
     """Puts what a call resolved to into the family's table and returns it.
 
-    A refusal inside a CUDA graph's capture is not kept: a proof could not run there.
+    A refusal inside a CUDA graph's capture is not kept: a proof could not run there. Nor is what nothing was proved for.
     """
+    if launch.is_asking():
+        return call
     if call is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None
     if len(calls) >= _MAX_CALLS:

@@ -4,9 +4,14 @@ Triton's own call binds, specialises and looks up on every launch, which costs 1
 costs 7 to 9 (H200). So the first call goes through Triton, and later ones through the launcher of the kernel it compiled.
 """
 
+import contextlib
 import functools
 import operator
+import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,8 +35,53 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # Spent in Triton's own calls, nearly all of it on compiling.
 seconds_compiling = 0.0
 
+# What this thread would launch, while it only asks what there is to compile.
+_asked = threading.local()
+
 if _KNOWN_INTERFACE:
     _enter_hooks = triton.knobs.runtime.launch_enter_hook
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What a first launch has Triton compile; by itself it can be done in any thread, and before the launch.
+
+    Args:
+        dtypes: of the tensors, which are aligned.
+        scalars: of their types; kernels are not specialised on the values.
+    """
+
+    kernel: Any
+    constants: tuple
+    num_warps: int
+    device: int
+    dtypes: tuple
+    scalars: tuple = field(compare=False)
+
+    def __call__(self) -> None:
+        """Compiles, so that Triton's own call finds the kernel in its tables and, in another process, on the disk."""
+        if INTERPRETED:
+            return
+        options = {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        with torch.cuda.device(self.device):
+            self.kernel.warmup(*self.dtypes, *self.scalars, grid=(1,), **dict(self.constants), **options)
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[dict]:
+    """While it lasts, kernels that this thread would launch for the first time are put into the dictionary instead.
+
+    What they should have written is not: calls must not be remembered and nothing be concluded from their results.
+    """
+    _asked.found = {}
+    try:
+        yield _asked.found
+    finally:
+        del _asked.found
+
+
+def is_asking() -> bool:
+    return hasattr(_asked, "found")
 
 
 class Launcher:
@@ -68,6 +118,12 @@ class Launcher:
         device = tensors[0].device
         left_out = len(self.kernel.arg_names) - len(self.constants) - len(scalars) - len(tensors)
         tensors = [*tensors, *(torch.empty(1, dtype=torch.float32, device=device) for _ in range(left_out))]
+        if is_asking():
+            dtypes = tuple(tensor.dtype for tensor in tensors)
+            constants = tuple(self.constants.items())
+            compilation = Compilation(self.kernel, constants, self.num_warps, self.device, dtypes, scalars)
+            _asked.found[compilation] = compilation
+            return
         if INTERPRETED:
             self.kernel[(blocks,)](*tensors, *scalars, **self.constants)
             return

@@ -175,7 +175,7 @@ def admits(key: Hashable, subject: Subject, comparisons: Comparisons) -> bool:
     """
     verdict = _verdicts.get(key)
     if verdict is None:
-        if policy() == "off":
+        if policy() == "off" or launch.is_asking():
             return True
         verdict = _judge(key, subject, {subject.formula: comparisons})
     return bool(verdict)

@@ -5,6 +5,7 @@ import textwrap
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Callable, Optional
 
 import torch
 
@@ -128,14 +129,23 @@ def _functions(module) -> list:
     return [next((each for each in namespace if type(each) is type(function)), function) for function in attached]
 
 
-def _source(module) -> str:
-    """The Python module of the forward that is bound onto this very module; empty if it is its class's own."""
+def _bound(module) -> Optional[Callable]:
+    """The forward, as a function, that is bound onto this very module; None if it is its class's own."""
     # accelerate's hooks wrap the forward that was there.
     forward = vars(module).get("_old_forward", vars(module).get("forward"))
-    function = getattr(forward, "__func__", forward)
-    if function is type(module).forward:  # Where there is no kernel, kernelize binds that.
-        return ""
-    return getattr(function, "__module__", "") if hasattr(forward, "__func__") else ""
+    function = getattr(forward, "__func__", None)
+    # Where there is no kernel, kernelize binds the class's.
+    return None if function is type(module).forward else function
+
+
+def _source(module) -> str:
+    """The Python module of the bound forward; empty if there is none."""
+    return getattr(_bound(module), "__module__", "")
+
+
+def replaced(module) -> Optional[Callable]:
+    """The forward of this package that is bound onto the module; None if there is none."""
+    return _bound(module) if _source(module).split(".")[0] == _PACKAGE.split(".")[0] else None
 
 
 def _layer_report(layer, source, count) -> LayerReport:
@@ -151,7 +161,8 @@ def _layer_report(layer, source, count) -> LayerReport:
     verdicts, outside = proof.known(original)
     admitted = [verdict.subject for verdict in verdicts if verdict and verdict.subject.formula]
     entry.formulas = sorted({subject.formula for subject in admitted})
-    entry.proved = [f"{subject.device}, {subject.where}" for subject in admitted]
+    # Of one class of row counts there may be several plans, each proved.
+    entry.proved = list(dict.fromkeys(f"{subject.device}, {subject.where}" for subject in admitted))
     entry.reasons = [f"{verdict.subject.where}: {verdict.reason}" for verdict in verdicts if not verdict]
     entry.reasons += outside
     if admitted:

@@ -10,7 +10,7 @@ from torch import empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof, rms_norm_backward
+from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
@@ -121,8 +121,45 @@ _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 
 
-def launch_plan(rows: int, hidden_size: int) -> Plan:
-    """The plan for `rows` rows; rows of one `row_class` share it."""
+def launch_plan(rows: int, hidden_size: int, element_size: int = 2, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:
+    """The plan for `rows` rows: the tuned one, or `default_plan` where there is none.
+
+    Args:
+        element_size: bytes of an element of the activations.
+    """
+    tuned = plans.tuned(gpu, "rms_norm", hidden_size, rows, element_size)
+    return default_plan(rows, hidden_size) if tuned is None else Plan(**tuned)
+
+
+def planned_rows(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
+    """The fewest rows of every `row_class` and plan: a proof for each is a proof for any number of rows."""
+    return tuple(sorted({*ROW_CLASSES, *plans.turning_points(gpu, "rms_norm", hidden_size, element_size)}))
+
+
+# Fewer rows than a training step has, and more than one makes another plan for.
+_LEAST_TRAINING_ROWS, _MOST_TRAINING_ROWS = 16, 1 << 17
+
+
+def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, both: bool) -> tuple[int, ...]:
+    """The fewest rows, from 16 on, of everything that forward and backward kernels of training are proved for apart.
+
+    Args:
+        both: whether the weight's gradient is needed as well as the input's.
+    """
+    gpu, size = plans.gpu(device), dtype.itemsize
+    turns = plans.turning_points(gpu, "rms_norm", hidden_size, size)
+    turns |= plans.turning_points(gpu, "rms_norm_backward", hidden_size, size)
+    powers = (1 << power for power in range(_MOST_TRAINING_ROWS.bit_length()))
+    found = {}
+    for rows in sorted({*powers, *turns}):
+        if _LEAST_TRAINING_ROWS <= rows <= _MOST_TRAINING_ROWS:
+            backward = rms_norm_backward.proof_class(rows, hidden_size, device, both, size)
+            found.setdefault((launch_plan(rows, hidden_size, size, gpu), backward), rows)
+    return tuple(found.values())
+
+
+def default_plan(rows: int, hidden_size: int) -> Plan:
+    """A sound plan for any GPU; rows of one `row_class` share it."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
@@ -139,15 +176,18 @@ def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
     return Plan(rows_per_program, max(threads // 32, 1))
 
 
+def _plan(variant: Variant, dtype: torch.dtype, hidden_size: int, rows: int, device: torch.device) -> Plan:
+    if variant.fused:
+        return fused_launch_plan(rows, hidden_size, dtype)
+    return launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
+
+
 @functools.cache
 def _forward_launcher(
-    scale, fused, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, device
+    scale, fused, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, plan: Plan, device
 ) -> launch.Launcher:
     """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
-    if fused:
-        plan, order = fused_launch_plan(rows, hidden_size, dtype), fused_row_reduction(hidden_size)
-    else:
-        plan, order = launch_plan(rows, hidden_size), row_reduction(rows, hidden_size)
+    order = fused_row_reduction(hidden_size) if fused else row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
@@ -168,12 +208,18 @@ def _stride_unit(row_stride: int, dtype: torch.dtype) -> int:
 
 
 def _forward(
-    variant, dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False
+    variant, dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False, plan=None
 ) -> launch.Launch:
-    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd."""
+    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd.
+
+    Args:
+        plan: another one than that for `rows`: a proof runs the very kernel of a larger call.
+    """
+    if plan is None:
+        plan = _plan(variant, dtype, hidden_size, rows, device)
     unit = _stride_unit(row_stride, dtype)
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
-    arguments = (variant.scale, variant.fused, *dtypes, hidden_size, row_class(rows), unit, device.index or 0)
+    arguments = (variant.scale, variant.fused, *dtypes, hidden_size, row_class(rows), unit, plan, device.index or 0)
     launcher = _forward_launcher(*arguments)
     blocks = -(-rows // launcher.constants["ROWS"])
     return launcher.bind(blocks, rows, row_stride // unit, int(store_rstd), eps)
@@ -510,13 +556,14 @@ def subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, w
 
 def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
     """Whether the forward kernel for such rows has proved to return the bits of `owner.forward`."""
+    plan = _plan(variant, dtype, hidden_size, rows, device)
     rows = row_class(rows)
     unit = _stride_unit(row_stride, dtype)
-    key = ("rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, device)
+    key = ("rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, plan, device)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
     # Rows of the same alignment, with elements in between that must not count.
     row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device)
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan)
     return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
 
 
@@ -529,7 +576,7 @@ def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, dev
     if variant.fused:
         return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
     edges = edges or rms_norm_backward.edges_of(dtype)
-    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs))
+    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize)
     shared = row_class(rows)
     key = (
         "rms_norm gradients",
@@ -585,7 +632,7 @@ PROOF_ROWS = 128
 PROOF_EPS = 0.0123
 
 
-def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device):
+def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan=None):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-PROOF_ROWS // rows), rows)
@@ -778,7 +825,7 @@ _rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context
 def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training, fused) -> Optional[str]:
     """The name of the proved variant; None if the original forward is traced.
 
-    Taken at trace time, for all classes of row counts, since a graph with dynamic shapes meets them all. In training the
+    Taken at trace time, for all classes of row counts and plans, since a graph with dynamic shapes meets them all. In training the
     operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)

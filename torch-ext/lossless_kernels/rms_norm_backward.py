@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from . import launch, proof
+from . import launch, plans, proof
 from .domain import UNSEEN, are_plain, remember
 from .layout import contiguous_strides, row_levels, rows_in_memory
 from .reduce_config import ColumnReduction, column_reduction, row_class, row_reduction, split_rows
@@ -90,12 +90,19 @@ class Plan:
     """How the backward kernels are launched.
 
     Fused, one kernel walks the rows of a block of ATen's reduction over rows and computes dx on the way. Otherwise dx has a
-    program for every `rows_per_program` rows, and a kernel of its own sums the chains.
+    program for every `rows_per_program` rows, and a kernel of its own sums the chains, `chain_columns` columns a program
+    and `chain_stages` steps of its loop under way. The last kernel sums what is left over.
     """
 
     fused: bool
     rows_per_program: int
     num_warps: int
+    chain_columns: int = 64
+    chain_stages: int = 1
+    chain_warps: int = 4
+    sum_columns: int = 32
+    sum_log2_steps: int = 4
+    sum_warps: int = 4
 
 
 # Beyond this tile the sums of a chain leave the registers (H200).
@@ -103,15 +110,32 @@ _MAX_FUSED_TILE = 8192
 _ELEMENTS_PER_THREAD = 32
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
-_CHAIN_COLUMNS = 64
-_CHAIN_WARPS = 4
-_SUM_COLUMNS = 32
-_SUM_LOG2_STEPS = 4
-_SUM_WARPS = 4
 
 
-def launch_plan(rows: int, hidden_size: int, columns: Optional[ColumnReduction], multiprocessors: int) -> Plan:
-    """The plan for `rows` rows. `columns` is the order of dweight's sum, None if not both gradients are needed."""
+def launch_plan(
+    rows: int,
+    hidden_size: int,
+    columns: Optional[ColumnReduction],
+    multiprocessors: int,
+    element_size: int = 2,
+    gpu: plans.Gpu = plans.UNKNOWN,
+) -> Plan:
+    """The plan for `rows` rows: the tuned one, or `default_plan` where there is none that fits.
+
+    Args:
+        columns: the order of dweight's sum, None if not both gradients are needed.
+        element_size: bytes of an element of the activations.
+    """
+    tuned = plans.tuned(gpu, "rms_norm_backward", hidden_size, rows, element_size)
+    if tuned is not None:
+        plan = Plan(**tuned)
+        if not plan.fused or (columns is not None and plan.rows_per_program <= columns.height):
+            return plan
+    return default_plan(rows, hidden_size, columns, multiprocessors)
+
+
+def default_plan(rows: int, hidden_size: int, columns: Optional[ColumnReduction], multiprocessors: int) -> Plan:
+    """A sound plan for any GPU; the arguments are those of `launch_plan`."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
@@ -125,7 +149,9 @@ def launch_plan(rows: int, hidden_size: int, columns: Optional[ColumnReduction],
     return Plan(fused, rows_per_program, warps)
 
 
-def proof_class(rows: int, hidden_size: int, device: torch.device, both: bool) -> tuple[int, Plan]:
+def proof_class(
+    rows: int, hidden_size: int, device: torch.device, both: bool, element_size: int = 2
+) -> tuple[int, Plan]:
     """The fewest rows whose chains are shared and combined as those of `rows` rows are, and the plan of `rows` rows.
 
     Args:
@@ -137,7 +163,8 @@ def proof_class(rows: int, hidden_size: int, device: torch.device, both: bool) -
     while True:
         found = column_reduction(least, hidden_size, *gpu)
         if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
-            return least, launch_plan(rows, hidden_size, columns if both else None, gpu[0])
+            planned = columns if both else None
+            return least, launch_plan(rows, hidden_size, planned, gpu[0], element_size, plans.gpu(device))
         least *= 2
 
 
@@ -172,28 +199,29 @@ def _backward_launcher(
 
 
 @functools.cache
-def _sum_chains_launcher(scale, dtypes, hidden_size, unit, levels, threads, device) -> launch.Launcher:
+def _sum_chains_launcher(scale, dtypes, hidden_size, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
     constants = {
         "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
         "STRIDE_UNIT": unit,
         "LEVELS": levels,
         "THREADS": threads,
-        "COLUMNS": _CHAIN_COLUMNS,
+        "COLUMNS": plan.chain_columns,
+        "STAGES": plan.chain_stages,
     }
-    return launch.Launcher(rms_norm_sum_chains, constants, _CHAIN_WARPS, device)
+    return launch.Launcher(rms_norm_sum_chains, constants, plan.chain_warps, device)
 
 
 @functools.cache
-def _sum_blocks_launcher(weight_dtype, hidden_size, parts, threads, device) -> launch.Launcher:
+def _sum_blocks_launcher(weight_dtype, hidden_size, parts, plan: Plan, threads, device) -> launch.Launcher:
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "PARTS": parts,
         "THREADS": threads,
-        "COLUMNS": _SUM_COLUMNS,
-        "LOG2_STEPS": _SUM_LOG2_STEPS,
+        "COLUMNS": plan.sum_columns,
+        "LOG2_STEPS": plan.sum_log2_steps,
     }
-    return launch.Launcher(rms_norm_sum_blocks, constants, _SUM_WARPS, device)
+    return launch.Launcher(rms_norm_sum_blocks, constants, plan.sum_warps, device)
 
 
 @functools.cache
@@ -338,11 +366,12 @@ def resolve(
     ranges = split_rows(rows, hidden_size, product_size)
     for index, (first_row, count) in enumerate(ranges):
         columns = column_reduction(count, hidden_size, multiprocessors, threads)
-        planned_rows = count if like_rows is None else like_rows
+        # Of all parts the plan that the whole has been proved with.
+        planned_rows = rows if like_rows is None else like_rows
         planned = None
         if needs_dx and needs_dweight:
             planned = column_reduction(planned_rows, hidden_size, multiprocessors, threads)
-        plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors)
+        plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors, x.dtype.itemsize, plans.gpu(x.device))
         dx = sum_chains = sum_blocks = None
         left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:
@@ -358,13 +387,13 @@ def resolve(
             most_sums = max(most_sums, columns.blocks * left)
             if not plan.fused:
                 launcher = _sum_chains_launcher(
-                    variant.scale, dtypes, hidden_size, unit, levels, columns.height, device
+                    variant.scale, dtypes, hidden_size, unit, levels, plan, columns.height, device
                 )
-                programs = columns.blocks * -(-hidden_size // _CHAIN_COLUMNS)
+                programs = columns.blocks * -(-hidden_size // plan.chain_columns)
                 sum_chains = launcher.bind(programs, first_row, count, columns.blocks, *walk)
-            launcher = _sum_blocks_launcher(weight.dtype, hidden_size, left, columns.height, device)
+            launcher = _sum_blocks_launcher(weight.dtype, hidden_size, left, plan, columns.height, device)
             store_sum = statistics or index + 1 < len(ranges)
-            programs = -(-hidden_size // _SUM_COLUMNS)
+            programs = -(-hidden_size // plan.sum_columns)
             sum_blocks = launcher.bind(programs, columns.blocks, int(index > 0), int(store_sum))
         parts.append(_Part(dx, sum_chains, sum_blocks))
     return Backward(
@@ -450,7 +479,7 @@ def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, jo
         if found is not None and joined:
             found = _joined(found, None)
         ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
-        if found is not None and not ordinary and proof.policy() != "off":
+        if found is not None and not ordinary and proof.policy() != "off" and not launch.is_asking():
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return in_torch()
             expected = in_torch()

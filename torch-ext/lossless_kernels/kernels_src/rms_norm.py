@@ -384,10 +384,11 @@ def rms_norm_sum_chains(
     LEVELS: tl.constexpr,
     THREADS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The sums of dweight's chains alone: a block of ATen's reduction over rows and COLUMNS columns a program.
 
-    block: [blocks, HIDDEN_SIZE] fp32.
+    block: [blocks, HIDDEN_SIZE] fp32. Rows of STAGES steps are on their way at a time.
     """
     column_blocks: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0).to(tl.int64)
@@ -400,7 +401,7 @@ def rms_norm_sum_chains(
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
     chains = tl.zeros([4 * THREADS, 1, COLUMNS], dtype=tl.float32)
-    for start in range(0, rows, 4 * THREADS * blocks):
+    for start in tl.range(0, rows, 4 * THREADS * blocks, num_stages=STAGES):
         dy, x, rstd = _load_rows(
             dy_ptr, x_ptr, rstd_ptr, first_row + start + chain, start + chain < rows, column[None, :], in_row[None, :],
             inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride,

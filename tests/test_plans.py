@@ -1,0 +1,210 @@
+"""Launch plans as data: the files that ship are valid, wrong ones are named, and a plan is chosen by what it is for."""
+
+import importlib
+import itertools
+import json
+
+import pytest
+import torch
+from bits import assert_bits_equal
+from conftest import ROOT
+
+FILES = sorted((ROOT / "torch-ext/lossless_kernels/plans").glob("*.json"))
+
+
+@pytest.fixture
+def module(kernel):
+    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+
+
+@pytest.fixture
+def plans(module):
+    return module("plans")
+
+
+ENTRY = {
+    "op": "rms_norm",
+    "hidden_size": 128,
+    "element_size": 2,
+    "least_rows": 16,
+    "most_rows": 99,
+    "plan": {"rows_per_program": 8, "num_warps": 2},
+    "measured": {"shape": [64, 128], "ms": 0.1, "default_ms": 0.2},
+}
+FOUND = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "date": "e", "command": "f"}
+
+
+@pytest.fixture
+def write(plans, tmp_path, monkeypatch):
+    """write(*entries, **file): a folder with these plans alone, in use until the test ends. Returns the file."""
+    monkeypatch.setattr(plans, "FOLDER", tmp_path)
+
+    def write(*entries, **changes):
+        path = tmp_path / "plans.json"
+        path.write_text(json.dumps({"compute_capability": 9, "found": FOUND, "plans": entries, **changes}))
+        plans._entries.cache_clear()
+        return path
+
+    yield write
+    plans._entries.cache_clear()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_files_that_ship_are_valid_and_say_how_they_were_found(plans, path):
+    capability, found, entries = plans.read(path)
+    assert all(found.values()) and entries
+    for entry in entries:
+        gpu = plans.Gpu("the tuned one", capability, 132)
+        assert plans.tuned(gpu, *entry.kind[:2], entry.least_rows, entry.element_size) == entry.plan
+
+
+def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
+    assert FILES
+    for capability, expected in ((9, True), (8, False), (10, False), (None, False)):
+        gpu = plans.Gpu("GPU", capability, 132)
+        assert bool(plans.turning_points(gpu, "rms_norm", 4096, 2)) is expected
+
+
+def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
+    write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, "plan": {"rows_per_program": 4, "num_warps": 1}})
+    rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132)
+    default = rms_norm.default_plan(16, 128)
+    first, second = rms_norm.Plan(8, 2), rms_norm.Plan(4, 1)
+    assert default not in (first, second)
+    for rows, hidden_size, element_size, gpu, expected in (
+        (15, 128, 2, hopper, rms_norm.default_plan(15, 128)),
+        (16, 128, 2, hopper, first),
+        (99, 128, 2, hopper, first),
+        (100, 128, 2, hopper, second),
+        (1 << 40, 128, 2, hopper, second),
+        (16, 128, 4, hopper, default),
+        (16, 256, 2, hopper, rms_norm.default_plan(16, 256)),
+        (16, 128, 2, plans.Gpu("GPU", 8, 132), default),
+        (16, 128, 2, plans.UNKNOWN, default),
+    ):
+        assert rms_norm.launch_plan(rows, hidden_size, element_size, gpu) == expected
+    assert rms_norm.planned_rows(128, 2, hopper) == (1, 2, 4, 8, 16, 100)
+    assert rms_norm.planned_rows(128, 2, plans.UNKNOWN) == (1, 2, 4, 8, 16)
+
+
+FUSED = {
+    "fused": True,
+    "rows_per_program": 4,
+    "num_warps": 2,
+    "chain_columns": 32,
+    "chain_stages": 2,
+    "chain_warps": 8,
+    "sum_columns": 16,
+    "sum_log2_steps": 2,
+    "sum_warps": 1,
+}
+
+
+def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
+    write({**ENTRY, "op": "rms_norm_backward", "most_rows": None, "plan": FUSED})
+    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132)
+    for rows, both, fits in ((16, True, False), (4096, True, True), (4096, False, False)):
+        columns = config.column_reduction(rows, 128, 132, 2048) if both else None
+        assert columns is None or (columns.height >= 4) is fits
+        plan = backward.launch_plan(rows, 128, columns, 132, 2, gpu)
+        expected = backward.Plan(**FUSED) if fits else backward.default_plan(rows, 128, columns, 132)
+        assert plan == expected
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"op": "rms_nrom"}, r"plans\[1\], op: expected one of rms_norm, .* found 'rms_nrom'"),
+        ({"plan": {"rows_per_program": 3, "num_warps": 2}}, "plan, rows_per_program: expected one of 1, 2, .* found 3"),
+        ({"plan": {"rows_per_program": True, "num_warps": 2}}, "plan, rows_per_program: .* found True"),
+        ({"plan": {"rows_per_program": 1}}, "plan: expected the keys rows_per_program, num_warps, found"),
+        ({"plan": {"rows_per_program": 64, "num_warps": 1}, "hidden_size": 4096}, "at most 512 elements a thread"),
+        ({"plan": 1}, "plan: expected an object, found 1"),
+        ({"hidden_size": None}, "hidden_size: expected a number, found None"),
+        ({"op": "silu", "plan": {"block": 1024, "num_warps": 4}}, "hidden_size: expected null, found 128"),
+        ({"element_size": 3}, "element_size: expected 2 or 4, found 3"),
+        ({"least_rows": 0}, "least_rows: expected a number from 1 on, found 0"),
+        ({"most_rows": 15}, "most_rows: expected null or a number from 100 on, found 15"),
+        ({"measured": {"ms": 0}}, "measured: expected null, or shape, ms and default_ms"),
+        ({"comment": ""}, "expected the keys op, .* found"),
+        ({"least_rows": 99, "most_rows": None}, r"plans\[1\]: overlaps plans\[0\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_entries_are_named_and_disturb_no_call(plans, write, change, named):
+    path = write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, **change})
+    with pytest.raises(plans.PlanError, match=named):
+        plans.read(path)
+    assert plans.tuned(plans.Gpu("GPU", 9, 132), "rms_norm", 128, 16, 2) == ENTRY["plan"]
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"compute_capability": "9"}, "compute_capability: expected a major compute capability, found '9'"),
+        ({"found": {"gpu": "a"}}, "found: expected the texts gpu, .* missing driver, torch, triton, date, command"),
+        ({"plans": {}}, "plans: expected a list, found {}"),
+    ],
+)
+def test_wrong_files_are_named(plans, write, change, named):
+    with pytest.raises(plans.PlanError, match=named):
+        plans.read(write(ENTRY, **change))
+
+
+def test_a_file_that_is_no_json_is_named_and_disturbs_no_call(plans, write):
+    path = write(ENTRY)
+    path.write_text('{"plans": [')
+    plans._entries.cache_clear()
+    assert plans.tuned(plans.Gpu("GPU", 9, 132), "rms_norm", 128, 16, 2) is None
+    with pytest.raises(plans.PlanError, match=r"plans\.json: expected JSON, found"):
+        plans.read(path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
+def test_tuned_plans_have_the_bits_of_the_default_ones(kernel, module, plans, write, monkeypatch, seed):
+    """A GPU that plans are tuned for, in the interpreter."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    families = [module(name) for name in ("rms_norm", "rms_norm_backward", "activation")]
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(300, 128, generator=generator).half() for _ in range(2))
+    weight = torch.randn(128, generator=generator).half()
+
+    def results():
+        for family, name in itertools.product(families, ("_calls", "_recent", "_resolved", "_gradient_calls")):
+            getattr(family, name, {}).clear()
+        inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = kernel.rms_norm(*inputs, 1e-5)
+        activated = kernel.silu(inputs[0])
+        gradients = torch.autograd.grad((out, activated), inputs, (dy, dy))
+        return out.detach(), activated.detach(), *gradients
+
+    write()
+    expected = results()
+    launchers = []
+    through_triton = module("launch").Launcher.through_triton
+    monkeypatch.setattr(
+        module("launch").Launcher,
+        "through_triton",
+        lambda self, *arguments: (launchers.append(self), through_triton(self, *arguments))[1],
+    )
+    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu("GPU", 9, 132))
+    everywhere = {**ENTRY, "least_rows": 1, "most_rows": None}
+    for fused in (True, False):
+        write(
+            everywhere,
+            {**everywhere, "op": "rms_norm_backward", "plan": {**FUSED, "fused": fused}},
+            *(
+                {**everywhere, "op": op, "hidden_size": None, "plan": {"block": 512, "num_warps": 8}}
+                for op in ("silu", "silu_backward")
+            ),
+        )
+        launchers.clear()
+        for what, found, default in zip(("output", "silu", "dx", "dweight"), results(), expected):
+            assert_bits_equal(found, default, f"{what}, fused {fused}")
+        used = {
+            (one.kernel.__name__, one.num_warps, one.constants.get("ROWS"), one.constants.get("BLOCK"))
+            for one in launchers
+        }
+        assert {("rms_norm_forward", 2, 8, None), ("rms_norm_backward", 2, 4, None)} < used
+        assert {("activation_forward", 8, None, 512), ("activation_backward", 8, None, 512)} < used
+        assert ("rms_norm_sum_chains" in {one.kernel.__name__ for one in launchers}) is not fused

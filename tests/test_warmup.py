@@ -1,0 +1,198 @@
+"""Compiling and proving ahead: what `warmup` does is what later calls find done."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from kernels import Mode, kernelize, use_kernel_mapping
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def module(kernel):
+    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+
+
+@pytest.fixture
+def fresh(kernel, module, monkeypatch):
+    """The kernel, with no verdicts and no calls yet."""
+    for name, tables in (
+        ("proof", ("_verdicts", "_outside", "_warned")),
+        ("rms_norm", ("_calls", "_recent")),
+        ("rms_norm_backward", ("_resolved",)),
+        ("activation", ("_calls", "_recent", "_gradient_calls")),
+    ):
+        for table in tables:
+            monkeypatch.setattr(module(name), table, type(getattr(module(name), table))())
+    return kernel
+
+
+def model(kernel, hidden_size=64, dtype=torch.float32):
+    norms = (LlamaRMSNorm(hidden_size, eps) for eps in (1e-6, 1e-6, 1e-5))
+    layers = torch.nn.Sequential(*norms, Qwen3NextRMSNormGated(hidden_size), SiLUActivation()).to(DEVICE, dtype)
+    with use_kernel_mapping(kernel.kernel_mapping(devices=(DEVICE,)), inherit_mapping=False):
+        return kernelize(layers, mode=Mode.TRAINING, device=DEVICE)
+
+
+def call(layers, rows, hidden_size, dtype, training):
+    x = torch.randn(rows, hidden_size, device=DEVICE).to(dtype).requires_grad_(training)
+    with torch.set_grad_enabled(training):
+        outs = [layer(x, x) if isinstance(layer, Qwen3NextRMSNormGated) else layer(x) for layer in layers]
+        if training:
+            torch.autograd.grad(outs, (x, *layers.parameters()), [torch.ones_like(out) for out in outs])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
+@pytest.mark.parametrize("training", [False, True])
+def test_in_the_interpreter(fresh, module, monkeypatch, training):
+    """CPU eager adds in another order, so the order proofs of the norms are refused, each of them once and in here."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    layers, steps = model(fresh), []
+    gradients = [parameter.grad for parameter in layers.parameters()]
+    state = torch.random.get_rng_state()
+    with pytest.warns(RuntimeWarning, match="keeps its original forward"):
+        report = fresh.warmup(layers, training=training, progress=lambda *step: steps.append(step))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert [parameter.grad for parameter in layers.parameters()] == gradients
+    assert report.compiled == sum(what == "compiled" for *_, what in steps) and not report.skipped
+    calls = [(done, total) for done, total, what in steps if what == "called"]
+    assert calls == [(number, len(calls)) for number in range(1, len(calls) + 1)]
+    assert any("fp32 rstd" in text for text in report.refused)
+    before = set(module("proof")._verdicts)
+    for rows in (1, 3, 7, 8, 20, 700):
+        call(layers, rows, 64, torch.float32, training=False)
+    assert set(module("proof")._verdicts) == before
+    again = fresh.warmup(layers, training=training)
+    assert again.proved == again.refused == []
+
+
+def test_nothing_that_was_only_asked_for_is_remembered(fresh, module, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    launch = module("launch")
+    layers, x = model(fresh), torch.randn(5, 64, device=DEVICE)
+    with launch.asking() as found, torch.no_grad():
+        layers[0](x), layers[-1](x)
+    if DEVICE == "cpu":
+        assert {compilation.kernel.__name__ for compilation in found} == {"rms_norm_forward", "activation_forward"}
+    assert not launch.is_asking()
+    assert not module("rms_norm")._calls and not module("rms_norm")._recent and not module("activation")._calls
+    with torch.no_grad():
+        expected = LlamaRMSNorm.forward(layers[0], x)
+        assert torch.allclose(layers[0](x), expected, rtol=1e-5), "a sum of 64 in another order"
+
+
+def test_what_cannot_be_warmed_up_is_told(fresh, monkeypatch, capsys):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    report = fresh.warmup(torch.nn.Linear(2, 2), verbose=True)
+    assert "no layer carries a forward of this package" in report.skipped[0]
+    assert capsys.readouterr().err == f"{report}\n"
+    layers = model(fresh).to("meta")
+    assert all("no kernel runs there, on meta" in text for text in fresh.warmup(layers).skipped)
+    layers = model(fresh)
+    monkeypatch.setattr(type(layers[0]), "forward", lambda self, x: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        assert any("ZeroDivisionError" in text for text in fresh.warmup(layers, rows=[4]).skipped)
+
+
+@pytest.mark.parametrize(
+    "error, arguments, message",
+    [
+        (TypeError, {"model": "llama"}, "model: expected a torch.nn.Module, found str"),
+        (TypeError, {"rows": 16}, "rows: expected a sequence, found 16"),
+        (TypeError, {"rows": [1.5]}, "rows: expected integers, found 1.5"),
+        (TypeError, {"rows": [True]}, "rows: expected integers, found True"),
+        (ValueError, {"rows": [0]}, "rows: expected numbers from 1 on, found 0"),
+        (ValueError, {"rows": []}, "rows: expected at least one, found none"),
+        (TypeError, {"dtypes": "bfloat16"}, "dtypes: expected a sequence, found 'bfloat16'"),
+        (TypeError, {"dtypes": ["bfloat16"]}, "dtypes: expected torch dtypes, found 'bfloat16'"),
+        (ValueError, {"dtypes": [torch.float64]}, "dtypes: expected float32, float16 or bfloat16, found torch.float64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_named(kernel, error, arguments, message):
+    with pytest.raises(error, match=message):
+        kernel.warmup(**{"model": torch.nn.Linear(2, 2), **arguments})
+
+
+COMPILED_AHEAD = """
+    import contextlib, importlib, json, sys
+    from pathlib import Path
+    sys.stdout, report = sys.stderr, sys.stdout
+    import torch, triton.compiler
+    from kernels import get_local_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Hopper:
+        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+        get_current_device = lambda self: 0
+        get_current_stream = lambda self, device: 0
+
+    driver.set_active(Hopper())
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    kernel = get_local_kernel(Path("build"))
+    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+    launch = module("launch")
+    module("domain")._KERNEL_DEVICE = "cpu"
+    made = []
+    compile = triton.compiler.compile
+    triton.compiler.compile = lambda *arguments, **options: (made.append(1), compile(*arguments, **options))[1]
+
+    def first_launch(self, blocks, tensors, scalars):
+        before = len(made)
+        left_out = len(self.kernel.arg_names) - len(self.constants) - len(scalars) - len(tensors)
+        tensors = [*tensors, *[torch.empty(1)] * left_out]
+        options = {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        self.kernel.run(*tensors, *scalars, grid=(blocks,), warmup=True, **self.constants, **options)
+        launched.append(len(made) - before)
+
+    def everything():
+        for rows in (1, 16, 300):
+            x, weight = torch.ones(rows, 512, dtype=torch.bfloat16), torch.ones(512, dtype=torch.bfloat16)
+            kernel.rms_norm(x, weight, 1e-5)
+            out = kernel.rms_norm(x.requires_grad_(), weight.requires_grad_(), 1e-5)
+            torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+            torch.autograd.grad(kernel.silu(x), x, torch.ones_like(x))
+
+    launched = []
+    with launch.asking() as found:
+        everything()
+    module("warmup")._compile(list(found), None)
+    ahead = len(made)
+    launch.Launcher.through_triton = first_launch
+    everything()
+    json.dump({"found": len(found), "ahead": ahead, "launched": len(launched), "later": sum(launched)}, report)
+"""
+
+
+def test_what_is_compiled_in_threads_is_what_triton_launches(build, run_python, tmp_path):
+    """Not in the interpreter: Triton compiles for sm_90 and its own call finds what it would otherwise compile."""
+    done = run_python(COMPILED_AHEAD, TRITON_INTERPRET=0, LOSSLESS_PROOF="off", TRITON_CACHE_DIR=tmp_path)
+    counts = json.loads(done.stdout)
+    assert counts["found"] == counts["ahead"] >= 6 and counts["launched"] >= counts["found"]
+    assert counts["later"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden_size", [128, 4096])
+def test_after_a_warmup_no_call_compiles_or_proves(fresh, module, monkeypatch, hidden_size, dtype):
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    layers, launch, proof = model(fresh, hidden_size, dtype), module("launch"), module("proof")
+    report = fresh.warmup(layers, training=True)
+    print(report)
+    assert report.proved and not report.refused and not report.skipped
+    assert all(parameter.grad is None for parameter in layers.parameters())
+    before, compiling = set(proof._verdicts), launch.seconds_compiling
+    for rows in (1, 3, 16, 118, 1000, 8192, 20_000):
+        call(layers, rows, hidden_size, dtype, training=False)
+    for rows in (16, 118, 1000, 8192, 20_000):
+        call(layers, rows, hidden_size, dtype, training=True)
+    torch.cuda.synchronize()
+    assert set(proof._verdicts) == before
+    assert launch.seconds_compiling == compiling
