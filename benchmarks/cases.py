@@ -31,6 +31,8 @@ class Op:
     backward: bool = False
     # Arguments of the input's size.
     inputs: int = 1
+    # Results of the input's size.
+    outputs: int = 1
     # Tensors [tokens, head_dim] that must move, for inputs [batch, tokens, heads, head_dim]: cos and sin.
     tables: int = 0
 
@@ -38,6 +40,10 @@ class Op:
 OPS = {
     "rms_norm": Op("RMSNorm forward", "rms_norm", tensors=2, vectors=1),
     "rms_norm_backward": Op("RMSNorm backward (dx and dweight)", "rms_norm", tensors=3, vectors=2, backward=True),
+    "add_rms_norm": Op("Residual + RMSNorm forward", "add_rms_norm", tensors=4, vectors=1, inputs=2, outputs=2),
+    "add_rms_norm_backward": Op(
+        "Residual + RMSNorm backward", "add_rms_norm", tensors=4, vectors=2, backward=True, inputs=2, outputs=2
+    ),
     "silu": Op("SiLU forward", "silu", tensors=2, vectors=0),
     "silu_backward": Op("SiLU backward", "silu", tensors=3, vectors=0, backward=True),
     "silu_and_mul": Op("SwiGLU forward", "silu_and_mul", tensors=3, vectors=0, inputs=2),
@@ -120,6 +126,10 @@ BARS = {
     Case("rms_norm_backward", (32768, 4096)): (*_FASTEST, Bar(1.0, QUACK, recorded_ms=0.2330)),
     Case("rms_norm_backward", (8192, 4096)): (*_FASTEST, Bar(1.0, QUACK, recorded_ms=0.1108)),
     Case("rms_norm_backward", (32768, 32768)): (Bar(0.9, QUACK, recorded_ms=2.4172),),
+    **{Case("add_rms_norm", (32768, hidden_size)): _STREAMING for hidden_size in (4096, 32768)},
+    Case("add_rms_norm_backward", (8192, 4096)): (Bar(1.0, QUACK, recorded_ms=0.149),),
+    Case("add_rms_norm_backward", (32768, 4096)): (Bar(1.0, QUACK, recorded_ms=0.2818),),
+    Case("add_rms_norm_backward", (32768, 32768)): (Bar(1.0, QUACK, recorded_ms=2.508),),
     Case("silu", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_and_mul", (8192, 14336)): (Bar(1.03, FLOOR),),

@@ -97,7 +97,7 @@ def copy_bandwidth(gpu) -> tuple[float, float, float]:
 
 @dataclass
 class Inputs:
-    # Of a peer's function: x and, for RMSNorm, the weight; gate and up; or q, k, cos and sin.
+    # Of a peer's function: x, perhaps a residual, and, for RMSNorm, the weight; gate and up; or q, k, cos and sin.
     arguments: tuple
     # The gradient of the output; a tuple of those of several.
     dy: Union[torch.Tensor, tuple, None]
@@ -127,11 +127,17 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
     if op.family == "rotary":
         return [_rotary_inputs(case, op, normal) for _ in range(count)]
     # Away from 1, where different formulas would agree.
-    weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.family == "rms_norm" else []
+    weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if "rms_norm" in op.family else []
+
+    def gradients():
+        if not op.backward:
+            return None
+        return normal(case.shape) if op.outputs == 1 else tuple(normal(case.shape) for _ in range(op.outputs))
+
     return [
         Inputs(
             (*(normal(case.shape).requires_grad_(op.backward) for _ in range(op.inputs)), *weights),
-            normal(case.shape) if op.backward else None,
+            gradients(),
         )
         for _ in range(count)
     ]

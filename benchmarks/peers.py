@@ -7,7 +7,7 @@ what must move over the bandwidth of a copy measured in the same run. In every c
 with eager's, bit for bit. Peers that are not installed or fail are named with the reason.
 
 ops:
-  rms_norm, rms_norm_backward, silu, silu_backward, silu_and_mul, silu_and_mul_backward   device times
+  rms_norm, rms_norm_backward, add_rms_norm, add_rms_norm_backward, silu, silu_backward, silu_and_mul, silu_and_mul_backward   device times
   rotary, rotary_backward                            device times; Liger works in place, on what it wrote before
   host                                               host time of an RMSNorm call, inference and training forward
   first_call                                         from import to the first result, with an empty and a full Triton cache
@@ -84,10 +84,15 @@ def eager():
     def rms_norm(x, weight):
         return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
 
+    def add_rms_norm(x, residual, weight):
+        total = residual + x
+        return rms_norm(total, weight), total
+
     def silu_and_mul(gate, up):
         return functional.silu(gate) * up
 
-    return {"rms_norm": rms_norm, "silu": functional.silu, "silu_and_mul": silu_and_mul, "rotary": plain_rotary()}
+    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu}
+    return {**families, "silu_and_mul": silu_and_mul, "rotary": plain_rotary()}
 
 
 def plain_rotary():
@@ -110,6 +115,10 @@ def compiled():
         h = x.to(torch.float32)
         return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
+    def add_rms_norm(x, residual, weight):
+        total = residual + x
+        return rms_norm(total, weight), total
+
     def silu(x):
         return torch.nn.functional.silu(x)
 
@@ -123,7 +132,7 @@ def compiled():
 
         return rotate(q), rotate(k)
 
-    functions = (rms_norm, silu, silu_and_mul, rotary)
+    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, rotary)
     return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
 
 
@@ -154,6 +163,7 @@ def liger(module, swiglu=None):
 
         families["silu_and_mul"] = silu_and_mul
     if module.startswith("liger_kernel.ops.rms"):
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
 
         def rotary(q, k, cos, sin):
@@ -162,6 +172,12 @@ def liger(module, swiglu=None):
         # Timed on what its last call has left; for the comparison of bits it gets copies.
         rotary.in_place = True
         families["rotary"] = rotary
+
+        def add_rms_norm(x, residual, weight):
+            offset, casting_mode, in_place = 0.0, "llama", False
+            return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, offset, casting_mode, in_place)
+
+        families["add_rms_norm"] = add_rms_norm
     return families
 
 
@@ -178,8 +194,11 @@ def ours(kernel):
     def rms_norm(x, weight):
         return kernel.rms_norm(x, weight, EPS)
 
-    families = {"rms_norm": rms_norm, "silu": kernel.silu, "silu_and_mul": kernel.silu_and_mul}
-    return {**families, "rotary": kernel.apply_rotary_pos_emb}
+    def add_rms_norm(x, residual, weight):
+        return kernel.fused_add_rms_norm(x, residual, weight, EPS)
+
+    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu}
+    return {**families, "silu_and_mul": kernel.silu_and_mul, "rotary": kernel.apply_rotary_pos_emb}
 
 
 PEERS = {

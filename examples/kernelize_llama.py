@@ -35,12 +35,14 @@ MODELS = {
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MODES = ("inference", "inference-compile", "training", "training-compile")
-# Table row -> what is replaced in it, by the layer names under which transformers registers the classes.
+# Table row -> what is replaced in it, by layer name: transformers' own, and those that `name_layers` gives.
 CONFIGURATIONS = {
     "baseline": (),
     "only RMSNorm": ("RMSNorm",),
     "only SiLU": ("SiLU",),
     "both": ("RMSNorm", "SiLU"),
+    # The decoder layers bring the rotary embedding along.
+    "all": ("RMSNorm", "SiLU", "SwiGLUMLP", "LlamaDecoderLayer"),
 }
 
 
@@ -187,9 +189,14 @@ def load_model(options, dtype, folder):
 def layers_named(model, names):
     """The modules that `names` mean, chosen by class."""
     from transformers.activations import SiLUActivation
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-    classes = {"RMSNorm": LlamaRMSNorm, "SiLU": SiLUActivation}
+    classes = {
+        "RMSNorm": LlamaRMSNorm,
+        "SiLU": SiLUActivation,
+        "SwiGLUMLP": LlamaMLP,
+        "LlamaDecoderLayer": LlamaDecoderLayer,
+    }
     chosen = tuple(classes[name] for name in names)
     return [module for _, module in model.named_modules() if isinstance(module, chosen)]
 
@@ -211,7 +218,10 @@ def kernelize(model, names, kernel, mode, device_type, registered=None):
     purpose = Mode.TRAINING if mode.startswith("training") else Mode.INFERENCE
     if mode.endswith("compile"):
         purpose |= Mode.TORCH_COMPILE
-    with use_kernel_mapping(kernel.kernel_mapping(devices=registered or (device_type,)), inherit_mapping=False):
+    if "LlamaDecoderLayer" in names:
+        kernel.name_layers(model)
+    mapping = kernel.kernel_mapping(devices=registered or (device_type,), level="decoder")
+    with use_kernel_mapping(mapping, inherit_mapping=False):
         for module in layers_named(model, names):
             kernelize_layer(module, mode=purpose, device_type=Device(type=device_type), use_fallback=use_fallback)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGURATIONS = ["baseline", "only RMSNorm", "only SiLU", "both"]
+CONFIGURATIONS = ["baseline", "only RMSNorm", "only SiLU", "both", "all"]
 
 
 def example(*arguments, **environment):
@@ -41,7 +41,7 @@ def test_on_a_cpu(build, tmp_path):
     assert written["options"]["hidden_size"] == 128
     rows = written["results"]
     assert [row["configuration"] for row in rows] == 8 * CONFIGURATIONS
-    assert replaced(rows) == 4 * [0, 0, 0, 0] + 4 * [0, 5, 2, 7]
+    assert replaced(rows) == 4 * [0, 0, 0, 0, 0] + 4 * [0, 5, 2, 7, 11]
     for row in rows:
         assert row["bits_equal"] is True
         assert row["max_logit_diff"] == 0
@@ -53,7 +53,7 @@ def test_json_to_stdout_is_nothing_but_json(build):
     done = example("--device", "cpu", "--build", build, "--dtype", "fp16", "--tokens", 2, *sizes, "--json", "-")
     assert done.returncode == 0, done.stderr
     written = json.loads(done.stdout)
-    assert replaced(written["results"]) == [0, 0, 0, 0, 0, 3, 1, 4]
+    assert replaced(written["results"]) == [0, 0, 0, 0, 0, 0, 3, 1, 4, 6]
     assert {row["argmax_match"] for row in written["results"]} == {"6/6"}
     assert "Config" in done.stderr
 
@@ -94,7 +94,7 @@ def test_on_a_gpu(build):
     done = example("--build", build, *arguments)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["results"]
-    assert replaced(rows) == 4 * [0, 5, 2, 7]
+    assert replaced(rows) == 4 * [0, 5, 2, 7, 11]
     assert all(row["bits_equal"] and row["max_logit_diff"] == 0 for row in rows)
     assert all(row["quartiles_ms"][0] <= row["median_ms"] <= row["quartiles_ms"][1] for row in rows)
     assert [row["speedup"] for row in rows if row["configuration"] == "baseline"] == 4 * [1.0]
@@ -107,5 +107,5 @@ def test_other_modes_on_a_gpu(build, mode):
     done = example("--build", build, *arguments)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["results"]
-    assert replaced(rows) == [0, 5, 2, 7]
+    assert replaced(rows) == [0, 5, 2, 7, 11]
     assert all(row["bits_equal"] for row in rows)

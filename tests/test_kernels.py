@@ -191,9 +191,9 @@ def test_torch_rms_norm_of_two_dtypes_is_the_composition(module):
     for dtype, weight_dtype in itertools.permutations((torch.float32, torch.float16, torch.bfloat16), 2):
         # Of fp32 activations both have the same bits.
         same = (variants.FP32_PRODUCT, *[variants.LLAMA] * (dtype == torch.float32))
-        assert family._variant(torch.nn.RMSNorm, dtype, weight_dtype, device) in same
-        assert family._variant(torch.nn.RMSNorm, dtype, dtype, device) is variants.FUSED
-        assert family._variant(torch.nn.RMSNorm, dtype, None, device) is variants.FUSED_UNWEIGHTED
+        assert family.variant_of(torch.nn.RMSNorm, dtype, weight_dtype, device) in same
+        assert family.variant_of(torch.nn.RMSNorm, dtype, dtype, device) is variants.FUSED
+        assert family.variant_of(torch.nn.RMSNorm, dtype, None, device) is variants.FUSED_UNWEIGHTED
 
 
 # Layouts
