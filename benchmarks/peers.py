@@ -7,7 +7,7 @@ what must move over the bandwidth of a copy measured in the same run. In every c
 with eager's, bit for bit. Peers that are not installed or fail are named with the reason.
 
 ops:
-  rms_norm, rms_norm_backward, add_rms_norm, add_rms_norm_backward, silu, silu_backward, silu_and_mul, silu_and_mul_backward   device times
+  rms_norm, add_rms_norm, silu, silu_and_mul, each also with _backward       device times
   rotary, rotary_backward                            device times; Liger works in place, on what it wrote before
   host                                               host time of an RMSNorm call, inference and training forward
   first_call                                         from import to the first result, with an empty and a full Triton cache
