@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu demo bench publish verify hub lint clean
+.PHONY: help setup build test test-gpu demo bench tune publish verify hub lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ hub: $(READY) ## serve a Hub on this machine for trying out a release: make hub 
 
 bench: build ## time the kernels beside every installed peer, on a GPU: make bench ARGS="--help"
 	$(PY) benchmarks/peers.py $(ARGS)
+
+tune: build ## measure launch plans on this GPU and write the faster ones: make tune ARGS="--help"
+	$(PY) scripts/tune.py $(ARGS)
 
 lint: $(READY) ## ruff
 	$(PY) -m ruff check .

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
 """Seconds from import to the first results in this process, as JSON: {stage: seconds}.
 
+    first_call.py BUILD [--warmup]
+
 TRITON_CACHE_DIR decides whether Triton compiles anew. The shape is 2048x4096, bf16; the stages follow one another, and
-the proofs that the first calls carry out are in them. `benchmarks/peers.py` runs this with an empty cache and with a full one.
+the proofs that the first calls carry out are in them. With --warmup the kernel's `warmup`, for every number of rows and
+for training, comes before them. `benchmarks/peers.py` runs this with an empty cache and with a full one.
 """
 
 import json
 import sys
 import time
 from pathlib import Path
+from types import MethodType
 
 
 class Stages:
@@ -22,32 +26,60 @@ class Stages:
         self.last = now
 
 
-def main(build):
+def layers(kernel):
+    """RMSNorm and SiLU as a model has them, with the forwards that `kernelize` binds onto them."""
+    import torch
+
+    class RMSNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.rand(4096))
+            self.variance_epsilon = 1e-5
+
+        def forward(self, hidden_states):
+            h = hidden_states.to(torch.float32)
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * h.to(hidden_states.dtype)
+
+    class SiLU(torch.nn.Module):
+        def forward(self, input):
+            return torch.nn.functional.silu(input)
+
+    made = torch.nn.Sequential(RMSNorm(), SiLU()).to("cuda", torch.bfloat16)
+    for layer, replacement in zip(made, (kernel.layers.LlamaRMSNorm, kernel.layers.SiLUActivation)):
+        layer.forward = MethodType(replacement.forward, layer)
+    return made
+
+
+def main(build, warmup=False):
     stages = Stages()
     import torch
 
     x = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
-    weight = torch.rand(4096, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
     stages.end("torch and CUDA")
     from kernels import get_local_kernel
 
     kernel = get_local_kernel(Path(build).resolve())
+    norm, silu = model = layers(kernel)
     stages.end("kernel loaded")
+    if warmup:
+        kernel.warmup(model, training=True)
+        stages.end("warmup")
     with torch.no_grad():
-        kernel.rms_norm(x, weight, 1e-5)
+        norm(x)
         torch.cuda.synchronize()
         stages.end("first RMSNorm")
         stages.seconds["import to first result"] = sum(stages.seconds.values())
-        kernel.silu(x)
+        silu(x)
         torch.cuda.synchronize()
         stages.end("first SiLU")
-    out = kernel.rms_norm(x.requires_grad_(), weight.requires_grad_(), 1e-5)
-    torch.autograd.grad(out, (x, weight), torch.randn_like(out))
+    out = norm(x.requires_grad_())
+    torch.autograd.grad(out, (x, norm.weight), torch.randn_like(out))
     torch.cuda.synchronize()
     stages.end("first RMSNorm, forward and backward")
     json.dump(stages.seconds, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--warmup" in sys.argv[2:])

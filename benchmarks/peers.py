@@ -10,7 +10,8 @@ ops:
   rms_norm, add_rms_norm, silu, silu_and_mul, each also with _backward       device times
   rotary, rotary_backward                            device times; Liger works in place, on what it wrote before
   host                                               host time of an RMSNorm call, inference and training forward
-  first_call                                         from import to the first result, with an empty and a full Triton cache
+  first_call                                         from import to the first result, with an empty and a full Triton cache,
+                                                     without and with the kernel's warmup
 
 examples:
   peers.py                                           everything: about five minutes on an H200
@@ -331,16 +332,17 @@ def summary(name, results, report) -> str:
 
 
 def first_calls(build, report) -> list:
-    with tempfile.TemporaryDirectory(prefix="first-call-") as cache:
-        # The proof's default policy, as a user has it.
-        environment = {key: value for key, value in os.environ.items() if key != "LOSSLESS_PROOF"}
-        environment["TRITON_CACHE_DIR"] = cache
-        command = [sys.executable, Path(__file__).with_name("first_call.py"), build]
-        for state in ("empty", "full"):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                raise BenchError((done.stderr.strip().splitlines() or ["no message"])[-1])
-            report.first_call[state] = json.loads(done.stdout.splitlines()[-1])
+    # The proof's default policy, as a user has it.
+    environment = {key: value for key, value in os.environ.items() if key != "LOSSLESS_PROOF"}
+    command = [sys.executable, Path(__file__).with_name("first_call.py"), build]
+    for name, arguments in (("{}", []), ("{}, with warmup", ["--warmup"])):
+        with tempfile.TemporaryDirectory(prefix="first-call-") as cache:
+            environment["TRITON_CACHE_DIR"] = cache
+            for state in ("empty", "full"):
+                done = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=300)
+                if done.returncode:
+                    raise BenchError((done.stderr.strip().splitlines() or ["no message"])[-1])
+                report.first_call[name.format(state)] = json.loads(done.stdout.splitlines()[-1])
     return []
 
 

@@ -242,9 +242,11 @@ def host_table(report: Report) -> str:
 
 
 def first_call_table(report: Report) -> str:
-    stages = list(next(iter(report.first_call.values())))
+    # The longest list has all stages in their order.
+    stages = list(max(report.first_call.values(), key=len))
     rows = [["Triton's cache", *stages]]
-    rows += [[state, *(f"{times[stage]:.2f}" for stage in stages)] for state, times in report.first_call.items()]
+    for state, times in report.first_call.items():
+        rows.append([state, *(f"{times[stage]:.2f}" if stage in times else "" for stage in stages)])
     return table(rows)
 
 

@@ -1,0 +1,681 @@
+#!/usr/bin/env python3
+"""Measure launch plans on the GPU at hand, and write those that beat the package's own as JSON.
+
+Every candidate's results are compared with eager's, bit for bit, and a plan with other bits is discarded and reported. The
+candidates of a case take turns under CUDA graphs, on inputs that rotate through more memory than the L2 holds: a first
+look at all, more turns for the fastest. A plan is written if its median is below the default's by more than --margin and by
+more than the default's own spread. Kernels are compiled before, in processes that fill Triton's cache on the disk.
+
+ops:
+  rms_norm           rows and warps a program
+  rms_norm_backward  one kernel or several, rows and warps; columns, stages and warps of the sums
+  silu, silu_backward  elements and warps a program
+
+examples:
+  tune.py                                        what ships: bf16, about two and a half minutes on an H200
+  tune.py --dtypes fp32 --output torch-ext/lossless_kernels/plans/hopper_fp32.json
+  tune.py --ops rms_norm --hidden-sizes 5120 --rows 16 512:4096 --output /tmp/plans.json
+
+Build again afterwards: the package reads its plans from where it lies.
+Exit status: 0; 1 if a default plan differed from eager in a bit or failed; 2 if it could not run.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from cases import DTYPES, OPS, Case, shape_text  # noqa: E402
+from peers import BenchError, driver_version, load_kernel, positive, progress_bar  # noqa: E402
+from report import Result, quartiles  # noqa: E402
+
+PLANS = ROOT / "torch-ext/lossless_kernels/plans"
+ARCHITECTURES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell_consumer"}
+EPS = 1e-5
+
+# Head dimensions, and the hidden sizes of models of 1B to 70B parameters and beyond.
+HIDDEN_SIZES = (64, 128, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
+# Rows from which on a plan holds, up to the next, and with how many it is measured: decode, prefill of one, of a batch.
+ROWS = ((1, 4), (16, 16), (512, 4096), (8192, 32768))
+# Gradients are of training.
+TRAINING_ROWS = 512
+# Of the last range short rows are as many more as these elements have, and long ones as many less.
+LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 23, 1 << 28
+ACTIVATION_SHAPE = (8192, 14336)
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A case, and what a plan found in it is for."""
+
+    case: Case
+    dtype: str
+    least_rows: int
+    most_rows: Optional[int]
+
+    def __str__(self):
+        return f"{self.case} {self.dtype}"
+
+    @property
+    def has_size(self) -> bool:
+        return OPS[self.case.op].family == "rms_norm"
+
+
+def points(ops, hidden_sizes, rows, dtypes) -> Iterator[Point]:
+    """Everything that is measured, one after the other."""
+    for dtype, op in itertools.product(dtypes, ops):
+        if OPS[op].family != "rms_norm":
+            yield Point(Case(op, ACTIVATION_SHAPE), dtype, 1, None)
+            continue
+        ranges = zip(rows, [least - 1 for least, _ in rows[1:]] + [None])
+        for ((least, measured), most), hidden_size in itertools.product(ranges, hidden_sizes):
+            if OPS[op].backward and least < TRAINING_ROWS and len(rows) > 1:
+                continue
+            if most is None:
+                measured = min(max(measured, LEAST_ELEMENTS // hidden_size), MOST_ELEMENTS // hidden_size)
+            if measured >= least:
+                yield Point(Case(op, (measured, hidden_size)), dtype, least, most)
+
+
+# Candidates
+
+
+def powers_of_two(least: int, most: int) -> list[int]:
+    return [1 << power for power in range(20) if least <= 1 << power <= most]
+
+
+def programs(tile: int, most_rows: int, most_elements: int, a_thread: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(rows, warps) of a program whose threads have so many elements each, from the fewest to the most."""
+    for rows, warps in itertools.product(powers_of_two(1, min(most_rows, 64)), powers_of_two(1, 32)):
+        elements = rows * tile
+        if (rows == 1 or 512 <= elements <= most_elements) and a_thread[0] <= elements // (32 * warps) <= a_thread[1]:
+            yield rows, warps
+
+
+def tile_of(hidden_size: int) -> int:
+    return 1 << (hidden_size - 1).bit_length()
+
+
+def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
+    tile = tile_of(point.case.hidden_size)
+    found = programs(tile, point.least_rows, 1 << 14, (4, 128))
+    return [[{"rows_per_program": rows, "num_warps": warps} for rows, warps in found]]
+
+
+def backward_candidates(point: Point, default: Fields, height: int) -> list[list[Fields]]:
+    """First how dx and the chains are computed, then the plans of the other kernels, one of them after the other."""
+    tile = tile_of(point.case.hidden_size)
+    first = [
+        {"fused": fused, "rows_per_program": rows, "num_warps": warps}
+        for fused, a_thread in ((True, (8, 32)), (False, (8, 64)))
+        for rows, warps in programs(tile, height if fused else 16, 1 << 14, a_thread)
+    ]
+    chains = [
+        {"fused": False, "chain_columns": columns, "chain_stages": stages, "chain_warps": warps}
+        for columns, stages, warps in itertools.product((32, 64, 128, 256), (1, 3, 4), (4, 8))
+        if 4 <= 4 * height * columns // (32 * warps) <= 32
+    ]
+    sums = [
+        {"sum_columns": columns, "sum_log2_steps": steps, "sum_warps": warps}
+        for columns, steps, warps in itertools.product((16, 32, 64), (3, 4), (4, 8))
+    ]
+    # Where the package sums chains in passing, another kernel for them has not been faster yet.
+    return [first, [] if default["fused"] else chains, sums]
+
+
+def activation_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
+    blocks = itertools.product(powers_of_two(256, 8192), powers_of_two(1, 16))
+    return [[{"block": block, "num_warps": warps} for block, warps in blocks if 2 <= block // (32 * warps) <= 32]]
+
+
+CANDIDATES = {
+    "rms_norm": forward_candidates,
+    "rms_norm_backward": backward_candidates,
+    "silu": activation_candidates,
+    "silu_backward": activation_candidates,
+}
+
+
+# The package's kernels, with a plan that is given
+
+
+class Kernels:
+    def __init__(self, kernel):
+        def module(name):
+            return importlib.import_module(f"{kernel.__name__}.{name}")
+
+        self.plans, self.launch, self.config = module("plans"), module("launch"), module("reduce_config")
+        self.rms_norm, self.backward, self.activation = map(module, ("rms_norm", "rms_norm_backward", "activation"))
+        self.variants = module("variants")
+
+    @contextlib.contextmanager
+    def planned(self, fields: Optional[Fields]):
+        """The package finds these plans and no others; with None those that it computes."""
+        tuned = self.plans.tuned
+        self.plans.tuned = lambda *_: fields
+        try:
+            yield
+        finally:
+            self.plans.tuned = tuned
+
+    def height(self, point: Point, device) -> int:
+        """Of the threads that share a column in ATen's sum over rows, the most rows a fused program can have."""
+        if point.case.op != "rms_norm_backward":
+            return 1
+        gpu = self.backward._multiprocessors(device)
+        return self.config.column_reduction(point.case.rows, point.case.hidden_size, *gpu).height
+
+    def default(self, point: Point, device) -> Fields:
+        """The fields of the plan that the package computes."""
+        case, size = point.case, {"fp32": 4}.get(point.dtype, 2)
+        with self.planned(None):
+            if case.op == "rms_norm":
+                plan = self.rms_norm.launch_plan(case.rows, case.hidden_size, size)
+            elif case.op == "rms_norm_backward":
+                gpu = self.backward._multiprocessors(device)
+                columns = self.config.column_reduction(case.rows, case.hidden_size, *gpu)
+                plan = self.backward.launch_plan(case.rows, case.hidden_size, columns, gpu[0], size)
+            else:
+                plan = self.activation.launch_plan(case.op, size)
+        return dataclasses.asdict(plan)
+
+    def call(self, point: Point, fields: Fields, sets: list) -> Callable[[int], tuple]:
+        """The call with this plan, by the index of its inputs; `results_of` what it returns is compared with eager's."""
+        import torch
+
+        llama, silu = self.variants.LLAMA, self.activation.SILU
+        x = sets[0].x
+        rows, hidden_size = x.shape
+        with self.planned(fields):
+            if point.case.op == "rms_norm":
+                launch = self.rms_norm._forward(llama, x.dtype, x.dtype, hidden_size, rows, hidden_size, x.device, EPS)
+
+                def call(index):
+                    given = sets[index]
+                    out = torch.empty_like(given.x)
+                    launch.on_three(given.x, given.weight, out)
+                    return (out,)
+
+            elif point.case.op == "rms_norm_backward":
+                first = sets[0]
+                backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True)
+
+                def call(index):
+                    given = sets[index]
+                    return backward(given.dy, given.x, given.weight, given.rstd)
+
+            elif point.case.op == "silu":
+                launch = self.activation._forward(silu, x.dtype, 1, x.numel(), x.numel(), x.device)
+
+                def call(index):
+                    out = torch.empty_like(sets[index].x)
+                    launch.on_two(sets[index].x, out)
+                    return (out,)
+
+            else:
+                launch = self.activation._backward(silu, x.dtype, x.numel(), x.device)
+
+                def call(index):
+                    dx = torch.empty_like(sets[index].dy)
+                    launch.on_three(sets[index].dy, sets[index].x, dx)
+                    return (dx,)
+
+        return call
+
+    def given(self, point: Point, inputs) -> "Given":
+        """A benchmark's inputs as kernels take them."""
+        import torch
+
+        x, weight = (*(tensor.detach() for tensor in inputs.arguments), None)[:2]
+        backward = point.case.op == "rms_norm_backward"
+        return Given(x, weight, inputs.dy, self.variants.eager_rstd(x.to(torch.float32), EPS) if backward else None)
+
+    def eager(self, point: Point, inputs) -> tuple:
+        """What a call must return."""
+        import measure
+        import torch
+
+        op = OPS[point.case.op]
+        llama = self.variants.LLAMA
+        functions = {"rms_norm": lambda x, weight: llama.eager(x, weight, EPS), "silu": torch.nn.functional.silu}
+        with torch.set_grad_enabled(op.backward):
+            found = measure.outcome(functions[op.family], inputs, op)
+        return found[1:] if op.backward else found
+
+
+@dataclass
+class Given:
+    """The tensors of a call; None where an op has none."""
+
+    x: Any
+    weight: Any = None
+    dy: Any = None
+    rstd: Any = None
+
+
+def results_of(found) -> list:
+    """fp32 activations receive two gradients one after the other: together they are what autograd returns."""
+    if hasattr(found, "dx_mean"):
+        return [found.dx if found.dx_mean is None else found.dx + found.dx_mean, found.dweight]
+    return list(found)
+
+
+# Compiling
+
+
+def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
+    """What the candidates of a point have Triton compile."""
+    import torch
+
+    rows, hidden_size = point.case.shape
+    x, dy = (torch.empty(rows, hidden_size, dtype=dtype, device=device) for _ in range(2))
+    weight, rstd = torch.empty(hidden_size, dtype=dtype, device=device), torch.empty(rows, 1, device=device)
+    sets = [Given(x, weight, dy, rstd)]
+    default, height = kernels.default(point, device), kernels.height(point, device)
+    stages = list(CANDIDATES[point.case.op](point, default, height))
+    # The sum that is left over has a kernel for each number of rows.
+    bases = {fields["rows_per_program"]: fields for fields in stages[0] if fields.get("fused")} if stages[2:] else {}
+    plans = [default, *({**default, **fields} for fields in itertools.chain(*stages[:2]))]
+    plans += [
+        {**default, **base, **fields} for base in (default, *bases.values()) for fields in itertools.chain(*stages[2:])
+    ]
+    with kernels.launch.asking() as found, torch.no_grad():
+        for fields in plans:
+            with contextlib.suppress(Exception):  # It will be reported when it is measured.
+                kernels.call(point, fields, sets)(0)
+    return found
+
+
+def compile_kernel(source: Path, target: tuple, specification: tuple) -> None:
+    """In a process without a GPU's context, for Triton's cache on the disk."""
+    kernels, active = _compiler(source, target)
+    name, constants, num_warps, dtypes, scalars = specification
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    kernels[name].warmup(*dtypes, *scalars, grid=(1,), **dict(constants), **options)
+
+
+@functools.cache
+def _compiler(source: Path, target: tuple):
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Target:
+        def get_current_target(self):
+            return GPUTarget(*target)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    driver.set_active(Target())
+    kernel = load_kernel(source)
+    modules = [importlib.import_module(f"{kernel.__name__}.kernels_src.{name}") for name in ("rms_norm", "activation")]
+    return {name: member for module in modules for name, member in vars(module).items()}, target
+
+
+def specification(compilation) -> tuple:
+    """What another process needs to know: a kernel there is found by its name."""
+    names = (compilation.kernel.__name__, compilation.constants, compilation.num_warps)
+    return *names, compilation.dtypes, compilation.scalars
+
+
+def compile_all(found: Iterable, source: Path, jobs: int, advance: Callable[[], None]) -> None:
+    """What fails here fails again where it is measured, with its reason."""
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    target = (target.backend, target.arch, target.warp_size)
+    # Not forked: a process that has CUDA's context cannot be.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = [pool.submit(compile_kernel, source, target, specification(each)) for each in found]
+        for future in as_completed(futures):
+            if isinstance(future.exception(), BrokenProcessPool):
+                raise BenchError("a process that compiles has ended: too little memory? Try fewer --jobs")
+            advance()
+
+
+# Measuring
+
+
+@dataclass
+class Measured:
+    """What came of a point.
+
+    Args:
+        discarded: plan -> why it was.
+    """
+
+    point: Point
+    default: Fields
+    best: Fields
+    default_ms: float = math.nan
+    best_ms: float = math.nan
+    candidates: int = 0
+    discarded: dict[str, str] = field(default_factory=dict)
+    error: Optional[str] = None
+
+    @property
+    def better(self) -> bool:
+        return self.best != self.default
+
+    def entry(self) -> dict:
+        case, point = self.point.case, self.point
+        return {
+            "op": case.op,
+            "hidden_size": case.hidden_size if point.has_size else None,
+            "element_size": 4 if point.dtype == "fp32" else 2,
+            "least_rows": point.least_rows,
+            "most_rows": point.most_rows,
+            "plan": self.best,
+            "measured": {
+                "shape": list(case.shape),
+                "ms": round(self.best_ms, 6),
+                "default_ms": round(self.default_ms, 6),
+            },
+        }
+
+
+# Rounds of the first look, and how many go on from there.
+_LOOK_ROUNDS, _FINALISTS = 3, 4
+
+
+def plan_text(fields: Fields) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def tune_point(kernels: Kernels, point: Point, gpu, rounds: int, margin: float) -> Measured:
+    import measure
+    import torch
+
+    device, dtype = gpu.device, getattr(torch, DTYPES[point.dtype])
+    default = kernels.default(point, device)
+    result = Measured(point, default, default)
+    moved = point.case.bytes(point.dtype)
+    inputs = measure.draw(point.case, dtype, device, measure.sets_needed(moved, gpu.l2_bytes))
+    expected = kernels.eager(point, inputs[0])
+    sets = [kernels.given(point, each) for each in inputs]
+    gpu.release()
+    stages = CANDIDATES[point.case.op](point, default, kernels.height(point, device))
+    for changes in stages:
+        if changes and "chain_columns" in changes[0] and result.best["fused"]:
+            continue  # They are about a kernel that the fastest plan has not.
+        candidates = [{**result.best, **change} for change in changes]
+        race(kernels, point, gpu, sets, expected, candidates, result, rounds, margin)
+        if result.error:
+            break
+    return result
+
+
+def dropping(call, index) -> None:
+    """Outputs are not kept: a graph of many calls holds one."""
+    call(index)
+
+
+def race(kernels, point, gpu, sets, expected, candidates, result: Measured, rounds, margin) -> None:
+    """Puts the fastest of the candidates into `result` if it beats what is there, and the default's time beside it."""
+    import measure
+    import torch
+
+    plans = {plan_text(fields): fields for fields in (result.default, result.best, *candidates)}
+    default, best = plan_text(result.default), plan_text(result.best)
+    runners = {}
+    for text, fields in plans.items():
+        outcome = Result(point.case.op, point.case.shape, point.dtype, text)
+        with torch.no_grad(), measure.blamed_on(outcome):
+            call = kernels.call(point, fields, sets)
+            if not measure.same_bits(results_of(call(0)), expected):
+                outcome.error = "other bits than eager's"
+            else:
+                once = functools.partial(dropping, call)
+                runner = measure.Runner(outcome, once, itertools.cycle(range(len(sets))))
+                runner.warm_up(gpu)
+                runner.capture(gpu)
+                runners[text] = runner
+        if outcome.error:
+            result.discarded[text] = outcome.error
+    result.candidates += len(plans)
+    if default not in runners:
+        result.error = result.discarded.pop(default)
+        return
+    with torch.no_grad():
+        measure.in_turns(list(runners.values()), _LOOK_ROUNDS, "", lambda runner: runner.time_graph(gpu))
+        times = {text: min(runner.device_times) for text, runner in runners.items() if runner.device_times}
+        finalists = {default, best, *sorted(times, key=times.get)[:_FINALISTS]} & set(times)
+        for text in finalists:
+            runners[text].device_times.clear()
+        measure.in_turns(
+            [runners[text] for text in sorted(finalists)], rounds, "", lambda runner: runner.time_graph(gpu)
+        )
+    found = {text: quartiles(runners[text].device_times) for text in finalists if runners[text].device_times}
+    low, result.default_ms, high = found[default]
+    incumbent = found.get(best, found[default])
+    fastest = min(found, key=lambda text: found[text][1])
+    # Of the default's own spread, half of it lies below the median.
+    needed = max(margin, (high - low) / 2 / result.default_ms)
+    if found[fastest][1] < result.default_ms * (1 - needed) and found[fastest][1] < incumbent[1] * (1 - margin / 2):
+        result.best = plans[fastest]
+    result.best_ms = found.get(plan_text(result.best), found[default])[1]
+    runners.clear()
+    gpu.release()
+
+
+# Files and tables
+
+
+def write(path: Path, capability: int, found: dict[str, str], entries: list[dict]) -> None:
+    """One line for each entry, so that a change of one is a change of one line; in place as a whole or not at all."""
+    lines = ",\n".join(f"    {json.dumps(entry)}" for entry in entries)
+    text = (
+        f'{{\n  "compute_capability": {capability},\n  "found": {json.dumps(found, indent=4)[:-1].rstrip()}\n  }},\n'
+        f'  "plans": [\n{lines}\n  ]\n}}\n'
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
+def table(results: list[Measured]):
+    from rich.table import Table
+
+    made = Table("op", "shape", "dtype", "candidates", "default ms", "ms", "gain", "plan")
+    for result in results:
+        case = result.point.case
+        gain = f"{result.default_ms / result.best_ms - 1:.1%}" if result.better else ""
+        plan = (
+            ", ".join(f"{k} {v}" for k, v in result.best.items() if result.default[k] != v)
+            if result.better
+            else "default"
+        )
+        times = (f"{result.default_ms:.5f}", f"{result.best_ms:.5f}")
+        if result.error:
+            times, plan = ("", ""), f"failed: {result.error}"
+        made.add_row(case.op, shape_text(case.shape), result.point.dtype, str(result.candidates), *times, gain, plan)
+    return made
+
+
+# The command
+
+
+def row_range(text):
+    """LEAST or LEAST:MEASURED"""
+    try:
+        least, _, measured = text.partition(":")
+        found = int(least), int(measured or least)
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"expected LEAST or LEAST:MEASURED such as 512:4096, found {text!r}")
+    return found
+
+
+def hidden(text):
+    number = positive(text)
+    if number % 4 or not 64 <= number <= 32768:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 4 from 64 to 32768, found {text}")
+    return number
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--ops", nargs="+", choices=CANDIDATES, default=list(CANDIDATES), metavar="OP", help="see above")
+    what.add_argument(
+        "--hidden-sizes", nargs="+", type=hidden, default=HIDDEN_SIZES, metavar="N",
+        help=f"of RMSNorm (default: {' '.join(map(str, HIDDEN_SIZES))})",
+    )  # fmt: skip
+    what.add_argument(
+        "--rows", nargs="+", type=row_range, default=ROWS, metavar="LEAST[:MEASURED]",
+        help="from so many rows on, up to the next, and measured with so many (default: "
+        f"{' '.join(f'{least}:{measured}' for least, measured in ROWS)}; gradients from {TRAINING_ROWS} on)",
+    )  # fmt: skip
+    what.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=["bf16"], metavar="DTYPE",
+        help="bf16, fp16 or fp32; plans are for a size of elements, 16 bits alike (default: bf16)",
+    )  # fmt: skip
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--milliseconds", type=positive, default=40, metavar="N",
+        help="GPU time of each plan that is among the fastest of its case, beside a first look (default: 40)",
+    )  # fmt: skip
+    how.add_argument(
+        "--margin", type=float, default=0.01, metavar="SHARE",
+        help="a plan must be faster than the default by so much (default: 0.01)",
+    )  # fmt: skip
+    how.add_argument(
+        "--jobs", type=positive, default=len(os.sched_getaffinity(0)), metavar="N",
+        help="processes that compile (default: as many as there are cores)",
+    )  # fmt: skip
+    how.add_argument(
+        "--build", type=Path, default=ROOT / "build", help="folder with the built kernel (default: build/)"
+    )
+    how.add_argument(
+        "--output", type=Path, metavar="PATH",
+        help="JSON to write, replaced as a whole (default: the file of this GPU's generation in the package's plans/)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    options.rows = sorted(options.rows)
+    if len({least for least, _ in options.rows}) < len(options.rows):
+        parser.error("--rows: expected ranges that begin with different numbers")
+    if any(measured >= later for (_, measured), (later, _) in zip(options.rows, options.rows[1:])):
+        parser.error("--rows: expected numbers that are measured to lie below the next range")
+    if not 0 <= options.margin < 1:
+        parser.error(f"--margin: expected a share such as 0.01, found {options.margin}")
+    return options
+
+
+def run(options, gpu, capability: int, console) -> list[Measured]:
+    """Measures what the options ask for and writes what was found; if it is interrupted, what there was by then."""
+    import measure
+    import torch
+
+    kernels = Kernels(load_kernel(options.build))
+    todo = list(points(options.ops, options.hidden_sizes, options.rows, options.dtypes))
+    results: list[Measured] = []
+    with progress_bar(console) as progress:
+        found: dict = {}
+        for point in todo:
+            found.update(compilations(kernels, point, gpu.device, getattr(torch, DTYPES[point.dtype])))
+            gpu.release()
+        task = progress.add_task("compiling", total=len(found))
+        if not kernels.launch.INTERPRETED:
+            compile_all(found, options.build, options.jobs, lambda: progress.advance(task))
+        progress.remove_task(task)
+        task = progress.add_task("", total=len(todo))
+        rounds = max(math.ceil(options.milliseconds / measure._TURN_MS), 3)
+        try:
+            for point in todo:
+                progress.update(task, description=str(point))
+                try:
+                    results.append(tune_point(kernels, point, gpu, rounds, options.margin))
+                except Exception as error:
+                    default = kernels.default(point, gpu.device)
+                    results.append(Measured(point, default, default, error=measure.reason(error)))
+                gpu.release()
+                progress.advance(task)
+        except KeyboardInterrupt:
+            console.print("interrupted: what was measured until now is written")
+    entries = [result.entry() for result in results if result.better and not result.error]
+    write(options.output, capability, how(gpu), entries)
+    kernels.plans.read(options.output)
+    return results
+
+
+def how(gpu) -> dict[str, str]:
+    import torch
+    import triton
+
+    return {
+        "gpu": gpu.name,
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", os.path.relpath(__file__, ROOT), *sys.argv[1:]]),
+    }
+
+
+def tell(options, results, console) -> int:
+    console.print(table(results), highlight=False)
+    for result in results:
+        for plan, why in result.discarded.items():
+            console.print(f"discarded: {result.point}, {plan}: {why}", highlight=False)
+    better = sum(result.better for result in results)
+    console.print(f"{better} of {len(results)} cases have a faster plan: {options.output}", highlight=False)
+    failed = [result for result in results if result.error]
+    for result in failed:
+        print(f"tune: {result.point}: the default plan: {result.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    try:
+        import measure
+        import torch
+        from rich.console import Console
+
+        if not torch.cuda.is_available() or torch.version.hip is not None:
+            raise BenchError("an NVIDIA GPU is needed and torch sees none")
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            console.width = 200
+        capability, _ = torch.cuda.get_device_capability()
+        name = ARCHITECTURES.get(capability, f"compute_capability_{capability}")
+        options.output = options.output or PLANS / f"{name}.json"
+        with tempfile.TemporaryDirectory(prefix="tune-") as cache:
+            # Hundreds of kernels that nobody needs again.
+            os.environ.setdefault("TRITON_CACHE_DIR", cache)
+            results = run(options, measure.Gpu(), capability, console)
+        return tell(options, results, console)
+    except (BenchError, ImportError, OSError) as error:
+        print(f"tune: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

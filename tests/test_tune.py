@@ -1,0 +1,212 @@
+"""`scripts/tune.py`: what it would measure, and a whole run with the clocks of a CPU, in Triton's interpreter."""
+
+import functools
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import tune
+from conftest import ROOT
+
+TUNE = ROOT / "scripts/tune.py"
+
+
+def every_point(**options):
+    given = {"ops": list(tune.CANDIDATES), "hidden_sizes": tune.HIDDEN_SIZES, "rows": tune.ROWS, "dtypes": ["bf16"]}
+    return list(tune.points(**{**given, **options}))
+
+
+def test_points_divide_the_rows():
+    found = every_point(ops=["rms_norm"], hidden_sizes=(64, 4096, 32768))
+    for hidden_size in (64, 4096, 32768):
+        ranges = [(p.least_rows, p.most_rows, p.case.rows) for p in found if p.case.hidden_size == hidden_size]
+        assert [least for least, _, _ in ranges] == [1, 16, 512, 8192]
+        assert [most for _, most, _ in ranges] == [15, 511, 8191, None]
+        assert all(least <= rows <= (most or rows) for least, most, rows in ranges)
+        assert hidden_size * ranges[-1][-1] <= tune.MOST_ELEMENTS
+    backward = every_point(ops=["rms_norm_backward"])
+    assert {point.least_rows for point in backward} == {512, 8192}
+
+
+def default_of(point):
+    if point.case.op == "rms_norm_backward":
+        return {"fused": point.case.hidden_size <= 8192, "rows_per_program": 1, "num_warps": 4}
+    return {}
+
+
+def test_candidates_are_valid_plans(kernel):
+    plans = sys.modules[f"{kernel.__name__}.plans"]
+    number = 0
+    for point in every_point():
+        for stage in tune.CANDIDATES[point.case.op](point, default_of(point), 4):
+            number += len(stage)
+            for changes in stage:
+                for name, value in changes.items():
+                    assert value in plans.FIELDS[point.case.op][name], (point, name, value)
+    assert 400 < number < 1200, "a default run is to be quick"
+
+
+def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
+    plans = sys.modules[f"{kernel.__name__}.plans"]
+    (point,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64)])
+    default, best = {"rows_per_program": 1, "num_warps": 4}, {"rows_per_program": 2, "num_warps": 8}
+    measured = tune.Measured(point, default, best, default_ms=0.2, best_ms=0.1)
+    found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
+    for count in (0, 1):
+        tune.write(tmp_path / "new/plans.json", 9, found, [measured.entry()] * count)
+        capability, how, entries = plans.read(tmp_path / "new/plans.json")
+        assert (capability, how, len(entries)) == (9, found, count)
+    assert entries[0].plan == best and entries[0].measured == {"shape": [65536, 128], "ms": 0.1, "default_ms": 0.2}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["plans.json"]
+
+
+class Cpu:
+    name, device, l2_bytes = "CPU", torch.device("cpu"), 1 << 8
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def synchronize(self):
+        pass
+
+    def release(self):
+        pass
+
+    def times(self, call, indices, head_start):
+        """Those of a clock that knows what it is asked to measure."""
+        return [self.seconds(call, index) for index in indices]
+
+    def capture(self, call, indices):
+        return lambda _: [call(index) for index in indices]
+
+
+def few(make, *given):
+    """Of each stage's candidates the first, and the first of one warp and of two."""
+    for stage in make(*given):
+        warps = [fields.get("num_warps", fields.get("sum_warps")) for fields in stage]
+        yield stage[:1] + [stage[warps.index(count)] for count in (1, 2) if count in warps]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
+def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
+    """A launch is as long as its warps are many, and eager's bits are those of the default plan."""
+    import measure
+    from rich.console import Console
+
+    launched = []
+    launch = sys.modules[f"{kernel.__name__}.launch"]
+    through_triton = launch.Launcher.through_triton
+
+    def record(self, *arguments):
+        if not launch.is_asking():
+            launched.append(self.num_warps)
+        return through_triton(self, *arguments)
+
+    def seconds(call, index):
+        launched.clear()
+        call(index)
+        return 1.0 * sum(launched) / len(launched)
+
+    monkeypatch.setattr(launch.Launcher, "through_triton", record)
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    monkeypatch.setattr(tune, "load_kernel", lambda build: kernel)
+    monkeypatch.setattr(tune, "ACTIVATION_SHAPE", (4, 1024))
+    monkeypatch.setattr(tune, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(tune, "_FINALISTS", 1)
+    monkeypatch.setattr(tune, "_LOOK_ROUNDS", 1)
+    monkeypatch.setattr(tune, "CANDIDATES", {op: functools.partial(few, make) for op, make in tune.CANDIDATES.items()})
+    monkeypatch.setattr(measure, "_TURN_MS", 1.0)
+
+    def eager(self, point, inputs):
+        call = self.call(point, self.default(point, Cpu.device), [self.given(point, inputs)])
+        return tuple(tune.results_of(call(0)))
+
+    monkeypatch.setattr(tune.Kernels, "eager", eager)
+    same_bits = measure.same_bits
+    # Two warps have other bits in the forward pass.
+    monkeypatch.setattr(
+        measure, "same_bits", lambda found, expected: len(found) + launched[-1] != 3 and same_bits(found, expected)
+    )
+    output = tmp_path / "plans.json"
+    options = tune.parse(
+        ["--hidden-sizes", "128", "--rows", "4", "--dtypes", "fp16", "--output", str(output), "--milliseconds", "1"]
+    )
+    results = tune.run(options, Cpu(seconds), 9, Console(stderr=True, width=200))
+    assert [str(result.point.case) for result in results] == [
+        "rms_norm 4x128",
+        "rms_norm_backward 4x128",
+        "silu 4x1024",
+        "silu_backward 4x1024",
+    ]
+    assert not [result.error for result in results if result.error]
+    forward, backward, *activations = results
+    assert forward.discarded and all("num_warps 2" in plan for plan in forward.discarded)
+    assert forward.best == forward.default, "it has one warp already"
+    for result in activations:
+        assert result.best["num_warps"] == 1 < result.default["num_warps"] and result.best_ms < result.default_ms
+    assert backward.best["sum_warps"] == 4
+    _, _, entries = sys.modules[f"{kernel.__name__}.plans"].read(output)
+    assert {entry.op for entry in entries} >= {"silu", "silu_backward"} and "rms_norm" not in {e.op for e in entries}
+    assert tune.tell(options, results, Console(file=open(tmp_path / "table", "w"), width=200)) == 0
+
+
+def test_other_processes_compile_what_is_asked_for(kernel, module, build, monkeypatch, tmp_path):
+    """For sm_90 and without a GPU; each kernel becomes files in Triton's cache."""
+    from triton.runtime import driver
+
+    launch = module("launch")
+    target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target), raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    points = every_point(ops=["rms_norm", "silu"], hidden_sizes=[128], rows=[(1, 4)])
+    found = {}
+    for point in points:
+        found.update(tune.compilations(tune.Kernels(kernel), point, Cpu.device, torch.bfloat16))
+    some = [compilation for compilation in found if compilation.num_warps == 4]
+    assert len(found) > len(some) >= 2 and all(isinstance(each, launch.Compilation) for each in some)
+    advanced = []
+    tune.compile_all(some, build, 2, lambda: advanced.append(1))
+    assert len(advanced) == len(some) == len(list(tmp_path.glob("*/*.cubin")))
+
+
+@pytest.fixture
+def module(kernel):
+    return lambda name: sys.modules[f"{kernel.__name__}.{name}"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--rows", "0"], "argument --rows: expected LEAST or LEAST:MEASURED such as 512:4096, found '0'"),
+        (["--rows", "16:8"], "found '16:8'"),
+        (["--rows", "16:900", "512"], "--rows: expected numbers that are measured to lie below the next range"),
+        (["--rows", "16", "16"], "--rows: expected ranges that begin with different numbers"),
+        (["--hidden-sizes", "66"], "expected a multiple of 4 from 64 to 32768, found 66"),
+        (["--margin", "2"], "--margin: expected a share such as 0.01, found 2.0"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        tune.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")
+def test_without_a_gpu_it_says_so():
+    done = subprocess.run([sys.executable, TUNE], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "tune: error: an NVIDIA GPU is needed and torch sees none\n"
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_a_gpu(build, tmp_path):
+    output = tmp_path / "plans.json"
+    arguments = ["--hidden-sizes", "128", "4096", "--rows", "512:4096", "--milliseconds", "10", "--output", output]
+    done = subprocess.run([sys.executable, TUNE, *map(str, arguments)], capture_output=True, text=True)
+    print(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(output.read_text())["compute_capability"] == torch.cuda.get_device_capability()[0]
+    assert "other bits than eager's" not in done.stderr
