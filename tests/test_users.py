@@ -208,7 +208,9 @@ def test_kernelize_replaces_the_activations_of_act2fn(kernel, seed, monkeypatch,
 def test_mapping_names_every_layer_device_and_mode(kernel):
     mapping = kernel.kernel_mapping()
     activations = {name: layer for name, layer, *_ in ACTIVATIONS.values()}
-    norms = {f"RMSNorm{kind}": f"RMSNorm{kind}" for kind in ("ZeroCentered", "Gated")}
+    norms = {f"RMSNorm{kind}": f"RMSNorm{kind}" for kind in ("ZeroCentered", "Gated")} | {
+        "TorchRMSNorm": "TorchRMSNorm"
+    }
     layers = {name: layer for name, (_, layer) in LAYERS.items()} | activations | norms
     assert set(mapping) == set(layers)
     for name, layer in layers.items():
