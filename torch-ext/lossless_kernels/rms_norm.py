@@ -637,7 +637,8 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-PROOF_ROWS // rows), rows)
     eps = PROOF_EPS
-    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=True)
+    where = (hidden_size, rows, row_stride, device)
+    forward = _forward(variant, dtype, weight_dtype, *where, eps, store_rstd=True, plan=plan)
     for _ in range(calls):
         x = make(rows, row_stride).to(dtype)[:, :hidden_size]
         weight = random_weight(variant, make, hidden_size, weight_dtype)
@@ -726,11 +727,11 @@ def _weight_gradients(variant, dy, x, rstd):
 
 
 def random_weight(variant, make, hidden_size, dtype):
-    return make(0 if variant is UNWEIGHTED else hidden_size).to(dtype)
+    return make(0 if variant.scale == "none" else hidden_size).to(dtype)
 
 
 def original_output(variant, owner, weight, eps, x):
-    return owner.forward(stand_in(owner, None if variant is UNWEIGHTED else weight, eps), x)
+    return owner.forward(stand_in(owner, None if variant.scale == "none" else weight, eps, x.shape[-1]), x)
 
 
 # torch.compile
@@ -832,11 +833,12 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     if under_transform() or proof.code(owner) is None or (calls_torch(owner) and not fused):
         return None
     variant = variant_of(owner, dtype, weight_dtype, device)
-    if variant is None:
+    if variant is None or (variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE):
         return None
     subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
     needs = (True, weight_dtype is not None)
-    proved = all(_proved(*subject, rows, hidden_size, device) for rows in ROW_CLASSES) and (
+    all_rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
+    proved = all(_proved(*subject, rows, hidden_size, device) for rows in all_rows) and (
         not training or gradients_proved(*subject, ROW_CLASSES[-1], device, needs)
     )
     return variant.name if proved else None
