@@ -645,7 +645,9 @@ def _proved_for_compile(subject, activation_name, dtype, device_index, training)
 
 def _compiled(gate, up, subject, activation):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original formula."""
-    if not gate.is_cuda or gate.dtype not in FLOAT_DTYPES or (up.dtype, up.shape) != (gate.dtype, gate.shape):
+    if type(gate) is not torch.Tensor or type(up) is not torch.Tensor or not gate.is_cuda:
+        return None
+    if gate.dtype not in FLOAT_DTYPES or (up.dtype, up.shape) != (gate.dtype, gate.shape):
         return None
     training = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     if not _proved_for_compile(subject, activation.name, gate.dtype, gate.device.index or 0, training):
