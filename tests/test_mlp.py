@@ -95,7 +95,12 @@ def products(module, monkeypatch):
 
 @pytest.fixture
 def fresh(module, monkeypatch):
-    for owner, table in (("mlp", "_activations"), ("proof", "_verdicts"), ("proof", "_warned"), ("proof", "_outside")):
+    tables = {
+        "mlp": ["_activations"],
+        "gated_activation": ["_calls", "_recent"],
+        "proof": ["_verdicts", "_warned", "_outside"],
+    }
+    for owner, table in ((owner, table) for owner, names in tables.items() for table in names):
         monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
 
 
@@ -137,7 +142,7 @@ def backward(out, inputs):
 def test_formula_and_activation_are_recognised(module, fresh, act, formula):
     """In torch operations, on any device."""
     family = module("mlp")
-    subject = family.subject_of(act, frozenset())
+    subject = family.subject_of(act)
     for layer_class in NAMES:
         for dtype in (torch.float32, torch.bfloat16):
             for candidate in module("gated_activation").ACTIVATIONS.values():

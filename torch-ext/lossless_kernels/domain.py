@@ -1,6 +1,7 @@
 """What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
 
 import re
+from types import MethodType
 
 import torch
 from torch.autograd import forward_ad
@@ -67,10 +68,13 @@ def is_bare(module: torch.nn.Module) -> bool:
     ):
         return False
     bound = state.get("forward")
-    if bound is None or getattr(bound, "__module__", None) == _OUR_LAYERS:
+    if bound is None:
         return True
-    # `kernelize` binds the original where it has no kernel.
-    return getattr(bound, "__func__", None) is type(module).forward
+    if not isinstance(bound, MethodType):
+        return False
+    # `kernelize` binds the class's own where it has no kernel. In this way TorchDynamo of torch 2.11 can tell, too.
+    function = bound.__func__
+    return function.__module__ == _OUR_LAYERS or function is type(module).forward
 
 
 def runs_kernels(device: torch.device) -> bool:
