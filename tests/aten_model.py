@@ -417,7 +417,8 @@ def fused_rms_norm_statistics(
         for element in step.unbind(-1):
             threads = multiply_add(element, element, threads)
     sums = _halving_sum(_halving_sum(threads.view(-1, 4, 32), 2), 1).view(x.shape[:-1])
-    mean = sums / torch.tensor(float(hidden_size), dtype=torch.float32)
+    # On the device: a scalar of the CPU would be divided by as a product with its reciprocal.
+    mean = sums / torch.tensor(float(hidden_size), dtype=torch.float32, device=x.device)
     return RowStatistics(sums, mean, rsqrt(mean + torch.tensor(eps, dtype=torch.float32, device=x.device)))
 
 
