@@ -538,17 +538,17 @@ _ROWS, _COLUMNS = 32, 2048
 def _proof_inputs(dtype, kind, device):
     """The layout, the tensor whose rows are gate and up side by side, and both; gates have every 16-bit pattern."""
     packed, one_row, unit = kind
-    columns = _COLUMNS + unit
+    rows, columns = (1, _ROWS * _COLUMNS) if one_row else (_ROWS, _COLUMNS)
     numbers = all_inputs(dtype, device)
     shuffled = numbers[torch.randperm(len(numbers), device=device, generator=proof.generator(device, 3))]
-    both = torch.ones(_ROWS, 2 * columns, dtype=dtype, device=device)
-    both[:, :_COLUMNS] = numbers.view(_ROWS, _COLUMNS)
-    both[:, columns : columns + _COLUMNS] = shuffled.view(_ROWS, _COLUMNS)
+    # Rows are `unit` elements longer: so many, and no more, divide them.
+    both = torch.ones(rows, 2 * (columns + unit), dtype=dtype, device=device)
     gate, up = _halves(both)
+    gate[:, :columns], up[:, :columns] = numbers.view(rows, columns), shuffled.view(rows, columns)
     if one_row:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate, up = gate.contiguous(), up.clone()
         return _Layout(1, gate.numel(), gate.numel()), both, gate, up
-    return _Layout(_ROWS, columns, 2 * columns, (0,), packed), both, gate, up
+    return _Layout(rows, columns + unit, 2 * (columns + unit), (0,), packed), both, gate, up
 
 
 def _comparisons(subject, activation, dtype, kind, device):
