@@ -459,6 +459,13 @@ def vjp(function, x):
     return pull_back(out.cos())
 
 
+def left_behind(x):
+    """The tensor that a transform wrapped around x, after its end."""
+    kept = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)
+    return kept[0]
+
+
 TRANSFORMS = {
     "vmap": lambda function, x: torch.vmap(function)(x),
     "vmap over columns": lambda function, x: torch.vmap(function, in_dims=1, out_dims=1)(
@@ -468,6 +475,10 @@ TRANSFORMS = {
     "func.jvp": lambda function, x: torch.func.jvp(function, (x,), (x.cos(),)),
     "func.vjp": lambda function, x: vjp(function, x),
     "func.hessian": lambda function, x: torch.func.hessian(lambda x: function(x).sum())(x[0]),
+    "after func.grad": lambda function, x: function(left_behind(x)),
+    "after func.grad, with gradients": lambda function, x: torch.autograd.grad(
+        function(left_behind(x.requires_grad_())).sum(), x
+    ),
     "functionalize": lambda function, x: torch.func.functionalize(function)(x),
     "forward_ad": lambda function, x: forward_dual(function, x, x.cos()),
     "jit.trace": lambda function, x: torch.jit.trace(lambda x: function(x), x, check_trace=False)(x + 1),

@@ -16,6 +16,7 @@ from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
     UNSEEN,
+    apply_of,
     are_plain,
     check_floating,
     dispatch_modes,
@@ -306,7 +307,7 @@ class _Call:
         return out
 
     def differentiable(self, input):
-        return _Differentiable.apply(self, *(input,) * self.activation.paths)
+        return _apply(self, *(input,) * self.activation.paths)
 
     def gradients(self, dy, input):
         if self.activation.paths == 1:
@@ -460,6 +461,9 @@ class _Differentiable(torch.autograd.Function):
         if is_grad_enabled():  # Somebody differentiates the gradients.
             return None, *ctx.activation.gradients(dy, input)
         return None, *gradients(ctx.activation, dy, input)
+
+
+_apply = apply_of(_Differentiable)
 
 
 # Proof

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import launch, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
-from .domain import UNSEEN, are_plain, dispatch_modes, remember, runs_kernels, same_tensors, under_transform
+from .domain import UNSEEN, apply_of, are_plain, dispatch_modes, remember, runs_kernels, same_tensors, under_transform
 from .layout import Output
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
 from .rms_norm import (
@@ -133,7 +133,7 @@ class _Training:
         self.eps = eps
 
     def __call__(self, x, residual, weight):
-        return _Differentiable.apply(x, residual, weight, self)
+        return _apply(x, residual, weight, self)
 
     def with_rstd(self, x, residual, weight):
         """The outputs and rstd, `[..., 1]`."""
@@ -254,6 +254,9 @@ class _Differentiable(torch.autograd.Function):
             arguments = (ctx.call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight)
             dx, dweight = _gradients(*arguments, d_total, again)
         return dx if needs_x else None, dx if needs_residual else None, dweight, None
+
+
+_apply = apply_of(_Differentiable)
 
 
 def _gradients(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, d_total, in_torch=False):

@@ -31,6 +31,7 @@ from .activation import (
 from .domain import (
     FLOAT_DTYPES,
     UNSEEN,
+    apply_of,
     are_plain,
     check_floating,
     dispatch_modes,
@@ -244,7 +245,7 @@ class _Call:
         return out
 
     def differentiable(self, gate, up):
-        return _Differentiable.apply(self, up, gate)
+        return _apply(self, up, gate)
 
     def packed(self, packed):
         out = self.out.empty(packed)
@@ -253,7 +254,7 @@ class _Call:
         return out
 
     def packed_differentiable(self, packed):
-        return _PackedDifferentiable.apply(self, packed)
+        return _apply_packed(self, packed)
 
 
 # What is proved.
@@ -488,6 +489,9 @@ class _Differentiable(torch.autograd.Function):
         return None, d_up, d_gate
 
 
+_apply = apply_of(_Differentiable)
+
+
 class _PackedDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, packed):
@@ -500,6 +504,9 @@ class _PackedDifferentiable(torch.autograd.Function):
         (packed,) = ctx.saved_tensors
         function = _packed_eager_gradient if is_grad_enabled() else packed_gradient
         return None, function(ctx.activation, dy, packed)
+
+
+_apply_packed = apply_of(_PackedDifferentiable)
 
 
 # Proof

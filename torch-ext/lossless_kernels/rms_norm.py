@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Callable, Optional, Union
 
 import torch
 from torch import empty_like, is_grad_enabled
@@ -15,6 +15,7 @@ from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
     UNSEEN,
+    apply_of,
     are_plain,
     check_floating,
     dispatch_modes,
@@ -248,23 +249,25 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "out", "rstd_strides", "eps")
+    __slots__ = ("variant", "launch", "out", "like_input", "empty_rstd", "two_edges", "eps")
 
-    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, rstd_strides, eps):
+    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, empty_rstd: Callable, two_edges, eps):
         self.variant = variant
         self.launch = launch
         self.out = out
-        self.rstd_strides = rstd_strides
+        self.like_input = out.like_input
+        self.empty_rstd = empty_rstd
+        # Eager's fp32 activations reach the sum by two edges, the product's and the mean's.
+        self.two_edges = two_edges
         self.eps = eps
 
     def __call__(self, x, weight):
-        # Eager's fp32 activations reach the sum by two edges, the product's and the mean's.
-        return _Differentiable.apply(x, x if x.dtype == torch.float32 else None, weight, self)
+        return _apply(x, x if self.two_edges else None, weight, self)
 
     def with_rstd(self, x, weight):
         """The output and rstd, `[..., 1]`."""
-        out = self.out.empty(x)
-        rstd = torch.empty_strided((*x.shape[:-1], 1), self.rstd_strides, dtype=torch.float32, device=x.device)
+        out = empty_like(x) if self.like_input else self.out.empty(x)
+        rstd = self.empty_rstd()
         self.launch(x, weight, out, rstd)
         return out, rstd
 
@@ -298,7 +301,7 @@ class _FusedTraining(_Training):
     __slots__ = ()
 
     def __call__(self, x, weight):
-        return _FusedDifferentiable.apply(x, weight, self)
+        return _apply_fused(x, weight, self)
 
     def with_rstd(self, x, weight):
         if not _read_in_vectors(x, weight):
@@ -452,8 +455,10 @@ def _resolve(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training
         return None
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
     if with_rstd:
+        shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
+        empty_rstd = functools.partial(torch.empty_strided, shape, strides, dtype=torch.float32, device=x.device)
         training = _FusedTraining if variant.fused else _Training
-        return training(variant, launch, out, (*row_number_strides(x.shape, order), 1), eps)
+        return training(variant, launch, out, empty_rstd, x.dtype == torch.float32, eps)
     return _FusedInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
 
 
@@ -476,6 +481,9 @@ class _Differentiable(torch.autograd.Function):
         return *rms_norm_backward.gradients(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
 
 
+_apply = apply_of(_Differentiable)
+
+
 class _FusedDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, call):
@@ -493,6 +501,9 @@ class _FusedDifferentiable(torch.autograd.Function):
         else:
             dx, _, dweight = rms_norm_backward.fused_gradients(*arguments, rstd, *needs)
         return dx, dweight, None
+
+
+_apply_fused = apply_of(_FusedDifferentiable)
 
 
 # Proof

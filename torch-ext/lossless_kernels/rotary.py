@@ -15,6 +15,7 @@ from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
     UNSEEN,
+    apply_of,
     are_plain,
     check_floating,
     dispatch_modes,
@@ -314,10 +315,10 @@ class _Call:
         return q_embed, k_embed
 
     def differentiable(self, q, k, cos, sin):
-        return _Differentiable.apply(self, k, k, q, q, cos, sin)
+        return _apply(self, k, k, q, q, cos, sin)
 
     def sole_consumer(self, q, k, cos, sin):
-        return _Differentiable.apply(self, k, None, q, None, cos, sin)
+        return _apply(self, k, None, q, None, cos, sin)
 
 
 _calls = {}
@@ -453,6 +454,9 @@ class _Differentiable(torch.autograd.Function):
             call.variant, dq_embed, dk_embed, cos, sin, call.unsqueeze_dim, ctx.dtype, apart=ctx.paths == 2
         )
         return None, *dk, *dq, None, None
+
+
+_apply = apply_of(_Differentiable)
 
 
 # Gradients
