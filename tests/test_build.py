@@ -272,7 +272,7 @@ def test_disk_full(project, tmp_path):
     """On a file system too small for a second build the first one stays."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = f"mount -t tmpfs -o size=1m none {small}"
+    mounted = f"mount -t tmpfs -o size=4m none {small}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode:
         pytest.skip("this machine lets no process mount a file system of its own")
     steps = f"""

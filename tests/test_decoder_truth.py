@@ -159,6 +159,8 @@ def test_compiled(kernel, seed):
     assert_bits_equal(found, expected)
     for (name, one), two in zip(ours.named_parameters(), model.parameters(), strict=True):
         assert_bits_equal(one.grad, two.grad, name)
+    with torch.no_grad():
+        assert_bits_equal(run(ids, use_cache=False).logits, expected)
 
 
 def test_cuda_graph(kernel, seed):

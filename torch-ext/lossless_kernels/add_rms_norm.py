@@ -415,7 +415,7 @@ def _compiled(hidden_states, residual, weight, eps, owner) -> Optional[tuple[tor
     training = is_grad_enabled() and any(t.requires_grad for t in tensors)
     device_index = hidden_states.device.index or 0
     variant = _variant_for_compile(owner, hidden_states.dtype, weight.dtype, hidden_size, device_index, training)
-    if variant is None or variant.fused:
+    if variant is None:
         return None
     if training:
         return _add_rms_norm_with_rstd_op(*tensors, eps, variant)[:2]

@@ -97,11 +97,11 @@ def _gated(gate, up, activation):
         out = packed_replacement(gate, activation)
         return _packed_eager(activation, gate) if out is None else out
     check_floating("up", up)
+    if up.device != gate.device:
+        raise ValueError(f"up: expected device {gate.device} of gate, found {up.device}")
     out = replacement(gate, up, activation.forward, activation)
     if out is not None:
         return out
-    if up.device != gate.device:
-        raise ValueError(f"up: expected device {gate.device} of gate, found {up.device}")
     # A dimension that one of them lacks is broadcast too.
     if any(ours != theirs and 1 not in (ours, theirs) for ours, theirs in zip(gate.shape[::-1], up.shape[::-1])):
         raise ValueError(
