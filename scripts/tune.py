@@ -14,6 +14,7 @@ ops:
 examples:
   tune.py                                        what ships: bf16, about two and a half minutes on an H200
   tune.py --dtypes fp32 --output torch-ext/lossless_kernels/plans/hopper_fp32.json
+  tune.py --ops rms_norm_backward --hidden-sizes 32768 --update   once more, when a kernel has changed
   tune.py --ops rms_norm --hidden-sizes 5120 --rows 16 512:4096 --output /tmp/plans.json
 
 Build again afterwards: the package reads its plans from where it lies.
@@ -61,6 +62,8 @@ TRAINING_ROWS = 512
 # Of the last range short rows are as many more as these elements have, and long ones as many less.
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 23, 1 << 28
 ACTIVATION_SHAPE = (8192, 14336)
+# Shorter rows need no streaming.
+STREAMED_TILE = 1 << 14
 
 Fields = dict[str, Any]
 
@@ -80,6 +83,16 @@ class Point:
     @property
     def has_size(self) -> bool:
         return OPS[self.case.op].family == "rms_norm"
+
+    @property
+    def is_packable(self) -> bool:
+        return self.dtype != "fp32"
+
+    @property
+    def kind(self) -> tuple:
+        """What an entry of a file that is for the same calls begins with."""
+        size = self.case.hidden_size if self.has_size else None
+        return self.case.op, size, 2 if self.is_packable else 4, self.least_rows, self.most_rows
 
 
 def points(ops, hidden_sizes, rows, dtypes) -> Iterator[Point]:
@@ -119,20 +132,30 @@ def tile_of(hidden_size: int) -> int:
 
 def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     tile = tile_of(point.case.hidden_size)
-    found = programs(tile, point.least_rows, 1 << 14, (4, 128))
-    return [[{"rows_per_program": rows, "num_warps": warps} for rows, warps in found]]
+    first = [
+        {"rows_per_program": rows, "num_warps": warps, "packed": packed}
+        for packed, a_thread in ((False, (4, 128)), (True, (64, 128)))
+        if not packed or point.is_packable
+        for rows, warps in programs(tile, point.least_rows, 1 << 14, a_thread)
+    ]
+    return [first]
 
 
 def backward_candidates(point: Point, default: Fields, height: int) -> list[list[Fields]]:
     """First how dx and the chains are computed, then the plans of the other kernels, one of them after the other."""
     tile = tile_of(point.case.hidden_size)
+    kinds = [(True, "wide", (8, 32)), (False, "wide", (8, 64))]
+    if point.is_packable:
+        kinds.append((True, "packed", (16, 32)))
     first = [
-        {"fused": fused, "rows_per_program": rows, "num_warps": warps}
-        for fused, a_thread in ((True, (8, 32)), (False, (8, 64)))
+        {"fused": fused, "rows_per_program": rows, "num_warps": warps, "held": held}
+        for fused, held, a_thread in kinds
         for rows, warps in programs(tile, height if fused else 16, 1 << 14, a_thread)
     ]
+    if tile >= STREAMED_TILE:
+        first.append({"fused": True, "rows_per_program": 1, "num_warps": 8, "held": "streamed"})
     chains = [
-        {"fused": False, "chain_columns": columns, "chain_stages": stages, "chain_warps": warps}
+        {"fused": False, "held": "wide", "chain_columns": columns, "chain_stages": stages, "chain_warps": warps}
         for columns, stages, warps in itertools.product((32, 64, 128, 256), (1, 3, 4), (4, 8))
         if 4 <= 4 * height * columns // (32 * warps) <= 32
     ]
@@ -383,16 +406,11 @@ class Measured:
         return self.best != self.default
 
     def entry(self) -> dict:
-        case, point = self.point.case, self.point
         return {
-            "op": case.op,
-            "hidden_size": case.hidden_size if point.has_size else None,
-            "element_size": 4 if point.dtype == "fp32" else 2,
-            "least_rows": point.least_rows,
-            "most_rows": point.most_rows,
+            **dict(zip(("op", "hidden_size", "element_size", "least_rows", "most_rows"), self.point.kind)),
             "plan": self.best,
             "measured": {
-                "shape": list(case.shape),
+                "shape": list(self.point.case.shape),
                 "ms": round(self.best_ms, 6),
                 "default_ms": round(self.default_ms, 6),
             },
@@ -575,8 +593,9 @@ def parse(arguments=None):
     )
     how.add_argument(
         "--output", type=Path, metavar="PATH",
-        help="JSON to write, replaced as a whole (default: the file of this GPU's generation in the package's plans/)",
+        help="JSON to write, as a whole (default: the file of this GPU's generation in the package's plans/)",
     )  # fmt: skip
+    how.add_argument("--update", action="store_true", help="keep what the file has for cases that are not measured")
     options = parser.parse_args(arguments)
     options.rows = sorted(options.rows)
     if len({least for least, _ in options.rows}) < len(options.rows):
@@ -619,10 +638,30 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
                 progress.advance(task)
         except KeyboardInterrupt:
             console.print("interrupted: what was measured until now is written")
-    entries = [result.entry() for result in results if result.better and not result.error]
-    write(options.output, capability, how(gpu), entries)
+    found, entries = how(gpu), [result.entry() for result in results if result.better and not result.error]
+    if options.update:
+        found, entries = updated(kernels, options.output, {result.point.kind for result in results}, found, entries)
+    write(options.output, capability, found, entries)
     kernels.plans.read(options.output)
     return results
+
+
+def updated(kernels: Kernels, path: Path, measured: set, found: dict[str, str], entries: list[dict]) -> tuple:
+    """What a file becomes whose other entries stay: how all were found, and they in the order of ops and sizes."""
+    try:
+        _, before, kept = kernels.plans.read(path)
+    except OSError:
+        return found, entries
+    kept = [
+        dataclasses.asdict(entry) for entry in kept if (*entry.kind, entry.least_rows, entry.most_rows) not in measured
+    ]
+    found = {**found, "command": f"{before['command']}; {found['command']}"}
+    order = {op: number for number, op in enumerate(CANDIDATES)}
+
+    def place(entry):
+        return order.get(entry["op"], len(order)), entry["least_rows"], entry["hidden_size"] or 0, entry["element_size"]
+
+    return found, sorted([*kept, *entries], key=place)
 
 
 def how(gpu) -> dict[str, str]:

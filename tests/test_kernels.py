@@ -57,7 +57,7 @@ def random_cases(seed, count, most_elements=1 << 20):
 
 def test_rms_norm_equals_the_model(kernel, seed):
     generator = torch.Generator().manual_seed(seed)
-    for rows, hidden_size, dtype, weight_dtype in random_cases(seed, 24):
+    for rows, hidden_size, dtype, weight_dtype in [*random_cases(seed, 24), (3, 32768, torch.float16, torch.float16)]:
         x = torch.randn(rows, hidden_size, generator=generator).to(dtype)
         weight = torch.randn(hidden_size, generator=generator).to(weight_dtype)
         expected = aten_model.rms_norm(x, weight, 1e-5, rsqrt=numpy_rsqrt)
@@ -272,6 +272,26 @@ def test_every_fused_plan_has_the_same_bits(module, monkeypatch, seed, rows, hid
     for fused in (True, False):
         monkeypatch.setattr(rms_norm, "launch_plan", lambda *_, fused=fused: rms_norm.Plan(fused, rows_per_program, 4))
         assert_gradients_equal_the_model(rms_norm, *inputs, label=f"fused {fused}")
+
+
+@pytest.mark.parametrize("rows, hidden_size", [(5, 128), (300, 128), (70, 640), (24, 2052)])
+def test_rows_held_in_any_way_have_the_same_gradients(module, monkeypatch, seed, rows, hidden_size):
+    rms_norm, choose = module("rms_norm_backward"), random.Random(seed)
+    inputs = given(
+        torch.Generator().manual_seed(seed), (rows, hidden_size), choose.choice(DTYPES), choose.choice(DTYPES)
+    )
+    for held in ("wide", "packed", "streamed"):
+        monkeypatch.setattr(rms_norm, "launch_plan", lambda *_, held=held: rms_norm.Plan(True, 1, 4, held))
+        assert_gradients_equal_the_model(rms_norm, *inputs, label=held)
+        # With a gradient that came before, a residual's.
+        d_sum = torch.randn(rows, hidden_size).to(inputs[0].dtype)
+        x, weight, dy, rstd = inputs
+        found = rms_norm.gradients(llama(rms_norm), dy, x, weight, rstd[:, None], True, True, True, d_sum)
+        expected = rms_norm.joined_formula(llama(rms_norm), dy, x, weight, rstd[:, None], True, False, True, d_sum)
+        model = aten_model.rms_norm_backward(dy, x, weight, rstd)
+        assert_bits_equal(found.dx, functools.reduce(torch.add, model.dx, d_sum), held)
+        assert expected.dx.stride() == found.dx.stride()
+        rms_norm._resolved.clear()
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 3])

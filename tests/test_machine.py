@@ -92,6 +92,13 @@ COMPILE = """
                     residual, x = torch.empty(2, rows, hidden_size, dtype=dtype)
                     add_rms_norm.replacement(x, residual, weight, 1e-6, module("rms_norm").EAGER[LLAMA])
                     add_rms_norm._gradients(LLAMA, x, x, weight, torch.empty(rows, 1), True, True, residual)
+                    if hidden_size == 32768:
+                        # A long row is streamed if there are enough for all multiprocessors: here for fewer.
+                        gpu, backward._multiprocessors = backward._multiprocessors, lambda device: (1, 2048)
+                        for edges in ("two" if dtype == torch.float32 else "one", "added"):
+                            arguments = (LLAMA, x, x, weight, torch.empty(rows, 1), True, True, edges)
+                            backward.resolve(*arguments)(x, x, weight, torch.empty(rows, 1), residual)
+                        backward._multiprocessors = gpu
             x, dy = torch.empty(2, 4096, dtype=dtype)
             for function in activation._ACTIVATIONS.values():
                 activation._activate(x, function)
@@ -127,6 +134,7 @@ ROWS_MOVED = {
     "rms_norm_forward": (1, 1),
     "add_rms_norm_forward": (2, 2),
     "rms_norm_backward": (2, 1),
+    "rms_norm_backward_streamed": (4, 1),
     "rms_norm_sum_chains": (2, 0),
     "activation_forward": (1, 1),
     "activation_backward": (2, 1),
@@ -149,13 +157,13 @@ PATHS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
 # Bytes that a thread spills, the most of the three generations with Triton 3.6.0 and 3.7.1. No other kernel spills any.
 SPILLED = {
     ("rms_norm_forward", "bfloat16", 8192): 60,
-    ("rms_norm_forward", "float32", 32768): 84,
+    ("rms_norm_forward", "float32", 32768): 96,
     ("add_rms_norm_forward", "float32", 32768): 132,
-    ("rms_norm_backward", "float32", 4096): 2868,
-    ("rms_norm_backward", "float32", 8192): 312,
-    ("rms_norm_backward", "float32", 32768): 3572,
-    ("rms_norm_backward", "bfloat16", 8192): 12,
+    ("rms_norm_backward", "bfloat16", 4096): 20,
+    ("rms_norm_backward", "bfloat16", 8192): 8,
     ("rms_norm_backward", "bfloat16", 32768): 296,
+    ("rms_norm_backward", "float32", 8192): 312,
+    ("rms_norm_backward", "float32", 32768): 2452,
 }
 EVERY_SIZE = (128, 4096, 8192, 16384, 32768)
 MATRIX = ((90, EVERY_SIZE), (80, (4096,)), (100, (4096,)))
@@ -184,8 +192,9 @@ def compiled(build, run_python, tmp_path_factory):
         settings = {"TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": 1}
         done = run_python(COMPILE, arguments=[json.dumps(matrix)], **settings)
         names, entries = json.loads(done.stdout)
-        for arch, _ in matrix:
-            assert {entry["kernel"] for entry in entries if entry["arch"] == arch} == set(names)
+        for arch, hidden_sizes in matrix:
+            expected = set(names) - ({"rms_norm_backward_streamed"} if max(hidden_sizes) < 32768 else set())
+            assert {entry["kernel"] for entry in entries if entry["arch"] == arch} == expected
         return [Compiled(entry) for entry in entries]
 
     matrices = MATRIX[:1], MATRIX[1:]
@@ -228,8 +237,8 @@ def test_rows_move_16_bytes_at_a_time(compiled):
         if entry["kernel"] == "activation_backward":
             written *= PATHS.get(constants["ACTIVATION"], 1)
         written += constants.get("D_UP", False)
-        if "ROWS" in constants:
-            tile = constants["ROWS"] * 4 * constants["WIDTH"] * constants["HEIGHT"] << constants["LOG2_STEPS"]
+        if "WIDTH" in constants:
+            tile = constants.get("ROWS", 1) * 4 * constants["WIDTH"] * constants["HEIGHT"] << constants["LOG2_STEPS"]
         else:
             tile = 4 * constants["THREADS"] * constants["COLUMNS"] if "COLUMNS" in constants else constants["BLOCK"]
         # None where a thread has less than 16 bytes, as in the sum of few chains.
@@ -237,8 +246,6 @@ def test_rows_move_16_bytes_at_a_time(compiled):
         # In a pipelined loop they go into shared memory.
         loads = entry.count(r"ld\.global\S*\.v4\.b32") + entry.count(r"cp\.async\.cg\.shared\.global")
         assert loads >= read * accesses, str(entry)
-        if constants.get("STREAMED"):  # A step of a loop.
-            accesses >>= constants["LOG2_STEPS"]
         assert entry.count(r"st\.global\S*\.v4\.b32") >= written * accesses, str(entry)
         assert not entry.count(r"(ld|st)\.global\S*\.[bu](8|16)\b"), str(entry)
 

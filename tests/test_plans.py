@@ -28,7 +28,7 @@ ENTRY = {
     "element_size": 2,
     "least_rows": 16,
     "most_rows": 99,
-    "plan": {"rows_per_program": 8, "num_warps": 2},
+    "plan": {"rows_per_program": 8, "num_warps": 2, "packed": False},
     "measured": {"shape": [64, 128], "ms": 0.1, "default_ms": 0.2},
 }
 FOUND = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "date": "e", "command": "f"}
@@ -66,7 +66,15 @@ def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
 
 
 def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
-    write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, "plan": {"rows_per_program": 4, "num_warps": 1}})
+    write(
+        ENTRY,
+        {
+            **ENTRY,
+            "least_rows": 100,
+            "most_rows": None,
+            "plan": {"rows_per_program": 4, "num_warps": 1, "packed": False},
+        },
+    )
     rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132)
     default = rms_norm.default_plan(16, 128)
     first, second = rms_norm.Plan(8, 2), rms_norm.Plan(4, 1)
@@ -91,6 +99,7 @@ FUSED = {
     "fused": True,
     "rows_per_program": 4,
     "num_warps": 2,
+    "held": "wide",
     "chain_columns": 32,
     "chain_stages": 2,
     "chain_warps": 8,
@@ -115,10 +124,19 @@ def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
     "change, named",
     [
         ({"op": "rms_nrom"}, r"plans\[1\], op: expected one of rms_norm, .* found 'rms_nrom'"),
-        ({"plan": {"rows_per_program": 3, "num_warps": 2}}, "plan, rows_per_program: expected one of 1, 2, .* found 3"),
-        ({"plan": {"rows_per_program": True, "num_warps": 2}}, "plan, rows_per_program: .* found True"),
-        ({"plan": {"rows_per_program": 1}}, "plan: expected the keys rows_per_program, num_warps, found"),
-        ({"plan": {"rows_per_program": 64, "num_warps": 1}, "hidden_size": 4096}, "at most 512 elements a thread"),
+        (
+            {"plan": {"rows_per_program": 3, "num_warps": 2, "packed": False}},
+            "plan, rows_per_program: expected one of 1, 2, .* found 3",
+        ),
+        (
+            {"plan": {"rows_per_program": True, "num_warps": 2, "packed": False}},
+            "plan, rows_per_program: .* found True",
+        ),
+        ({"plan": {"rows_per_program": 1}}, "plan: expected the keys rows_per_program, num_warps, packed, found"),
+        (
+            {"plan": {"rows_per_program": 64, "num_warps": 1, "packed": False}, "hidden_size": 4096},
+            "at most 512 elements a thread",
+        ),
         ({"plan": 1}, "plan: expected an object, found 1"),
         ({"hidden_size": None}, "hidden_size: expected a number, found None"),
         ({"op": "silu", "plan": {"block": 1024, "num_warps": 4}}, "hidden_size: expected null, found 128"),

@@ -52,7 +52,8 @@ def test_candidates_are_valid_plans(kernel):
 def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
     plans = sys.modules[f"{kernel.__name__}.plans"]
     (point,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64)])
-    default, best = {"rows_per_program": 1, "num_warps": 4}, {"rows_per_program": 2, "num_warps": 8}
+    default = {"rows_per_program": 1, "num_warps": 4, "packed": False}
+    best = {**default, "rows_per_program": 2, "num_warps": 8}
     measured = tune.Measured(point, default, best, default_ms=0.2, best_ms=0.1)
     found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
     for count in (0, 1):
@@ -61,6 +62,26 @@ def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
         assert (capability, how, len(entries)) == (9, found, count)
     assert entries[0].plan == best and entries[0].measured == {"shape": [65536, 128], "ms": 0.1, "default_ms": 0.2}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plans.json"]
+
+
+def test_an_update_keeps_what_was_not_measured(kernel, tmp_path):
+    kernels, path = tune.Kernels(kernel), tmp_path / "plans.json"
+    plan = {"rows_per_program": 1, "num_warps": 4, "packed": False}
+    results = [
+        tune.Measured(point, {}, {**plan, "num_warps": warps}, default_ms=0.2, best_ms=0.1)
+        for warps, point in zip(
+            (1, 2, 8), every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64), (512, 512)])
+        )
+    ]
+    first, second = (result.entry() for result in results)
+    found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
+    assert tune.updated(kernels, path, set(), found, [first]) == (found, [first]), "there is no file yet"
+    tune.write(path, 9, found, [first, second])
+    again = {**second, "plan": {**plan, "num_warps": 16}}
+    commands, entries = tune.updated(kernels, path, {results[1].point.kind}, {**found, "command": "more"}, [again])
+    assert entries == [first, again] and commands == {**found, "command": "text; more"}
+    # One whose default is the fastest now has no entry any more.
+    assert tune.updated(kernels, path, {results[1].point.kind}, found, [])[1] == [first]
 
 
 class Cpu:

@@ -37,11 +37,12 @@ _ACTIVATION = {"block": _powers_of_two(128, 8192), "num_warps": _WARPS}
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "new_gelu", "fast_gelu", "quick_gelu")
 # For each op the fields of its plan and the values that they may take.
 FIELDS = {
-    "rms_norm": {"rows_per_program": _powers_of_two(1, 64), "num_warps": _WARPS},
+    "rms_norm": {"rows_per_program": _powers_of_two(1, 64), "num_warps": _WARPS, "packed": (False, True)},
     "rms_norm_backward": {
         "fused": (False, True),
         "rows_per_program": _powers_of_two(1, 64),
         "num_warps": _WARPS,
+        "held": ("wide", "packed", "streamed"),
         "chain_columns": _powers_of_two(16, 512),
         "chain_stages": (1, 2, 3, 4, 5, 6),
         "chain_warps": _WARPS,

@@ -110,14 +110,21 @@ def in_domain(dtype: torch.dtype, weight_dtype: torch.dtype, hidden_size: int) -
 
 @dataclass(frozen=True)
 class Plan:
-    """How the forward kernel is launched for one hidden size and one class of row counts."""
+    """How the forward kernel is launched for one hidden size and one class of row counts.
+
+    Packed, 16-bit rows wait for their sum as such and not in fp32.
+    """
 
     rows_per_program: int
     num_warps: int
+    packed: bool = False
 
 
 # Elements that a thread keeps in registers, and that a program takes at least (H200).
 _ELEMENTS_PER_THREAD = 64
+_PACKED_ELEMENTS_PER_THREAD = 128
+# Of a longer row in fp32 a multiprocessor has room for one.
+_MAX_UNPACKED_TILE = 16384
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 
@@ -129,7 +136,7 @@ def launch_plan(rows: int, hidden_size: int, element_size: int = 2, gpu: plans.G
         element_size: bytes of an element of the activations.
     """
     tuned = plans.tuned(gpu, "rms_norm", hidden_size, rows, element_size)
-    return default_plan(rows, hidden_size) if tuned is None else Plan(**tuned)
+    return default_plan(rows, hidden_size, element_size == 2) if tuned is None else Plan(**tuned)
 
 
 def planned_rows(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
@@ -159,10 +166,12 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
     return tuple(found.values())
 
 
-def default_plan(rows: int, hidden_size: int) -> Plan:
+def default_plan(rows: int, hidden_size: int, may_pack: bool = False) -> Plan:
     """A sound plan for any GPU; rows of one `row_class` share it."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
+    if may_pack and tile > _MAX_UNPACKED_TILE:
+        return Plan(1, tile // (_PACKED_ELEMENTS_PER_THREAD * 32), packed=True)
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     warps = rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32)
     return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
@@ -199,6 +208,7 @@ def _forward_launcher(
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
         "FUSED": fused,
+        "PACKED": plan.packed,
     }
     return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
 

@@ -18,6 +18,7 @@ from .variants import Variant, eager_rstd
 if launch.AVAILABLE:
     from .kernels_src.rms_norm import (
         rms_norm_backward,
+        rms_norm_backward_streamed,
         rms_norm_sum_blocks,
         rms_norm_sum_chains,
     )
@@ -89,14 +90,16 @@ def fused_formula(variant: Variant, dy, hidden_states, weight, eps, needs_dx: bo
 class Plan:
     """How the backward kernels are launched.
 
-    Fused, one kernel walks the rows of a block of ATen's reduction over rows and computes dx on the way. Otherwise dx has a
-    program for every `rows_per_program` rows, and a kernel of its own sums the chains, `chain_columns` columns a program
-    and `chain_stages` steps of its loop under way. The last kernel sums what is left over.
+    Fused, one kernel walks the rows of a block of ATen's reduction over rows and computes dx on the way; `held` says what
+    registers hold of a row from its sum to its dx: "wide" fp32, its own "packed" elements, or nothing of a row that is
+    "streamed" twice. Otherwise dx has a program for every `rows_per_program` rows, and a kernel of its own sums the chains,
+    `chain_columns` columns a program and `chain_stages` steps of its loop under way. The last kernel sums what is left over.
     """
 
     fused: bool
     rows_per_program: int
     num_warps: int
+    held: str = "wide"
     chain_columns: int = 64
     chain_stages: int = 1
     chain_warps: int = 4
@@ -107,6 +110,10 @@ class Plan:
 
 # Beyond this tile the sums of a chain leave the registers (H200).
 _MAX_FUSED_TILE = 8192
+# From this one on a packed row leaves room for another under way, and beyond the other a row is streamed.
+_MIN_PACKED_TILE = 4096
+_MAX_UNSTREAMED_TILE = 16384
+_STREAM_WARPS = 8
 _ELEMENTS_PER_THREAD = 32
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
@@ -131,22 +138,34 @@ def launch_plan(
         plan = Plan(**tuned)
         if not plan.fused or (columns is not None and plan.rows_per_program <= columns.height):
             return plan
-    return default_plan(rows, hidden_size, columns, multiprocessors)
+    return default_plan(rows, hidden_size, columns, multiprocessors, element_size)
 
 
-def default_plan(rows: int, hidden_size: int, columns: Optional[ColumnReduction], multiprocessors: int) -> Plan:
+def default_plan(
+    rows: int, hidden_size: int, columns: Optional[ColumnReduction], multiprocessors: int, element_size: int = 2
+) -> Plan:
     """A sound plan for any GPU; the arguments are those of `launch_plan`."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
-    fused = False
+    fused, held = False, "wide"
     if columns is not None and tile <= _MAX_FUSED_TILE:
         # Two rows where they fit: half as many sums are left over, as much memory as Liger's backward takes.
-        fused_rows = min(max(rows_per_program, 2 if 2 * tile <= _MAX_FUSED_TILE else 1), columns.height)
+        most = _MAX_FUSED_TILE * 2 // element_size
+        fused_rows = min(max(rows_per_program, 2 if 2 * tile <= most else 1), columns.height)
         fused = columns.blocks * columns.height // fused_rows >= multiprocessors // 2
         rows_per_program = fused_rows if fused else rows_per_program
-    warps = min(max(rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32), 1), _MAX_WARPS)
-    return Plan(fused, rows_per_program, warps)
+        if fused and element_size == 2 and tile >= _MIN_PACKED_TILE:
+            held = "packed"
+    elif columns is not None and tile > _MAX_UNSTREAMED_TILE and element_size == 2:
+        # A program has a multiprocessor to itself.
+        if columns.blocks * columns.height >= multiprocessors * 7 // 8:
+            return Plan(True, 1, _STREAM_WARPS, "streamed")
+    each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
+    if fused and element_size == 4:
+        each, most_warps = each // 2, most_warps // 2
+    warps = min(max(rows_per_program * tile // (each * 32), 1), most_warps)
+    return Plan(fused, rows_per_program, warps, held)
 
 
 def proof_class(
@@ -194,8 +213,13 @@ def _backward_launcher(
         "ADD": edges == "added",
         "SUM_CHAINS": plan.fused,
         "THREADS": threads,
+        "PACKED": plan.held == "packed",
     }
-    return launch.Launcher(rms_norm_backward, constants, plan.num_warps, device)
+    kernel = rms_norm_backward
+    if plan.held == "streamed":
+        kernel = rms_norm_backward_streamed
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return launch.Launcher(kernel, constants, plan.num_warps, device)
 
 
 @functools.cache

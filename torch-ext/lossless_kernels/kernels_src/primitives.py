@@ -114,6 +114,15 @@ def reciprocal(x):
 
 
 @triton.jit
+def prefetch(pointers):
+    """Has the lines that hold these addresses brought into the L2; nobody waits for them."""
+    if PTX and not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def rsqrt(x):
     """CUDA's `rsqrtf` in fp32; `tl.rsqrt` is the same instruction but takes subnormal inputs for zero."""
     if INTERPRETED:

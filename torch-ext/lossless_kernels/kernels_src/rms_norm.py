@@ -7,8 +7,8 @@ multiplies them in fp32 by 1 + weight, "none" has no weight.
 import triton
 import triton.language as tl
 
-from .primitives import divide, rsqrt
-from .summation import fused_sum_of_squares, halves_sum, row_sum, sum_of_blocks, thread_sum
+from .primitives import divide, prefetch, rsqrt
+from .summation import fused_sum_of_squares, halves_sum, row_sum, sum_of_accumulators, sum_of_blocks, thread_sum
 
 
 @triton.jit
@@ -28,14 +28,22 @@ def _columns(LOG2_STEPS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr
 
 
 @triton.jit
+def _widen_again(x, zero):
+    """x in fp32 for a second time. The compiler does not know that `zero` is 0, and so does not keep the fp32 numbers of the
+    first time in twice the registers."""
+    if x.dtype.primitive_bitwidth == 16:
+        x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def _normalize(
-    h,
+    x,
     weight_ptr,
     column,
     in_row,
     rows,
     eps,
-    input_dtype: tl.constexpr,
     SCALE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -44,12 +52,15 @@ def _normalize(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """The output of the rows h, [ROWS, STEPS, COLUMNS] fp32, and their rstd, [ROWS].
+    """The output of the rows x, [ROWS, STEPS, COLUMNS], in fp32, and their rstd, [ROWS].
 
-    With FUSED the mean is that of ATen's own kernel, and of the composition of its operations otherwise.
+    With FUSED the mean is that of ATen's own kernel, and of the composition of its operations otherwise. With PACKED the rows
+    wait for their sum in their own dtype and the weight is loaded afterwards: fewer registers, more rows under way.
     """
-    if SCALE != "none":
+    h = x.to(tl.float32)
+    if SCALE != "none" and not PACKED:
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
     if FUSED:
         total = fused_sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT)
@@ -59,9 +70,13 @@ def _normalize(
         # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
         mean = total * tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
     rstd = rsqrt(mean + eps)
+    if PACKED:
+        h = _widen_again(x, tl.cast(rows < 0, tl.int16))
+        if SCALE != "none":
+            weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
     out = h * rstd[:, None, None]
     if SCALE == "after_cast":
-        out = out.to(input_dtype).to(tl.float32)
+        out = out.to(x.dtype).to(tl.float32)
     if SCALE != "none":
         out = _factor(weight, SCALE)[None, :, :] * out
     return out, rstd
@@ -86,6 +101,7 @@ def rms_norm_forward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
@@ -99,8 +115,8 @@ def rms_norm_forward(
 
     x = tl.load(x_ptr + (row * x_row_stride)[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
     out, rstd = _normalize(
-        x.to(tl.float32), weight_ptr, column, in_row, rows, eps, x_ptr.dtype.element_ty,
-        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED,
+        x, weight_ptr, column, in_row, rows, eps,
+        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED, PACKED,
     )  # fmt: skip
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
     out_offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
@@ -133,23 +149,23 @@ def add_rms_norm_forward(
     in_row = column < HIDDEN_SIZE
     mask = (row < rows)[:, None, None] & in_row[None, :, :]
     offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
-    input_dtype = x_ptr.dtype.element_ty
 
     x = tl.load(x_ptr + offset, mask=mask, other=0.0)
     residual = tl.load(residual_ptr + offset, mask=mask, other=0.0)
-    total = (residual.to(tl.float32) + x.to(tl.float32)).to(input_dtype)
+    total = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
     tl.store(sum_ptr + offset, total, mask=mask)
     out, rstd = _normalize(
-        total.to(tl.float32), weight_ptr, column, in_row, rows, eps, input_dtype,
-        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED,
+        total, weight_ptr, column, in_row, rows, eps,
+        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED, False,
     )  # fmt: skip
     tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _row_offset(row, LEVELS: tl.constexpr, inner, middle, outer_stride, middle_stride, inner_stride):
+def _row_offset(row, inner, middle, strides, LEVELS: tl.constexpr):
     """Where a row starts. Rows in an order that is not the tensor's own have an index of three levels."""
+    outer_stride, middle_stride, inner_stride = strides
     if LEVELS == 1:
         return row * outer_stride
     else:
@@ -174,36 +190,24 @@ _DX_STRIDES = ["dx_outer_stride", "dx_middle_stride", "dx_inner_stride"]
 
 
 @triton.jit
-def _load_rows(
-    dy_ptr,
-    x_ptr,
-    rstd_ptr,
-    row,
-    in_range,
-    column,
-    in_row,
-    inner,
-    middle,
-    dy_outer_stride,
-    dy_middle_stride,
-    dy_inner_stride,
-    x_outer_stride,
-    x_middle_stride,
-    x_inner_stride,
-    rstd_outer_stride,
-    rstd_middle_stride,
-    rstd_inner_stride,
-    STRIDE_UNIT: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+def _load_rows(pointers, row, in_range, column, in_row, walk, STRIDE_UNIT: tl.constexpr, LEVELS: tl.constexpr):
     """dy and x of the rows [ROWS, *column.shape], and rstd [ROWS]; zeros outside."""
+    dy_ptr, x_ptr, rstd_ptr = pointers
+    inner, middle, dy_strides, x_strides, rstd_strides = walk
     mask = in_range[:, None, None] & in_row[None, :, :]
-    dy_row = _row_offset(row, LEVELS, inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride)
-    x_row = _row_offset(row, LEVELS, inner, middle, x_outer_stride, x_middle_stride, x_inner_stride)
-    rstd_row = _row_offset(row, LEVELS, inner, middle, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+    dy_row = _row_offset(row, inner, middle, dy_strides, LEVELS)
+    x_row = _row_offset(row, inner, middle, x_strides, LEVELS)
+    rstd_row = _row_offset(row, inner, middle, rstd_strides, LEVELS)
     dy = tl.load(dy_ptr + dy_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
     x = tl.load(x_ptr + x_row[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
     return dy, x, tl.load(rstd_ptr + rstd_row, mask=in_range, other=0.0)
+
+
+@triton.jit
+def _row_of_turn(lane, turn, turns, length, stride, rows):
+    """The row that a thread of ATen's reduction comes to in this turn, one chain after the other, and whether there is one."""
+    row = lane + turn // length * stride + turn % length * (4 * stride)
+    return row, (row < rows) & (turn < turns)
 
 
 @triton.jit
@@ -213,6 +217,56 @@ def _weight_gradient(dy, normalized, SCALE: tl.constexpr, input_dtype: tl.conste
         return (dy * normalized.to(input_dtype).to(tl.float32)).to(output_dtype).to(tl.float32)
     else:
         return dy * normalized
+
+
+@triton.jit
+def _incoming(dy, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr, output_dtype: tl.constexpr):
+    """The gradient of the normalised values, fp32."""
+    if SCALE != "none":
+        dy = dy * _factor(weight, SCALE)
+    if SCALE == "after_cast":
+        dy = dy.to(output_dtype).to(input_dtype).to(tl.float32)
+    return dy
+
+
+@triton.jit
+def _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE: tl.constexpr):
+    """What the mean sends into the square of each element of a row."""
+    # Division by a scalar is a multiplication by its reciprocal in ATen.
+    reciprocal = tl.div_rn(1.0, tl.cast(HIDDEN_SIZE, tl.float32))
+    return ((-0.5 * d_rstd) * ((rstd * rstd) * rstd)) * reciprocal
+
+
+@triton.jit
+def _store_dx(
+    dx_ptr,
+    dx_mean_ptr,
+    offset,
+    mask,
+    d_normalized,
+    h,
+    rstd,
+    d_square,
+    d_sum,
+    TWO_EDGES: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """dx with what the options of `rms_norm_backward` make of it; `d_sum` is read with ADD only."""
+    dtype = dx_ptr.dtype.element_ty
+    dx = d_normalized * rstd
+    dx_mean = d_square * (2.0 * h)
+    if TWO_EDGES:
+        tl.store(dx_mean_ptr + offset, dx_mean, mask=mask)
+    elif ADD:
+        d_sum = d_sum.to(tl.float32)
+        if dtype == tl.float32:
+            # fp32 activations reach the sum by two edges.
+            dx = (d_sum + dx) + dx_mean
+        else:
+            dx = d_sum + (dx + dx_mean).to(dtype).to(tl.float32)
+    else:
+        dx = dx + dx_mean
+    tl.store(dx_ptr + offset, dx.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["store_d_rstd", "first_row", "rows", "blocks", *_ROW_STRIDES, *_DX_STRIDES])
@@ -257,6 +311,7 @@ def rms_norm_backward(
     ADD: tl.constexpr,
     SUM_CHAINS: tl.constexpr,
     THREADS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """dx of `rms_norm_forward` and, with SUM_CHAINS, the sums of dweight's chains in passing.
 
@@ -264,19 +319,27 @@ def rms_norm_backward(
     it, a program takes all rows of ROWS of the THREADS threads of a block of ATen's reduction over rows, and adds up what
     they add up: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32. With TWO_EDGES the two terms of dx, through the product
     and through the mean, are stored apart. With ADD they are added to d_sum, which reached x before and lies as dx does.
-    The fp32 gradient of rstd is stored if `store_d_rstd` is 1.
+    The fp32 gradient of rstd is stored if `store_d_rstd` is 1. With PACKED rows wait for their sum in their own dtype, which
+    leaves registers for another row under way where there is no d_sum to load.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
     PARTS: tl.constexpr = THREADS // ROWS
+    TWO_AHEAD: tl.constexpr = SUM_CHAINS and PACKED and not ADD
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
     in_row = column < HIDDEN_SIZE
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
-    # Division by a scalar is a multiplication by its reciprocal in ATen.
-    reciprocal = tl.div_rn(1.0, tl.cast(HIDDEN_SIZE, tl.float32))
+    # Without a factor any tensor will do.
+    weight = column
     if SCALE != "none":
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)[None, :, :]
+    pointers = (dy_ptr, x_ptr, rstd_ptr)
+    dy_strides = (dy_outer_stride, dy_middle_stride, dy_inner_stride)
+    x_strides = (x_outer_stride, x_middle_stride, x_inner_stride)
+    rstd_strides = (rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+    dx_strides = (dx_outer_stride, dx_middle_stride, dx_inner_stride)
+    walk = (inner, middle, dy_strides, x_strides, rstd_strides)
 
     program = tl.program_id(0).to(tl.int64)
     if SUM_CHAINS:
@@ -293,62 +356,51 @@ def rms_norm_backward(
         # One turn, and numbers of the types they have above.
         length = stride // stride
         turns = length
-    in_range = lane < rows
-    next_dy, next_x, next_rstd = _load_rows(
-        dy_ptr, x_ptr, rstd_ptr, first_row + lane, in_range, column, in_row, inner, middle,
-        dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride, x_inner_stride,
-        rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
-    )  # fmt: skip
     row = lane
+    in_range = lane < rows
+    dy, x, rstd = _load_rows(pointers, first_row + row, in_range, column, in_row, walk, STRIDE_UNIT, LEVELS)
+    if TWO_AHEAD:
+        next_row, next_in_range = _row_of_turn(lane, 1, turns, length, stride, rows)
+        next_dy, next_x, next_rstd = _load_rows(
+            pointers, first_row + next_row, next_in_range, column, in_row, walk, STRIDE_UNIT, LEVELS
+        )
     for turn in range(turns):
-        dy = next_dy.to(tl.float32)
-        h = next_x.to(tl.float32)
-        rstd = next_rstd
-        this_row = first_row + row
-        this_in_range = in_range
-        mask = in_range[:, None, None] & in_row[None, :, :]
+        this_dy, this_x, this_rstd = dy, x, rstd[:, None, None]
+        this_row, this_in_range = first_row + row, in_range
         if SUM_CHAINS:
-            # The next row is on its way while this one is summed.
-            following = turn + 1
-            row = lane + following // length * stride + following % length * (4 * stride)
-            in_range = (row < rows) & (following < turns)
-            next_dy, next_x, next_rstd = _load_rows(
-                dy_ptr, x_ptr, rstd_ptr, first_row + row, in_range, column, in_row, inner, middle,
-                dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride, x_inner_stride,
-                rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
-            )  # fmt: skip
+            # The next rows are on their way while this one is summed.
+            if TWO_AHEAD:
+                dy, x, rstd, row, in_range = next_dy, next_x, next_rstd, next_row, next_in_range
+                next_row, next_in_range = _row_of_turn(lane, turn + 2, turns, length, stride, rows)
+                next_dy, next_x, next_rstd = _load_rows(
+                    pointers, first_row + next_row, next_in_range, column, in_row, walk, STRIDE_UNIT, LEVELS
+                )
+            else:
+                row, in_range = _row_of_turn(lane, turn + 1, turns, length, stride, rows)
+                dy, x, rstd = _load_rows(pointers, first_row + row, in_range, column, in_row, walk, STRIDE_UNIT, LEVELS)
 
-        dx_row = _row_offset(this_row, LEVELS, inner, middle, dx_outer_stride, dx_middle_stride, dx_inner_stride)
-        dx_offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
+        mask = this_in_range[:, None, None] & in_row[None, :, :]
+        offset = (
+            _row_offset(this_row, inner, middle, dx_strides, LEVELS)[:, None, None] * STRIDE_UNIT + column[None, :, :]
+        )
+        d_sum = this_dy
         if ADD:
-            d_sum = tl.load(d_sum_ptr + dx_offset, mask=mask, other=0.0)
-        d_normalized = dy
-        if SCALE != "none":
-            d_normalized = dy * _factor(weight, SCALE)[None, :, :]
-        if SCALE == "after_cast":
-            d_normalized = d_normalized.to(output_dtype).to(input_dtype).to(tl.float32)
+            d_sum = tl.load(d_sum_ptr + offset, mask=mask, other=0.0)
+        d_out = this_dy.to(tl.float32)
+        h = this_x.to(tl.float32)
+        d_normalized = _incoming(d_out, weight, SCALE, input_dtype, output_dtype)
         d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
         tl.store(d_rstd_ptr + this_row, d_rstd, mask=this_in_range & (store_d_rstd != 0))
-        d_variance = (-0.5 * d_rstd) * ((rstd * rstd) * rstd)
-        d_square = d_variance * reciprocal
-        dx = d_normalized * rstd[:, None, None]
-        dx_mean = d_square[:, None, None] * (2.0 * h)
-        if TWO_EDGES:
-            tl.store(dx_ptr + dx_offset, dx, mask=mask)
-            tl.store(dx_mean_ptr + dx_offset, dx_mean, mask=mask)
-        elif ADD:
-            d_sum = d_sum.to(tl.float32)
-            if input_dtype == tl.float32:
-                # fp32 activations reach the sum by two edges.
-                dx = (d_sum + dx) + dx_mean
-            else:
-                dx = d_sum + (dx + dx_mean).to(input_dtype).to(tl.float32)
-            tl.store(dx_ptr + dx_offset, dx.to(input_dtype), mask=mask)
-        else:
-            tl.store(dx_ptr + dx_offset, (dx + dx_mean).to(input_dtype), mask=mask)
+        d_square = _gradient_of_squares(d_rstd[:, None, None], this_rstd, HIDDEN_SIZE)
+        if PACKED:
+            zero = tl.cast(rows < 0, tl.int16)
+            d_out = _widen_again(this_dy, zero)
+            h = _widen_again(this_x, zero)
+            d_normalized = _incoming(d_out, weight, SCALE, input_dtype, output_dtype)
+        _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, this_rstd, d_square, d_sum, TWO_EDGES, ADD)
         if SUM_CHAINS:
-            chain += _weight_gradient(dy, h * rstd[:, None, None], SCALE, input_dtype, output_dtype)
-            if following % length == 0:
+            chain += _weight_gradient(d_out, h * this_rstd, SCALE, input_dtype, output_dtype)
+            if (turn + 1) % length == 0:
                 # The chains are added up from the first: 0 + a0 is a0, which is never -0.
                 threads += chain
                 chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
@@ -356,6 +408,116 @@ def rms_norm_backward(
         part = halves_sum(tl.reshape(threads, [ROWS, STEPS * COLUMNS]), ROWS, STEPS * COLUMNS)
         flat = tl.arange(0, STEPS * COLUMNS)
         tl.store(block_ptr + program * HIDDEN_SIZE + flat, part, mask=flat < HIDDEN_SIZE)
+
+
+@triton.jit(do_not_specialize=["store_d_rstd", "first_row", "rows", "blocks", *_ROW_STRIDES, *_DX_STRIDES])
+def rms_norm_backward_streamed(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dx_mean_ptr,
+    d_rstd_ptr,
+    block_ptr,
+    d_sum_ptr,
+    store_d_rstd: tl.int32,
+    first_row: tl.int64,
+    rows: tl.int64,
+    blocks: tl.int64,
+    inner: tl.int64,
+    middle: tl.int64,
+    dy_outer_stride: tl.int64,
+    dy_middle_stride: tl.int64,
+    dy_inner_stride: tl.int64,
+    x_outer_stride: tl.int64,
+    x_middle_stride: tl.int64,
+    x_inner_stride: tl.int64,
+    rstd_outer_stride: tl.int64,
+    rstd_middle_stride: tl.int64,
+    rstd_inner_stride: tl.int64,
+    dx_outer_stride: tl.int64,
+    dx_middle_stride: tl.int64,
+    dx_inner_stride: tl.int64,
+    SCALE: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    LOG2_STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TWO_EDGES: tl.constexpr,
+    ADD: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """`rms_norm_backward` with SUM_CHAINS of one row at a time that is too long for the registers.
+
+    They hold a chain, and the row is read twice, for its sum and for dx: the second time from the L2.
+    """
+    COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
+    STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
+    LINE: tl.constexpr = 128 * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
+    input_dtype = x_ptr.dtype.element_ty
+    output_dtype = dy_ptr.dtype.element_ty
+    dy_strides = (dy_outer_stride, dy_middle_stride, dy_inner_stride)
+    x_strides = (x_outer_stride, x_middle_stride, x_inner_stride)
+    rstd_strides = (rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+    dx_strides = (dx_outer_stride, dx_middle_stride, dx_inner_stride)
+    column = tl.arange(0, COLUMNS)
+    line = tl.arange(0, (COLUMNS << LOG2_STEPS) // LINE) * LINE
+
+    program = tl.program_id(0).to(tl.int64)
+    stride = blocks * THREADS
+    for accumulator in range(4):
+        chain = ()
+        for _ in tl.static_range(STEPS):
+            chain = chain + (tl.zeros([COLUMNS], dtype=tl.float32),)
+        for row in range(program + accumulator * stride, rows, 4 * stride):
+            this_row = first_row + row
+            dy_row = dy_ptr + _row_offset(this_row, inner, middle, dy_strides, LEVELS) * STRIDE_UNIT
+            x_row = x_ptr + _row_offset(this_row, inner, middle, x_strides, LEVELS) * STRIDE_UNIT
+            dx_row = _row_offset(this_row, inner, middle, dx_strides, LEVELS) * STRIDE_UNIT
+            rstd = tl.load(rstd_ptr + _row_offset(this_row, inner, middle, rstd_strides, LEVELS))
+            if ADD:
+                prefetch(d_sum_ptr + dx_row + tl.minimum(line, HIDDEN_SIZE - 1))
+            total = tl.zeros([COLUMNS], dtype=tl.float32)
+            for step in tl.static_range(STEPS):
+                offset = step * COLUMNS + column
+                mask = offset < HIDDEN_SIZE
+                dy = tl.load(dy_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+                h = tl.load(x_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+                weight = column
+                if SCALE != "none":
+                    weight = tl.load(weight_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_last")
+                total += _incoming(dy, weight, SCALE, input_dtype, output_dtype) * h
+            d_rstd = sum_of_accumulators(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True)
+            tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
+            d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
+            longer = ()
+            for step in tl.static_range(STEPS):
+                offset = step * COLUMNS + column
+                mask = offset < HIDDEN_SIZE
+                dy = tl.load(dy_row + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                h = tl.load(x_row + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                weight = column
+                if SCALE != "none":
+                    weight = tl.load(weight_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_last")
+                d_sum = dy
+                if ADD:
+                    d_sum = tl.load(d_sum_ptr + dx_row + offset, mask=mask, other=0.0, eviction_policy="evict_first")
+                d_normalized = _incoming(dy, weight, SCALE, input_dtype, output_dtype)
+                _store_dx(
+                    dx_ptr, dx_mean_ptr, dx_row + offset, mask, d_normalized, h, rstd, d_square, d_sum, TWO_EDGES, ADD
+                )
+                longer = longer + (chain[step] + _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype),)
+            chain = longer
+        # A thread's four accumulators are added up from the first, in memory.
+        for step in tl.static_range(STEPS):
+            offset = step * COLUMNS + column
+            block = block_ptr + program * HIDDEN_SIZE + offset
+            before = tl.load(block, mask=(offset < HIDDEN_SIZE) & (accumulator > 0), other=0.0)
+            tl.store(block, before + chain[step], mask=offset < HIDDEN_SIZE)
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "blocks", *_ROW_STRIDES])
@@ -400,13 +562,17 @@ def rms_norm_sum_chains(
     chain = chain // THREADS * (blocks * THREADS) + block * THREADS + chain % THREADS
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
+    pointers = (dy_ptr, x_ptr, rstd_ptr)
+    dy_strides = (dy_outer_stride, dy_middle_stride, dy_inner_stride)
+    x_strides = (x_outer_stride, x_middle_stride, x_inner_stride)
+    rstd_strides = (rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
+    walk = (inner, middle, dy_strides, x_strides, rstd_strides)
     chains = tl.zeros([4 * THREADS, 1, COLUMNS], dtype=tl.float32)
     for start in tl.range(0, rows, 4 * THREADS * blocks, num_stages=STAGES):
+        row = start + chain
         dy, x, rstd = _load_rows(
-            dy_ptr, x_ptr, rstd_ptr, first_row + start + chain, start + chain < rows, column[None, :], in_row[None, :],
-            inner, middle, dy_outer_stride, dy_middle_stride, dy_inner_stride, x_outer_stride, x_middle_stride,
-            x_inner_stride, rstd_outer_stride, rstd_middle_stride, rstd_inner_stride, STRIDE_UNIT, LEVELS,
-        )  # fmt: skip
+            pointers, first_row + row, row < rows, column[None, :], in_row[None, :], walk, STRIDE_UNIT, LEVELS
+        )
         normalized = x.to(tl.float32) * rstd[:, None, None]
         chains += _weight_gradient(dy.to(tl.float32), normalized, SCALE, input_dtype, output_dtype)
     threads = thread_sum(tl.reshape(chains, [4, THREADS, COLUMNS]), THREADS, COLUMNS)

@@ -80,6 +80,13 @@ def row_sum(
     # From an explicit zero, as ATen does: negative zeros sum to +0.
     zero = tl.zeros([ROWS, 4 * LANES], dtype=tl.float32)
     total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, 4 * LANES)
+    return sum_of_accumulators(total, ROWS, WIDTH, HEIGHT, VECTORIZED)
+
+
+@triton.jit
+def sum_of_accumulators(total, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, VECTORIZED: tl.constexpr):
+    """The rest of `row_sum`, from what each lane's four accumulators hold after all steps: [ROWS, 4 * LANES] -> [ROWS]."""
+    LANES: tl.constexpr = WIDTH * HEIGHT
     if VECTORIZED:
         accumulators = tl.reshape(total, [ROWS, LANES, 2, 2])
     else:
