@@ -111,7 +111,7 @@ class Plan:
 # Beyond this tile the sums of a chain leave the registers (H200).
 _MAX_FUSED_TILE = 8192
 # From this one on a packed row leaves room for another under way, and beyond the other a row is streamed.
-_MIN_PACKED_TILE = 4096
+_MIN_PACKED_TILE = 8192
 _MAX_UNSTREAMED_TILE = 16384
 _STREAM_WARPS = 8
 _ELEMENTS_PER_THREAD = 32
@@ -158,8 +158,9 @@ def default_plan(
         if fused and element_size == 2 and tile >= _MIN_PACKED_TILE:
             held = "packed"
     elif columns is not None and tile > _MAX_UNSTREAMED_TILE and element_size == 2:
-        # A program has a multiprocessor to itself.
-        if columns.blocks * columns.height >= multiprocessors * 7 // 8:
+        # A program has a multiprocessor to itself, and few may be idle.
+        programs = columns.blocks * columns.height
+        if programs >= -(-programs // multiprocessors) * multiprocessors * 7 // 8:
             return Plan(True, 1, _STREAM_WARPS, "streamed")
     each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
     if fused and element_size == 4:
