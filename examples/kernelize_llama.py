@@ -84,6 +84,15 @@ def parse(arguments=None):
         default="inductor",
         help="of torch.compile in a compile mode (default: inductor, whose arithmetic is not eager's)",
     )
+    work.add_argument(
+        "--attention",
+        choices=("sdpa", "eager"),
+        help="transformers' attention function (default: sdpa, in training eager); with sdpa, training takes torch's "
+        "deterministic algorithms, for its backward pass adds in another order each time otherwise",
+    )
+    work.add_argument(
+        "--graph", action="store_true", help="capture every inference pass in a CUDA graph and time the graph's replays"
+    )
     work.add_argument("--repeats", type=positive, default=100, metavar="N", help="timed passes (default: 100)")
     work.add_argument("--device", help="such as cuda, cuda:1 or cpu (default: cuda if there is one)")
     files = parser.add_argument_group("files")
@@ -112,6 +121,9 @@ def settle(options):
             setattr(options, name, value)
     options.tokens = options.tokens or [118 if on_gpu else 17]
     options.dtype = options.dtype or (["bf16"] if on_gpu else ["fp32", "fp16"])
+    options.attention = options.attention or ("eager" if options.mode.startswith("training") else "sdpa")
+    if options.graph and (not on_gpu or options.mode != "inference"):
+        raise DemoError(f"--graph: needs a GPU and --mode inference, found {device.type} and {options.mode}")
     options.seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     if options.hidden_size % (2 * options.heads):
         raise DemoError(f"--hidden-size: expected a multiple of 2 x {options.heads} heads, found {options.hidden_size}")
@@ -180,9 +192,7 @@ def save_model(options, dtype, folder):
 def load_model(options, dtype, folder):
     from transformers import LlamaForCausalLM
 
-    # The backward pass of the fused attention kernels adds in an order that changes from run to run.
-    attention = "eager" if options.mode.startswith("training") else "sdpa"
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=options.attention)
     return model.to(options.device).train(options.mode.startswith("training"))
 
 
@@ -250,12 +260,38 @@ def make_pass(model, options, compiled=True):
             return [run(tokens, use_cache=False).logits]
 
     def training(tokens):
-        model.zero_grad()
         out = run(tokens, labels=tokens, use_cache=False)
         out.loss.backward()
-        return [out.logits.detach(), *(parameter.grad for parameter in model.parameters())]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return [out.logits.detach(), *gradients]
 
+    if options.graph and compiled:
+        return captured(inference)
     return training if options.mode.startswith("training") else inference
+
+
+def captured(run):
+    """The pass as a CUDA graph, captured when tokens of a shape first come."""
+    import torch
+
+    graphs = {}
+
+    def replay(tokens):
+        if tokens.shape not in graphs:
+            held = tokens.clone()
+            for _ in range(3):  # Compiles and proves what cannot be compiled or proved during the capture.
+                run(held)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = run(held)
+            graphs[tokens.shape] = graph, held, outputs
+        graph, held, outputs = graphs[tokens.shape]
+        held.copy_(tokens)
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 def bits(tensor):
@@ -304,6 +340,16 @@ def timed(runs, tokens, options, progress):
     return times, results
 
 
+def peak_memory(run, tokens, device):
+    """Bytes that a pass takes at most beside what was there before."""
+    import torch
+
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run(tokens)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 # On a GPU
 
 
@@ -315,6 +361,11 @@ def on_gpu(options, kernel, console):
     bits_promised = not options.mode.endswith("compile") or options.backend != "inductor"
     # Every model and length is compiled; beyond the default limit torch would quietly stop compiling.
     torch._dynamo.config.recompile_limit = len(CONFIGURATIONS) * len(options.tokens) + 8
+    if options.mode.startswith("training") and options.attention == "sdpa":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Found by debuggers, and a launch for every tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     rows, failures = [], []
     for dtype in options.dtype:
         with tempfile.TemporaryDirectory(prefix="kernelize-llama-") as folder:
@@ -343,6 +394,9 @@ def on_gpu(options, kernel, console):
                     "speedup": quartiles(times["baseline"])[1] / median,
                     **compare(results[configuration], expected),
                 }
+                results[configuration] = None
+                if options.mode.startswith("training"):
+                    row["peak_memory_bytes"] = peak_memory(runs[configuration], tokens, options.device)
                 where = f"{configuration}, {dtype}, {length} tokens"
                 if row["layers_replaced"] != row["layers"]:
                     failures.append(f"{where}: {row['layers_replaced']} of {row['layers']} layers replaced")
@@ -479,12 +533,9 @@ def as_table(title, rows):
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("Config", no_wrap=True)
     timed_rows = "speedup" in rows[0]
-    headers = (["Time", "Speedup"] if timed_rows else ["Time"]) + [
-        "Max logit diff",
-        "Bits equal",
-        "Argmax match",
-        "Layers replaced",
-    ]
+    measured_rows = "peak_memory_bytes" in rows[0]
+    headers = ["Time", *["Speedup"] * timed_rows, *["Peak memory"] * measured_rows]
+    headers += ["Max logit diff", "Bits equal", "Argmax match", "Layers replaced"]
     for header in headers:
         table.add_column(header, justify="right", no_wrap=header == "Time")
     for row in rows:
@@ -494,6 +545,8 @@ def as_table(title, rows):
             cells = [f"{row['median_ms']:.2f} ms \\[{low:.2f}, {high:.2f}]", f"{row['speedup']:.2f}x"]
         else:
             cells = [f"{row['median_ms']:.0f} ms"]
+        if measured_rows:
+            cells.append(f"{row['peak_memory_bytes'] / 2**20:.0f} MiB")
         table.add_row(
             row["configuration"],
             *cells,

@@ -689,7 +689,7 @@ def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
         del x, weight
         forward = (llama, family.EAGER[llama], dtype, dtype, hidden_size, 16, hidden_size, device)
         least, _ = module("rms_norm_backward").proof_class(4096, hidden_size, device, True)
-        backward = (*forward[:5], least, 4096, device, (True, True))
+        backward = (*forward[:5], least, 4096, device, (True, True), None)
         for what, comparisons, arguments in (
             ("forward", family._comparisons, forward),
             ("gradients", family._gradient_comparisons, backward),
@@ -741,6 +741,20 @@ def test_rms_norm_gradients_beyond_two_to_the_31_bytes(kernel, refusals, shape):
     for name, found, expected in zip(("output", "dx", "dweight"), ours, eagers, strict=True):
         for part, (a, b) in enumerate(zip(found.split(100_000), expected.split(100_000), strict=True)):
             assert_bits_equal(a, b, f"{name}, part {part}")
+
+
+@pytest.mark.parametrize("shape, dtype", [((29_000, 32_768), torch.bfloat16), ((29_100, 20_480), torch.float16)])
+def test_rms_norm_gradients_beyond_the_registers(kernel, module, refusals, seed, shape, dtype):
+    """So many long rows are streamed."""
+    backward = module("rms_norm_backward")
+    backward._resolved.clear()
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x, dy, d_sum = (torch.randn(shape, generator=generator, device="cuda", dtype=dtype) for _ in range(3))
+    weight = torch.randn(shape[1], generator=generator, device="cuda", dtype=dtype)
+    compare_gradients(kernel, x, weight, dy, str(shape))
+    compare_added(kernel, (x, d_sum, weight, dy, d_sum), str(shape))
+    kernels = {part.dx._launcher.kernel.__name__ for found in backward._resolved.values() for part in found.parts}
+    assert kernels == {"rms_norm_backward_streamed"}
 
 
 def test_only_what_is_needed_is_computed(kernel, refusals):

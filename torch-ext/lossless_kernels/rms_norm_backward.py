@@ -158,9 +158,10 @@ def default_plan(
         if fused and element_size == 2 and tile >= _MIN_PACKED_TILE:
             held = "packed"
     elif columns is not None and tile > _MAX_UNSTREAMED_TILE and element_size == 2:
-        # A program has a multiprocessor to itself, and few may be idle.
+        # A program has a multiprocessor to itself, and few may be idle; a part of what is summed in parts leaves half of them so.
         programs = columns.blocks * columns.height
-        if programs >= -(-programs // multiprocessors) * multiprocessors * 7 // 8:
+        room = -(-programs // multiprocessors) * multiprocessors
+        if programs >= room * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
             return Plan(True, 1, _STREAM_WARPS, "streamed")
     each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
     if fused and element_size == 4:
