@@ -200,12 +200,22 @@ def table(outcomes) -> str:
         "| layer name | class or function | computes | inference | training |",
         "|---|---|---|---|---|",
     ]
+    kept = []
     for o in sorted(outcomes, key=lambda o: (o.layer_name, o.name, o.module)):
-        states = [
-            f"original: {problem}" if problem else "lossless" for problem in (o.inference_problem, o.training_problem)
-        ]
-        lines.append(f"| {o.layer_name} | {o.name} | `{o.formula}` | {states[0]} | {states[1]} |")
+        problems = (o.inference_problem, o.training_problem)
+        states = ["original" if problem else "lossless" for problem in problems]
+        lines.append(f"| {o.layer_name} | {o.name} | {f'`{o.formula}`' * o.lossless} | {states[0]} | {states[1]} |")
+        kept += [f"- {o.name}: {reason(next(filter(None, problems)))}"] * (not o.lossless)
+    if kept:
+        lines += ["", "These keep their original forward, here with what was found for the first dtypes:", "", *kept]
     return "\n".join(lines) + "\n"
+
+
+def reason(problem: str) -> str:
+    """Of an outcome's problem the first dtypes' own."""
+    first, *_ = re.split(r"; (?=b?float\d+, )", problem)
+    _, _, refusal = first.partition("keeps its original forward: ")
+    return refusal.removesuffix(" no kernel ran").split(" no kernel ran;")[0] if refusal else first
 
 
 def main():
