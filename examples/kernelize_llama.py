@@ -277,15 +277,19 @@ def captured(run):
 
     graphs = {}
 
+    def capture(tokens):
+        held = tokens.clone()
+        for _ in range(3):  # Compiles and proves what cannot be compiled or proved during the capture.
+            run(held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = run(held)
+        return graph, held, outputs
+
     def replay(tokens):
         if tokens.shape not in graphs:
-            held = tokens.clone()
-            for _ in range(3):  # Compiles and proves what cannot be compiled or proved during the capture.
-                run(held)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs = run(held)
-            graphs[tokens.shape] = graph, held, outputs
+            with torch.cuda.device(tokens.device):
+                graphs[tokens.shape] = capture(tokens)
         graph, held, outputs = graphs[tokens.shape]
         held.copy_(tokens)
         graph.replay()
@@ -404,6 +408,7 @@ def on_gpu(options, kernel, console):
                     failures.append(f"{where}: not bit-equal")
                 table.append(row)
             title = f"{parameters / 1e6:.1f}M parameters, {dtype}, {options.batch} x {length} tokens, {options.mode}"
+            title += f", {options.attention} attention" + ", one CUDA graph" * options.graph
             console.print(as_table(title, table))
             rows += table
     if not bits_promised:

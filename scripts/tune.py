@@ -613,6 +613,7 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
     import torch
 
     kernels = Kernels(load_kernel(options.build))
+    before = earlier(kernels, options.output, capability, how(gpu)) if options.update else None
     todo = list(points(options.ops, options.hidden_sizes, options.rows, options.dtypes))
     results: list[Measured] = []
     with progress_bar(console) as progress:
@@ -639,23 +640,46 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
         except KeyboardInterrupt:
             console.print("interrupted: what was measured until now is written")
     found, entries = how(gpu), [result.entry() for result in results if result.better and not result.error]
-    if options.update:
-        found, entries = updated(kernels, options.output, {result.point.kind for result in results}, found, entries)
+    if before is not None:
+        found, entries = updated(
+            kernels, before, [result.point for result in results if not result.error], found, entries
+        )
     write(options.output, capability, found, entries)
     kernels.plans.read(options.output)
     return results
 
 
-def updated(kernels: Kernels, path: Path, measured: set, found: dict[str, str], entries: list[dict]) -> tuple:
-    """What a file becomes whose other entries stay: how all were found, and they in the order of ops and sizes."""
+def earlier(
+    kernels: Kernels, path: Path, capability: int, now: dict[str, str]
+) -> Optional[tuple[dict[str, str], list]]:
+    """How a file's plans were found, and its entries; None without a file.
+
+    Raises:
+        BenchError: they are not valid, or were measured on another GPU or with other versions than those of `now`.
+    """
     try:
-        _, before, kept = kernels.plans.read(path)
-    except OSError:
-        return found, entries
-    kept = [
-        dataclasses.asdict(entry) for entry in kept if (*entry.kind, entry.least_rows, entry.most_rows) not in measured
-    ]
-    found = {**found, "command": f"{before['command']}; {found['command']}"}
+        its_capability, found, entries = kernels.plans.read(path)
+    except FileNotFoundError:
+        return None
+    except kernels.plans.PlanError as error:
+        raise BenchError(f"--update: {error}") from None
+    for name in ("gpu", "torch", "triton"):
+        if found[name] != now[name]:
+            raise BenchError(f"--update: {path.name} was measured with {name} {found[name]}, found {now[name]}")
+    if its_capability != capability:
+        raise BenchError(f"--update: {path.name} is for compute capability {its_capability}, found {capability}")
+    return found, entries
+
+
+def updated(
+    kernels: Kernels, before: tuple, measured: list[Point], found: dict[str, str], entries: list[dict]
+) -> tuple:
+    """What a file becomes whose entries stay but for those that share rows with what was measured: how all were found, and
+    they in the order of ops and sizes."""
+    its_found, its_entries = before
+    ranges = [kernels.plans.Entry(*point.kind, plan={}, measured=None) for point in measured]
+    kept = [dataclasses.asdict(entry) for entry in its_entries if not any(entry.overlaps(each) for each in ranges)]
+    found = {**found, "command": f"{its_found['command']}; {found['command']}"}
     order = {op: number for number, op in enumerate(CANDIDATES)}
 
     def place(entry):

@@ -71,17 +71,20 @@ def own_names(monkeypatch):
     """Nor has a class of transformers, which all models share, a layer name any longer that a test has given it."""
     import kernels
 
-    named, give = [], kernels.replace_kernel_forward_from_hub
+    named, give = {}, kernels.replace_kernel_forward_from_hub
+    names = ("kernel_layer_name", "kernel_condition")
 
     def record(layer_class, *arguments, **options):
-        named.append(layer_class)
+        named.setdefault(layer_class, {name: vars(layer_class)[name] for name in names if name in vars(layer_class)})
         give(layer_class, *arguments, **options)
 
     monkeypatch.setattr(kernels, "replace_kernel_forward_from_hub", record)
     yield
-    for layer_class in named:
-        for name in ("kernel_layer_name", "kernel_condition"):
-            if name in vars(layer_class):
+    for layer_class, before in named.items():
+        for name in names:
+            if name in before:
+                setattr(layer_class, name, before[name])
+            elif name in vars(layer_class):
                 delattr(layer_class, name)
 
 

@@ -137,6 +137,26 @@ def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
             {"plan": {"rows_per_program": 64, "num_warps": 1, "packed": False}, "hidden_size": 4096},
             "at most 512 elements a thread",
         ),
+        (
+            {"element_size": 4, "plan": {"rows_per_program": 1, "num_warps": 2, "packed": True}},
+            "plan: expected packed rows of element_size 2 only, found 4",
+        ),
+        (
+            {"op": "rms_norm_backward", "plan": {**FUSED, "fused": False, "held": "streamed"}},
+            "plan, held: expected wide in a plan that is not fused, found 'streamed'",
+        ),
+        (
+            {"op": "rms_norm_backward", "plan": {**FUSED, "rows_per_program": 4, "held": "streamed"}},
+            "plan, rows_per_program: expected 1 for streamed rows, found 4",
+        ),
+        (
+            {
+                "op": "rms_norm_backward",
+                "hidden_size": 64,
+                "plan": {**FUSED, "rows_per_program": 1, "held": "streamed"},
+            },
+            "hidden_size: expected at least 128 to stream, found 64",
+        ),
         ({"plan": 1}, "plan: expected an object, found 1"),
         ({"hidden_size": None}, "hidden_size: expected a number, found None"),
         ({"op": "silu", "plan": {"block": 1024, "num_warps": 4}}, "hidden_size: expected null, found 128"),

@@ -75,13 +75,23 @@ def test_an_update_keeps_what_was_not_measured(kernel, tmp_path):
     ]
     first, second = (result.entry() for result in results)
     found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
-    assert tune.updated(kernels, path, set(), found, [first]) == (found, [first]), "there is no file yet"
+    assert tune.earlier(kernels, path, 9, found) is None, "there is no file yet"
     tune.write(path, 9, found, [first, second])
+    before = tune.earlier(kernels, path, 9, found)
     again = {**second, "plan": {**plan, "num_warps": 16}}
-    commands, entries = tune.updated(kernels, path, {results[1].point.kind}, {**found, "command": "more"}, [again])
-    assert entries == [first, again] and commands == {**found, "command": "text; more"}
-    # One whose default is the fastest now has no entry any more.
-    assert tune.updated(kernels, path, {results[1].point.kind}, found, [])[1] == [first]
+    changed, entries = tune.updated(kernels, before, [results[1].point], {**found, "command": "more"}, [again])
+    assert entries == [first, again] and changed == {**found, "command": "text; more"}
+    # One whose default is the fastest now has no entry any more, nor one for some of the rows that were measured.
+    assert tune.updated(kernels, before, [results[1].point], found, [])[1] == [first]
+    (wide,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(20, 600)])
+    assert tune.updated(kernels, before, [wide], found, [])[1] == []
+    with pytest.raises(tune.BenchError, match="for compute capability 9, found 8"):
+        tune.earlier(kernels, path, 8, found)
+    with pytest.raises(tune.BenchError, match="with torch text, found 2.0"):
+        tune.earlier(kernels, path, 9, {**found, "torch": "2.0"})
+    path.write_text("{}")
+    with pytest.raises(tune.BenchError, match="--update: plans.json, compute_capability"):
+        tune.earlier(kernels, path, 9, found)
 
 
 class Cpu:

@@ -54,6 +54,8 @@ FIELDS = {
 }
 # Far beyond what registers hold.
 _MAX_ELEMENTS_PER_THREAD = 512
+# The fewest columns that ATen reads as vectors: a streamed row is summed in their order.
+_LEAST_STREAMED = 128
 _FOUND = ("gpu", "driver", "torch", "triton", "date", "command")
 _ENTRY = ("op", "hidden_size", "element_size", "least_rows", "most_rows", "plan", "measured")
 
@@ -214,10 +216,18 @@ def _entry(where: str, values) -> Entry:
     for name, value in entry.plan.items():
         alike = [allowed for allowed in fields[name] if type(allowed) is type(value) and allowed == value]
         expect(alike, f"plan, {name}", f"one of {', '.join(map(str, fields[name]))}", value)
+    packed = entry.plan.get("packed") or entry.plan.get("held") == "packed"
+    expect(not packed or entry.element_size == 2, "plan", "packed rows of element_size 2 only", entry.element_size)
+    if entry.plan.get("held", "wide") != "wide":
+        expect(entry.plan["fused"], "plan, held", "wide in a plan that is not fused", entry.plan["held"])
+    streamed = entry.plan.get("held") == "streamed"
+    rows = entry.plan.get("rows_per_program")
+    expect(not streamed or rows == 1, "plan, rows_per_program", "1 for streamed rows", rows)
     has_size = "rows_per_program" in fields
     size = entry.hidden_size
     expect(_is_count(size) if has_size else size is None, "hidden_size", "a number" if has_size else "null", size)
     if has_size:
+        expect(not streamed or size >= _LEAST_STREAMED, "hidden_size", f"at least {_LEAST_STREAMED} to stream", size)
         each = entry.plan["rows_per_program"] * (1 << (size - 1).bit_length()) // (32 * entry.plan["num_warps"])
         expect(each <= _MAX_ELEMENTS_PER_THREAD, "plan", f"at most {_MAX_ELEMENTS_PER_THREAD} elements a thread", each)
     measured = entry.measured

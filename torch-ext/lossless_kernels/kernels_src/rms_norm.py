@@ -452,7 +452,8 @@ def rms_norm_backward_streamed(
 ):
     """`rms_norm_backward` with SUM_CHAINS of one row at a time that is too long for the registers.
 
-    They hold a chain, and the row is read twice, for its sum and for dx: the second time from the L2.
+    They hold a chain, and the row is read twice, for its sum and for dx: the second time from the L2. A row has 128 elements or
+    more, which ATen reads as vectors. Steps beyond its end, which the other kernel has, would add zeros to sums that are never -0.
     """
     COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
     STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
