@@ -274,7 +274,7 @@ def test_every_fused_plan_has_the_same_bits(module, monkeypatch, seed, rows, hid
         assert_gradients_equal_the_model(rms_norm, *inputs, label=f"fused {fused}")
 
 
-@pytest.mark.parametrize("rows, hidden_size", [(5, 128), (300, 128), (70, 640), (24, 2052)])
+@pytest.mark.parametrize("rows, hidden_size", [(5, 128), (140, 128), (40, 640), (12, 2052)])
 def test_rows_held_in_any_way_have_the_same_gradients(module, monkeypatch, seed, rows, hidden_size):
     rms_norm, choose = module("rms_norm_backward"), random.Random(seed)
     inputs = given(

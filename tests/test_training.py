@@ -383,6 +383,13 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
         "activation_backward": [(name, dy, x) for name in ACTIVATIONS],
         "gated_activation": [(name, up, leaf) for name in GATED],
         "gated_activation_backward": [(name, dy, up.detach(), x) for name in GATED],
+        "add_rms_norm": [(x, dy, weight, 1e-6, "llama")],
+        "add_rms_norm_with_rstd": [(leaf, up, weight_leaf, 1e-6, "llama")],
+        "add_rms_norm_backward": [
+            (dy, d_total, x, weight, rstd, *needs, "llama")
+            for needs in ((True, True), (True, False), (False, True))
+            for d_total in (None, up.detach())
+        ],
     }
     # tests/test_rotary.py has these.
     samples |= {"rotary": [], "rotary_backward": []}
