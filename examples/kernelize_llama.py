@@ -41,8 +41,8 @@ CONFIGURATIONS = {
     "only RMSNorm": ("RMSNorm",),
     "only SiLU": ("SiLU",),
     "both": ("RMSNorm", "SiLU"),
-    # The decoder layers bring the rotary embedding along.
-    "all": ("RMSNorm", "SiLU", "SwiGLUMLP", "LlamaDecoderLayer"),
+    # The decoder layers bring along the rotation of queries and keys.
+    "all": ("RMSNorm", "SiLU", "SwiGLUMLP", "LlamaDecoderLayer", "LlamaRotaryEmbedding"),
 }
 
 
@@ -199,13 +199,14 @@ def load_model(options, dtype, folder):
 def layers_named(model, names):
     """The modules that `names` mean, chosen by class."""
     from transformers.activations import SiLUActivation
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+    from transformers.models.llama import modeling_llama as llama
 
     classes = {
-        "RMSNorm": LlamaRMSNorm,
+        "RMSNorm": llama.LlamaRMSNorm,
         "SiLU": SiLUActivation,
-        "SwiGLUMLP": LlamaMLP,
-        "LlamaDecoderLayer": LlamaDecoderLayer,
+        "SwiGLUMLP": llama.LlamaMLP,
+        "LlamaDecoderLayer": llama.LlamaDecoderLayer,
+        "LlamaRotaryEmbedding": llama.LlamaRotaryEmbedding,
     }
     chosen = tuple(classes[name] for name in names)
     return [module for _, module in model.named_modules() if isinstance(module, chosen)]

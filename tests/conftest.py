@@ -28,7 +28,9 @@ TESTS = ROOT / "tests"
 _OURS = ("LOSSLESS_PROOF", "TRITON_INTERPRET", "LOCAL_KERNELS", "DISABLE_KERNEL_MAPPING", "USE_HUB_KERNELS")
 
 # The HTTP client of the huggingface_hub that publishing needs. Where an older one came with a GPU's torch, its tests do not.
-_MISSING = "" if importlib.util.find_spec("httpx2") else "tests of publishing are left out: no httpx2, huggingface_hub is old"
+_MISSING = (
+    "" if importlib.util.find_spec("httpx2") else "tests of publishing are left out: no httpx2, huggingface_hub is old"
+)
 collect_ignore = ["test_hub.py", "test_publish.py"] if _MISSING else []
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from . import attention, decoder, mlp, proof
+from . import attention, decoder, mlp, proof, rotary_embedding
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .activation import replacement as activation_replacement
 from .gated_activation import replacement as product_replacement
@@ -314,6 +314,24 @@ class LlamaDecoderLayer(nn.Module):
         if isinstance(self, LlamaDecoderLayer):
             return decoder.forward(self, hidden_states, arguments)
         return owner.forward(self, hidden_states, **arguments)
+
+
+class LlamaRotaryEmbedding(nn.Module):
+    """cos and sin of `position_ids * inv_freq`, times `attention_scaling`: `[batch, tokens, head_dim]` of the dtype of x.
+
+    Replaces transformers' `LlamaRotaryEmbedding` and those that compute the same, which `name_layers` gives a name. One whose
+    frequencies depend on the length ("dynamic", "longrope") keeps its own forward.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        owner = type(self)
+        if isinstance(self, LlamaRotaryEmbedding):
+            return rotary_embedding.eager(x, position_ids, self.inv_freq, self.attention_scaling)
+        out = rotary_embedding.replacement(self, x, position_ids, owner)
+        return owner.forward(self, x, position_ids) if out is None else out
 
 
 class RotaryPosEmb(nn.Module):

@@ -28,20 +28,22 @@ LAYERS = {
     "TorchRMSNorm": "TorchRMSNorm",
 }
 # What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
-DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer"}
+DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer", "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}
 LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
-# By what its modules are called a class is known that may get a layer name; whether it is one is for the proof to say.
+# By what its modules and buffers are called a class is known that may get a layer name; whether it is one is for the proof
+# to say.
 _NAMES_BY_CHILDREN = {
     frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")): "LlamaDecoderLayer",
     frozenset(("gate_proj", "up_proj", "down_proj", "act_fn")): "SwiGLUMLP",
+    frozenset(("inv_freq", "original_inv_freq")): "LlamaRotaryEmbedding",
 }
 
 
 def name_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Gives layer names to the decoder layers and MLPs of `model`, which transformers leaves without.
+    """Gives layer names to the decoder layers, MLPs and rotary embeddings of `model`, which transformers leaves without.
 
-    `kernels.replace_kernel_forward_from_hub` for every class whose modules are called as those of `LlamaDecoderLayer` or
-    `LlamaMLP` are and whose forward takes the same arguments. The names are the classes', in all models of the process, and
+    `kernels.replace_kernel_forward_from_hub` for every class whose modules and buffers are called as those of
+    `LlamaDecoderLayer`, `LlamaMLP` or `LlamaRotaryEmbedding` are and whose forward takes the same arguments. The names are the classes', in all models of the process, and
     replace nothing by themselves.
 
     Args:
@@ -61,7 +63,8 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     named = {}
     for module in model.modules():
         layer_class = type(module)
-        name = _NAMES_BY_CHILDREN.get(frozenset(name for name, _ in module.named_children()))
+        children = [*module.named_children(), *module.named_buffers(recurse=False)]
+        name = _NAMES_BY_CHILDREN.get(frozenset(name for name, _ in children))
         if name not in LEVELS["decoder"] or hasattr(layer_class, "kernel_layer_name"):
             continue
         ours = getattr(layers, LEVELS["decoder"][name])

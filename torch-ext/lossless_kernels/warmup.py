@@ -164,15 +164,19 @@ class _Call:
         with proof._undisturbed(self.device), torch.set_grad_enabled(self.training):
             layer = self._stand_in()
             # The tensors that the layer takes are all of one shape.
-            count = len(inspect.signature(self.forward).parameters) - 1
-            inputs = [torch.ones(self.shape, dtype=self.dtype, device=self.device) for _ in range(count)]
+            _, *names = inspect.signature(self.forward).parameters
+            dtypes = [torch.int64 if name == "position_ids" else self.dtype for name in names]
+            inputs = [torch.ones(self.shape, dtype=dtype, device=self.device) for dtype in dtypes]
             if not self.training:
                 self.forward(layer, *inputs)
                 return
-            inputs = [each.requires_grad_() for each in inputs]
+            inputs = [each.requires_grad_(each.is_floating_point()) for each in inputs]
             out = self.forward(layer, *inputs)
-            weights = [weight for weight in layer._parameters.values() if weight is not None and weight.requires_grad]
-            torch.autograd.grad(out, (*inputs, *weights), torch.ones_like(out))
+            if isinstance(out, torch.Tensor):  # Not the tables of a rotary embedding, which have no gradient.
+                leaves = [
+                    each for each in (*inputs, *layer._parameters.values()) if each is not None and each.requires_grad
+                ]
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     def _stand_in(self):
         """The module with parameters of ones: its own may be sharded, and hooks may hang on them."""

@@ -133,3 +133,22 @@ def rsqrt(x):
         )
     else:
         return tl.rsqrt(x)
+
+
+@triton.jit
+def cos(x):
+    """CUDA's `cosf` in fp32; `tl.cos` is an approximation."""
+    if INTERPRETED:
+        return tl.cos(x)
+    else:
+        return libdevice.cos(x)
+
+
+@triton.jit
+def sin(x):
+    """CUDA's `sinf` in fp32; `tl.sin` is an approximation."""
+    if INTERPRETED:
+        return tl.sin(x)
+    else:
+        # Triton builds libdevice's to flush subnormals to zero; CUDA's returns them as they are.
+        return tl.where(tl.abs(x) < 1.1754943508222875e-38, x, libdevice.sin(x))

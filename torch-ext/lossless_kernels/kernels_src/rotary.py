@@ -1,7 +1,12 @@
-"""Rotary position embedding of queries and keys as eager composes it: every product and every sum rounded on its own."""
+"""Rotary position embedding as eager composes it: every product and every sum rounded on its own.
+
+Of queries and keys, and the tables of cos and sin that they are rotated by.
+"""
 
 import triton
 import triton.language as tl
+
+from .primitives import cos, sin
 
 
 @triton.jit
@@ -188,3 +193,43 @@ def rotary(
             UNIT,
             HEADS,
         )
+
+
+@triton.jit(do_not_specialize=["positions", "length", "batch_stride", "position_stride", "scaling"])
+def rotary_tables(
+    position_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions: tl.int64,
+    length: tl.int64,
+    batch_stride: tl.int64,
+    position_stride: tl.int64,
+    scaling: tl.float32,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    OF_MATRIX_PRODUCT: tl.constexpr,
+):
+    """cos and sin of position * inv_freq, times scaling, twice in a row: [positions, 2 * HALF], contiguous.
+
+    Every `length` positions are a sequence, `batch_stride` from the one before. A matrix product adds to zero.
+    """
+    index = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
+    column = tl.arange(0, HALF_BLOCK)
+    mask = (index < positions)[:, None] & (column < HALF)[None, :]
+    batch = index // length
+    offset = batch * batch_stride + (index - batch * length) * position_stride
+    position = tl.load(position_ptr + offset, mask=index < positions, other=0).to(tl.float32)
+    inv_freq = tl.load(inv_freq_ptr + column, mask=column < HALF, other=0.0).to(tl.float32)
+    angle = position[:, None] * inv_freq[None, :]
+    if OF_MATRIX_PRODUCT:
+        angle = angle + 0.0
+    out = index[:, None] * (2 * HALF) + column[None, :]
+    dtype = cos_ptr.dtype.element_ty
+    cosine = (cos(angle) * scaling).to(dtype)
+    tl.store(cos_ptr + out, cosine, mask=mask)
+    tl.store(cos_ptr + out + HALF, cosine, mask=mask)
+    sine = (sin(angle) * scaling).to(dtype)
+    tl.store(sin_ptr + out, sine, mask=mask)
+    tl.store(sin_ptr + out + HALF, sine, mask=mask)

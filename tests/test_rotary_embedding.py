@@ -1,0 +1,230 @@
+"""The tables of cos and sin: which modules are told to compute them, and the kernel against eager, bit for bit."""
+
+import copy
+import importlib
+import math
+import warnings
+
+import numpy
+import pytest
+import torch
+from bits import assert_bits_equal
+from kernels import Mode, kernelize, use_kernel_mapping
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+gpu = pytest.mark.gpu
+pytestmark = pytest.mark.filterwarnings("error:lossless-kernels:RuntimeWarning")
+
+CLASSES = (LlamaRotaryEmbedding, MistralRotaryEmbedding, Qwen3RotaryEmbedding)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture
+def tables(kernel):
+    return importlib.import_module(f"{kernel.__name__}.rotary_embedding")
+
+
+def config(head_dim=64, **parameters):
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, **parameters}
+    return LlamaConfig(
+        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=parameters, num_hidden_layers=1,
+        intermediate_size=32, vocab_size=16,
+    )  # fmt: skip
+
+
+def kernelized(kernel, module, device_type):
+    kernel.name_layers(module)
+    mapping = kernel.kernel_mapping(level="decoder", devices=(device_type,))
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        kernelize(module, mode=Mode.INFERENCE, device=device_type)
+    assert vars(module)["forward"].__func__.__module__ == kernel.layers.__name__
+    return module
+
+
+def test_classes_are_told_apart_by_their_code(tables):
+    for layer_class in CLASSES:
+        function = tables._function(layer_class.forward)
+        assert function.__qualname__ == f"{layer_class.__name__}.forward" and not hasattr(function, "__wrapped__")
+    plain = tables._function(LlamaRotaryEmbedding.forward)
+    assert tables._function(Gemma3RotaryEmbedding.forward) is None
+    assert tables._function(plain) is tables._function(torch.no_grad()(plain)) is None
+    for context in (torch.enable_grad(), torch.inference_mode()):
+        assert tables._function(context(LlamaRotaryEmbedding.forward.__wrapped__)) is None
+    assert tables._function(torch.no_grad()(torch.no_grad()(plain))) is None
+    assert tables._function(nn.ReLU().forward) is None
+
+
+def test_layer_names(kernel):
+    model = LlamaForCausalLM(config())
+    assert kernel.name_layers(model)["LlamaRotaryEmbedding"] == "LlamaRotaryEmbedding"
+    assert "LlamaRotaryEmbedding" not in kernel.kernel_mapping(level="layer")
+    assert "LlamaRotaryEmbedding" in kernel.kernel_mapping(level="decoder")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("half", [1, 5, 64])
+def test_kernel_in_the_interpreter(run_python, seed, half, dtype):
+    """Against numpy, whose cos and sin the interpreter takes: where every number comes from and goes to."""
+    code = f"""
+        import importlib, pathlib, numpy, torch
+        from kernels import get_local_kernel
+
+        kernel = get_local_kernel(pathlib.Path("build"))
+        tables = importlib.import_module(kernel.__name__ + ".rotary_embedding")
+        torch.manual_seed({seed})
+        inv_freq, dtype = torch.rand({half}), {dtype}
+        for shape in ((1, 1), (3, 7), (2, 40)):
+            for positions in (torch.randint(0, 3000, shape), torch.randint(0, 3000, shape[::-1], dtype=torch.int32).t()):
+                found = tables._Call(positions, inv_freq, dtype, 0.7, False)(positions, inv_freq)
+                angle = positions[..., None].numpy().astype(numpy.float32) * inv_freq.numpy()
+                for ours, function in zip(found, (numpy.cos, numpy.sin)):
+                    expected = (torch.from_numpy(function(numpy.concatenate((angle, angle), -1))) * 0.7).to(dtype)
+                    assert ours.dtype == dtype and ours.is_contiguous() and torch.equal(ours, expected)
+    """
+    run_python(code, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("of_matrix_product", [False, True])
+def test_eager_formula(tables, seed, of_matrix_product):
+    torch.manual_seed(seed)
+    positions, inv_freq = torch.randint(0, 500, (2, 9)), torch.rand(8)
+    found = tables.eager(torch.empty(0, dtype=torch.float16), positions, inv_freq, 0.5, of_matrix_product)
+    angle = positions.numpy().astype(numpy.float64)[..., None] * inv_freq.numpy().astype(numpy.float64)
+    # Within the rounding of an angle up to 500 in fp32, and of the result in fp16.
+    tolerance = 500 * 2.0**-24 + 2.0**-11
+    for ours, function in zip(found, (numpy.cos, numpy.sin)):
+        assert ours.shape == (2, 9, 16) and ours.dtype == torch.float16
+        assert (
+            ours.double() - torch.from_numpy(0.5 * function(numpy.concatenate((angle, angle), -1)))
+        ).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_what_keeps_the_original(kernel, tables, seed, where):
+    """In the domain nowhere without a GPU, and there not with frequencies that follow the length."""
+    torch.manual_seed(seed)
+    parameters = [{"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}]
+    if where == "cpu":
+        parameters.append({})
+    for each in parameters:
+        module = LlamaRotaryEmbedding(config(**each)).to(where)
+        ours = kernelized(kernel, copy.deepcopy(module), where)
+        for length in (5, 4000, 7):
+            x, positions = torch.randn(1, length, 8, device=where), torch.arange(length, device=where)[None]
+            assert tables.replacement(ours, x, positions, type(ours)) is None
+            for what, found, expected in zip("cs", ours(x, positions), module(x, positions)):
+                assert_bits_equal(found, expected, f"{what}, {length} tokens")
+
+
+# On a GPU
+
+
+@gpu
+@pytest.mark.parametrize("inv_freq_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tables_are_eagers(kernel, tables, seed, dtype, inv_freq_dtype):
+    torch.manual_seed(seed)
+    for layer_class in CLASSES:
+        for head_dim, parameters in (
+            (64, {}),
+            (128, {"rope_type": "linear", "factor": 3.0}),
+            (80, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}),
+            (
+                128,
+                {
+                    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 512, "rope_theta": 500000.0,
+                },
+            ),
+        ):  # fmt: skip
+            module = layer_class(config(head_dim, **parameters)).to("cuda", inv_freq_dtype)
+            ours = kernelized(kernel, copy.deepcopy(module), "cuda")
+            for positions in (
+                torch.arange(2048)[None],
+                torch.tensor([[117]]),
+                torch.randint(0, 1 << 21, (5, 33)),
+                torch.arange(4096, 4100).expand(8, -1),
+                torch.randint(0, 4096, (2, 50))[:, ::2],
+            ):
+                positions, x = positions.cuda(), torch.empty(1, 1, 8, dtype=dtype, device="cuda")
+                assert tables.replacement(ours, x, positions, layer_class) is not None
+                for training in (False, True):
+                    with torch.inference_mode(not training):
+                        found, expected = ours(x, position_ids=positions), module(x, position_ids=positions)
+                    for what, one, other in zip(("cos", "sin"), found, expected):
+                        assert one.stride() == other.stride() and one.requires_grad == other.requires_grad
+                        assert one.is_inference() == other.is_inference()
+                        assert_bits_equal(one, other, f"{what} of {layer_class.__name__}, {parameters}")
+
+
+@gpu
+def test_every_angle(tables):
+    """cos and sin of all fp32 numbers but NaNs and infinities: a sign and a power of two times every number in [1, 2)."""
+    powers = torch.tensor([[sign << power for power in range(63) for sign in (1, -1)]], device="cuda")
+    mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda")
+    call = tables._Call(powers, mantissas[:512].float(), torch.float32, 1.0, False)
+    # 2**-126, up to 2**127; from 0 on the subnormal numbers, of which powers of two make others again.
+    for least in (1, 64, 127, 190, 192, 0):
+        for start in range(0, 1 << 23, 512):
+            inv_freq = ((least << 23) | mantissas[start : start + 512]).view(torch.float32)
+            angle, found = powers[..., None].float() * inv_freq, call(powers, inv_freq)
+            for what, ours, theirs in (
+                ("cos", found.cos[..., :512], angle.cos()),
+                ("sin", found.sin[..., 512:], angle.sin()),
+            ):
+                if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
+                    nan = ours.isnan() & theirs.isnan()
+                    assert_bits_equal(
+                        ours.masked_fill(nan, 0), theirs.masked_fill(nan, 0), f"{what}, from {inv_freq[0]}"
+                    )
+
+
+@gpu
+def test_reduced_precision_of_matrix_products(kernel, tables, monkeypatch, seed):
+    """transformers 5.17 makes a matrix product of the angle: as TF32 it is another."""
+    torch.manual_seed(seed)
+    module = LlamaRotaryEmbedding(config()).cuda()
+    ours = kernelized(kernel, copy.deepcopy(module), "cuda")
+    x, positions = torch.randn(1, 8, device="cuda"), torch.randint(0, 100000, (4, 640), device="cuda")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of a matrix product the kernel is refused.
+        found = ours(x, positions)
+    for what, one, other in zip(("cos", "sin"), found, module(x, positions)):
+        assert_bits_equal(one, other, what)
+
+
+@gpu
+def test_capture_and_streams(kernel, tables, seed):
+    torch.manual_seed(seed)
+    module = LlamaRotaryEmbedding(config()).cuda()
+    ours = kernelized(kernel, copy.deepcopy(module), "cuda")
+    x, positions = torch.empty(1, dtype=torch.bfloat16, device="cuda"), torch.arange(100, device="cuda")[None]
+    ours(x, positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ours(x, positions)
+    positions += 12345
+    graph.replay()
+    for one, other in zip(found, module(x, positions)):
+        assert_bits_equal(one, other, "replayed")
+
+
+@gpu
+def test_report(kernel, seed):
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config()).cuda()
+    kernel.name_layers(model)
+    with use_kernel_mapping(kernel.kernel_mapping(level="decoder"), inherit_mapping=False):
+        kernelize(model, mode=Mode.INFERENCE, device="cuda")
+    with torch.inference_mode():
+        model(torch.randint(16, (1, 9), device="cuda"))
+    report = kernel.replacement_report(model, verbose=False)
+    (entry,) = [entry for entry in report.layers if entry.layer == "LlamaRotaryEmbedding"]
+    assert entry.path == "kernel" and entry.formulas and "head" in entry.proved[0]
+    assert math.isfinite(report.longest)

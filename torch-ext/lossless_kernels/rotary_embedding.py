@@ -1,0 +1,245 @@
+"""The cos and sin that a model computes once a pass for its rotary embedding, from one kernel instead of ten."""
+
+import functools
+import inspect
+from types import FunctionType
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from . import launch, proof
+from .domain import FLOAT_DTYPES, UNSEEN, are_plain, dispatch_modes, remember, runs_kernels, same_tensors
+
+if launch.AVAILABLE:
+    from .kernels_src.rotary import rotary_tables
+
+
+class Tables(NamedTuple):
+    """`[batch, tokens, head_dim]` each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def eager(
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    inv_freq: torch.Tensor,
+    attention_scaling: float,
+    of_matrix_product: bool = False,
+) -> Tables:
+    """The formula of transformers' `LlamaRotaryEmbedding.forward`.
+
+    With `angle = position_ids[..., None].float() * inv_freq.float()`, twice in a row: `cos(angle) * attention_scaling` and
+    `sin(angle) * attention_scaling` in fp32, cast to the dtype of x.
+
+    Args:
+        x: its dtype is the tables'.
+        position_ids: `[batch, tokens]`, integers.
+        inv_freq: `[head_dim / 2]`.
+        of_matrix_product: whether the product is one of matrices, which adds it to zero: it is never -0.
+    """
+    angle = position_ids[..., None].float() * inv_freq.float()
+    if of_matrix_product:
+        angle = angle + 0.0
+    angle = torch.cat((angle, angle), dim=-1)
+    return Tables((angle.cos() * attention_scaling).to(x.dtype), (angle.sin() * attention_scaling).to(x.dtype))
+
+
+# From a call's tensors to a kernel
+
+
+_POSITIONS_PER_PROGRAM, _NUM_WARPS = 4, 2
+
+
+@functools.cache
+def _launcher(dtype, inv_freq_dtype, position_dtype, half, of_matrix_product, device) -> launch.Launcher:
+    constants = {
+        "HALF": half,
+        "HALF_BLOCK": 1 << (half - 1).bit_length(),
+        "POSITIONS": _POSITIONS_PER_PROGRAM,
+        "OF_MATRIX_PRODUCT": of_matrix_product,
+    }
+    return launch.Launcher(rotary_tables, constants, _NUM_WARPS, device)
+
+
+class _Call:
+    """All that follows from the shapes, strides, dtypes and device of a call, and from the scaling."""
+
+    __slots__ = ("launch", "shape", "dtype", "device")
+
+    def __init__(self, position_ids, inv_freq, dtype, scaling, of_matrix_product):
+        batch, length = position_ids.shape
+        half, device = inv_freq.numel(), position_ids.device
+        launcher = _launcher(
+            dtype, inv_freq.dtype, position_ids.dtype, half, of_matrix_product, position_ids.device.index or 0
+        )
+        programs = -(-batch * length // _POSITIONS_PER_PROGRAM)
+        self.launch = launcher.bind(programs, batch * length, length, *position_ids.stride(), scaling)
+        self.shape, self.dtype, self.device = (batch, length, 2 * half), dtype, device
+
+    def __call__(self, position_ids, inv_freq) -> Tables:
+        cos = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        sin = torch.empty_like(cos)
+        self.launch(position_ids, inv_freq, cos, sin)
+        return Tables(cos, sin)
+
+
+if hasattr(torch._C, "_get_fp32_precision_getter"):
+    _matmul_precision = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
+else:
+    _matmul_precision = torch._C._get_cublas_allow_tf32
+
+_calls: dict = {}
+# By the class whose forward is replaced its last call, which is found without building the key above.
+_recent: dict = {}
+
+
+def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, owner: type) -> Optional[Tables]:
+    """`owner.forward(module, x, position_ids)` from the kernel; None where that must run itself.
+
+    That is under torch.compile, too, where the operations become one kernel anyway, and with frequencies that the forward
+    changes as sequences grow.
+    """
+    if is_dynamo_compiling():
+        return None
+    state = module.__dict__
+    inv_freq = state["_buffers"].get("inv_freq")
+    scaling, rope_type = state.get("attention_scaling"), state.get("rope_type")
+    # A matrix product of fp32 numbers may have been allowed to round them first.
+    told = (owner.forward, x.dtype, x.device, scaling, rope_type, _matmul_precision())
+    recent = _recent.get(owner)
+    if recent is not None:
+        same, then, call = recent
+        if then == told and same(position_ids, inv_freq) and forward_ad._current_level < 0 and not dispatch_modes():
+            return call(position_ids, inv_freq)
+    try:
+        if not are_plain(position_ids, inv_freq) or not are_plain(x, x):
+            return None
+        layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (position_ids, inv_freq))
+        call = _calls.get((*told, layouts), UNSEEN)
+    except (AttributeError, RuntimeError, TypeError):  # No tensors, or what can be no key.
+        return None
+    if call is UNSEEN:
+        call = remember(_calls, (*told, layouts), _resolve(*told, position_ids, inv_freq))
+    if call is None:
+        return None
+    same = same_tensors(position_ids, inv_freq)
+    if same is not None:
+        remember(_recent, owner, (same, told, call.__call__))
+    return call(position_ids, inv_freq)
+
+
+def _resolve(forward, dtype, device, scaling, rope_type, precision, position_ids, inv_freq) -> Optional[_Call]:
+    reason = _outside(dtype, device, scaling, rope_type, position_ids, inv_freq)
+    if reason is not None:
+        proof.outside(forward, reason)
+        return None
+    function = _function(forward)
+    if function is None:
+        proof.outside(forward, "a forward that asks for more than frequencies, their scaling and positions")
+        return None
+    half = inv_freq.numel()
+    where = f"{dtype}, inv_freq {inv_freq.dtype}, heads of {2 * half}"
+    sample = functools.partial(_sample, forward, dtype, inv_freq.dtype, position_ids.dtype, half, device)
+    key = (function, dtype, inv_freq.dtype, position_ids.dtype, half, device, precision)
+    candidates = {name: functools.partial(_formula, sample, name == _MATRIX_PRODUCT) for name in _FORMULAS}
+    formula_key = ("formula of rotary tables", *key)
+    formula = proof.recognize(formula_key, proof.Subject(forward, device, where), candidates)
+    if formula is None:
+        return None
+    of_matrix_product = formula == _MATRIX_PRODUCT
+    subject = proof.Subject(forward, device, where, formula)
+    if not proof.admits(("rotary tables", *key), subject, functools.partial(_kernel, sample, of_matrix_product)):
+        return None
+    return _Call(position_ids, inv_freq, dtype, scaling, of_matrix_product)
+
+
+def _outside(dtype, device, scaling, rope_type, position_ids, inv_freq) -> Optional[str]:
+    """Why no kernel takes these, None if one may."""
+    if dtype not in FLOAT_DTYPES or inv_freq.dtype not in FLOAT_DTYPES:
+        return f"x {dtype}, inv_freq {inv_freq.dtype}"
+    if launch.INTERPRETED:
+        return "Triton's interpreter has another cos and sin than CUDA"
+    if not runs_kernels(device) or {position_ids.device, inv_freq.device} != {device}:
+        return f"x on {device}, position_ids on {position_ids.device}, inv_freq on {inv_freq.device}"
+    if not isinstance(scaling, (int, float)):
+        return f"attention_scaling {scaling!r}"
+    if not isinstance(rope_type, str) or "dynamic" in rope_type or rope_type == "longrope":
+        return f"rope_type {rope_type!r}"
+    if position_ids.dtype not in (torch.int64, torch.int32) or position_ids.dim() != 2 or not position_ids.numel():
+        return f"position_ids {position_ids.dtype} {list(position_ids.shape)}"
+    if inv_freq.dim() != 1 or not 0 < inv_freq.numel() <= 512 or inv_freq.stride() != (1,):
+        return f"inv_freq {list(inv_freq.shape)}"
+    return None
+
+
+# Proof
+
+
+_PRODUCT, _MATRIX_PRODUCT = "cos, sin of a product", "cos, sin of a matrix product"
+_FORMULAS = (_PRODUCT, _MATRIX_PRODUCT)
+# All that a known forward asks for.
+_NAMES = frozenset(
+    "inv_freq expand shape to torch float device type isinstance str maybe_autocast transpose cat cos sin "
+    "attention_scaling dtype".split()
+)
+
+
+@functools.cache
+def _function(forward: Callable) -> Optional[Callable]:
+    """The function inside of transformers' `dynamic_rope_update` and `torch.no_grad`, None if `forward` is not of that kind."""
+    if not _is_decorated(forward, torch.no_grad()):
+        return None
+    # Decorators of other contexts have the same code.
+    context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
+    update = forward.__wrapped__
+    function = getattr(update, "__wrapped__", None)
+    if not isinstance(getattr(context, "__self__", None), torch.no_grad) or not isinstance(function, FunctionType):
+        return None
+    if function.__closure__ or not set(function.__code__.co_names) <= _NAMES:
+        return None
+    decorate = function.__globals__.get("dynamic_rope_update")
+    known = getattr(decorate, "__module__", None) == "transformers.modeling_rope_utils"
+    return function if known and _is_decorated(update, decorate) else None
+
+
+def _is_decorated(function: Any, decorate: Callable) -> bool:
+    """Whether `function` is what a decorator with the code of `decorate` made of another one."""
+    if not isinstance(function, FunctionType) or not hasattr(function, "__wrapped__"):
+        return False
+    return decorate(function.__wrapped__).__code__ is function.__code__
+
+
+def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
+    """Positions and frequencies with what `forward` makes of them."""
+    generator = proof.generator(device, seed=6)
+    module = nn.Module()
+    # As of a model, with frequencies of zero and what no model has.
+    inv_freq = 10000.0 ** -(torch.arange(half, device=device) / half)
+    inv_freq[half // 2 :] *= torch.randn(half - half // 2, device=device, generator=generator).exp2()
+    inv_freq[-1] = 0.0
+    inv_freq[half // 2] *= -1.0
+    module.register_buffer("inv_freq", inv_freq.to(inv_freq_dtype))
+    module.attention_scaling, module.rope_type = 0.8414709848, "default"
+    near = torch.arange(-1, 1023, device=device).view(1, -1)
+    far = torch.randint(0, 1 << 20, (3, 64), device=device, generator=generator)
+    x = torch.empty(0, dtype=dtype, device=device)
+    # One token, one sequence, several of them: cuBLAS has a kernel for each.
+    for positions in (near, far, far[:, :1], near[:, 5:6], far.t().contiguous().t()):
+        positions = positions.to(position_dtype)
+        yield x, positions, module.inv_freq, module.attention_scaling, forward(module, x, positions)
+
+
+def _formula(sample, of_matrix_product):
+    for *arguments, expected in sample():
+        yield from zip(Tables._fields, eager(*arguments, of_matrix_product), expected)
+
+
+def _kernel(sample, of_matrix_product):
+    for x, positions, inv_freq, scaling, expected in sample():
+        call = _Call(positions, inv_freq, x.dtype, scaling, of_matrix_product)
+        yield from zip(Tables._fields, call(positions, inv_freq), expected)
