@@ -172,6 +172,8 @@ SPILLED = {
     ("rms_norm_backward", "bfloat16", 32768): 296,
     ("rms_norm_backward", "float32", 8192): 312,
     ("rms_norm_backward", "float32", 32768): 2452,
+    ("rotary_tables", "bfloat16", None): 8,
+    ("rotary_tables", "float32", None): 8,
 }
 EVERY_SIZE = (128, 4096, 8192, 16384, 32768)
 MATRIX = ((90, EVERY_SIZE), (80, (4096,)), (100, (4096,)))

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import math
 import warnings
 
 import numpy
@@ -11,7 +10,7 @@ import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
@@ -217,14 +216,15 @@ def test_capture_and_streams(kernel, tables, seed):
 
 @gpu
 def test_report(kernel, seed):
+    """Of a class that no other test here runs outside of the domain: what is told of it holds for the process."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config()).cuda()
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, intermediate_size=32, vocab_size=16)).cuda()
     kernel.name_layers(model)
     with use_kernel_mapping(kernel.kernel_mapping(level="decoder"), inherit_mapping=False):
         kernelize(model, mode=Mode.INFERENCE, device="cuda")
     with torch.inference_mode():
         model(torch.randint(16, (1, 9), device="cuda"))
     report = kernel.replacement_report(model, verbose=False)
-    (entry,) = [entry for entry in report.layers if entry.layer == "LlamaRotaryEmbedding"]
-    assert entry.path == "kernel" and entry.formulas and "head" in entry.proved[0]
-    assert math.isfinite(report.longest)
+    (entry,) = [entry for entry in report.layers if entry.layer == "Qwen2RotaryEmbedding"]
+    assert entry.path == "kernel" and entry.formulas and "heads of 32" in entry.proved[0]

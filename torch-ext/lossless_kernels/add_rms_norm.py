@@ -9,7 +9,7 @@ from torch import empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof, rms_norm_backward
+from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import UNSEEN, apply_of, are_plain, dispatch_modes, remember, runs_kernels, same_tensors, under_transform
 from .layout import Output
@@ -19,11 +19,14 @@ from .rms_norm import (
     NO_GRADIENTS,
     PROOF_EPS,
     PROOF_ROWS,
+    Plan,
     check_arguments,
     default_plan,
     gradients_proved,
     in_domain,
+    launch_plan,
     original_output,
+    planned_rows,
     random_weight,
     subject_of,
     variant_of,
@@ -80,9 +83,14 @@ def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[to
 # From a call's tensors to a kernel
 
 
+def _plan(rows: int, hidden_size: int, element_size: int, gpu: plans.Gpu) -> Plan:
+    """That of the norm alone, whose rows are summed alike, but for packed ones: here the sum is on its way out meanwhile."""
+    plan = launch_plan(rows, hidden_size, element_size, gpu)
+    return default_plan(rows, hidden_size) if plan.packed else plan
+
+
 @functools.cache
-def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, device) -> launch.Launcher:
-    plan = default_plan(rows, hidden_size)
+def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan: Plan, device) -> launch.Launcher:
     order = row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,
@@ -97,10 +105,18 @@ def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, devic
     return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)
 
 
-def _forward(variant, dtype, weight_dtype, hidden_size, rows, device: torch.device, eps, store_rstd) -> launch.Launch:
-    """The launch of the kernel, to be called with hidden_states, residual, weight, normed, total and rstd."""
+def _forward(
+    variant, dtype, weight_dtype, hidden_size, rows, device: torch.device, eps, store_rstd, plan=None
+) -> launch.Launch:
+    """The launch of the kernel, to be called with hidden_states, residual, weight, normed, total and rstd.
+
+    Args:
+        plan: another one than that for `rows`: a proof runs the very kernel of a larger call.
+    """
+    if plan is None:
+        plan = _plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
-    launcher = _launcher(variant.scale, *dtypes, hidden_size, row_class(rows), device.index or 0)
+    launcher = _launcher(variant.scale, *dtypes, hidden_size, row_class(rows), plan, device.index or 0)
     return launcher.bind(-(-rows // launcher.constants["ROWS"]), rows, int(store_rstd), eps)
 
 
@@ -271,18 +287,19 @@ def _gradients(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, 
 
 def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> bool:
     """Whether the kernel for such rows has proved to return the bits of the sum and of `owner.forward` of it."""
+    plan = _plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
     rows = row_class(rows)
-    key = ("add_rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, device)
+    key = ("add_rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", of a sum")
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, device)
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan)
     return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
 
 
-def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device):
+def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-PROOF_ROWS // rows), rows)
-    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, store_rstd=True)
+    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, True, plan)
     for _ in range(calls):
         x, residual = make(2, rows, hidden_size).to(dtype)
         weight = random_weight(variant, make, hidden_size, weight_dtype)
@@ -386,7 +403,7 @@ _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_con
 
 @torch.compiler.assume_constant_result
 def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
-    """The name of the proved variant, for all classes of row counts; None if the two operations are traced."""
+    """The name of the variant proved for any number of rows; None if the two operations are traced."""
     device = torch.device("cuda", device_index)
     if under_transform() or proof.code(owner) is None:
         return None
@@ -394,7 +411,8 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     if variant is None or variant.fused:
         return None
     subject = (variant, owner, dtype, weight_dtype, hidden_size)
-    proved = all(_proved(*subject, rows, device) for rows in ROW_CLASSES)
+    all_rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
+    proved = all(_proved(*subject, rows, device) for rows in all_rows)
     if proved and training:
         proved = _gradients_proved(*subject, ROW_CLASSES[-1], device, (True, True))
     return variant.name if proved else None

@@ -250,13 +250,14 @@ def _store_dx(
     d_sum,
     TWO_EDGES: tl.constexpr,
     ADD: tl.constexpr,
+    EVICTION: tl.constexpr = "",
 ):
     """dx with what the options of `rms_norm_backward` make of it; `d_sum` is read with ADD only."""
     dtype = dx_ptr.dtype.element_ty
     dx = d_normalized * rstd
     dx_mean = d_square * (2.0 * h)
     if TWO_EDGES:
-        tl.store(dx_mean_ptr + offset, dx_mean, mask=mask)
+        tl.store(dx_mean_ptr + offset, dx_mean, mask=mask, eviction_policy=EVICTION)
     elif ADD:
         d_sum = d_sum.to(tl.float32)
         if dtype == tl.float32:
@@ -266,7 +267,7 @@ def _store_dx(
             dx = d_sum + (dx + dx_mean).to(dtype).to(tl.float32)
     else:
         dx = dx + dx_mean
-    tl.store(dx_ptr + offset, dx.to(dtype), mask=mask)
+    tl.store(dx_ptr + offset, dx.to(dtype), mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit(do_not_specialize=["store_d_rstd", "first_row", "rows", "blocks", *_ROW_STRIDES, *_DX_STRIDES])
@@ -465,7 +466,8 @@ def rms_norm_backward_streamed(
     rstd_strides = (rstd_outer_stride, rstd_middle_stride, rstd_inner_stride)
     dx_strides = (dx_outer_stride, dx_middle_stride, dx_inner_stride)
     column = tl.arange(0, COLUMNS)
-    line = tl.arange(0, (COLUMNS << LOG2_STEPS) // LINE) * LINE
+    line = tl.minimum(tl.arange(0, (COLUMNS << LOG2_STEPS) // LINE) * LINE, HIDDEN_SIZE - 1)
+    half_line = tl.arange(0, (COLUMNS << LOG2_STEPS) // (2 * LINE)) * LINE
 
     program = tl.program_id(0).to(tl.int64)
     stride = blocks * THREADS
@@ -480,7 +482,7 @@ def rms_norm_backward_streamed(
             dx_row = _row_offset(this_row, inner, middle, dx_strides, LEVELS) * STRIDE_UNIT
             rstd = tl.load(rstd_ptr + _row_offset(this_row, inner, middle, rstd_strides, LEVELS))
             if ADD:
-                prefetch(d_sum_ptr + dx_row + tl.minimum(line, HIDDEN_SIZE - 1))
+                prefetch(d_sum_ptr + dx_row + line)
             total = tl.zeros([COLUMNS], dtype=tl.float32)
             for step in tl.static_range(STEPS):
                 offset = step * COLUMNS + column
@@ -495,6 +497,14 @@ def rms_norm_backward_streamed(
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
             longer = ()
+            if not ADD:
+                # A half of the next row, for which the L2 has room beside this one.
+                if row + 4 * stride < rows:
+                    next_row = this_row + 4 * stride
+                    dy_ahead = dy_ptr + _row_offset(next_row, inner, middle, dy_strides, LEVELS) * STRIDE_UNIT
+                    x_ahead = x_ptr + _row_offset(next_row, inner, middle, x_strides, LEVELS) * STRIDE_UNIT
+                    prefetch(dy_ahead + half_line, TO_STAY=True)
+                    prefetch(x_ahead + half_line, TO_STAY=True)
             for step in tl.static_range(STEPS):
                 offset = step * COLUMNS + column
                 mask = offset < HIDDEN_SIZE
@@ -508,8 +518,9 @@ def rms_norm_backward_streamed(
                     d_sum = tl.load(d_sum_ptr + dx_row + offset, mask=mask, other=0.0, eviction_policy="evict_first")
                 d_normalized = _incoming(dy, weight, SCALE, input_dtype, output_dtype)
                 _store_dx(
-                    dx_ptr, dx_mean_ptr, dx_row + offset, mask, d_normalized, h, rstd, d_square, d_sum, TWO_EDGES, ADD
-                )
+                    dx_ptr, dx_mean_ptr, dx_row + offset, mask, d_normalized, h, rstd, d_square, d_sum,
+                    TWO_EDGES, ADD, "evict_first",
+                )  # fmt: skip
                 longer = longer + (chain[step] + _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype),)
             chain = longer
         # A thread's four accumulators are added up from the first, in memory.
