@@ -114,7 +114,7 @@ def reciprocal(x):
 
 
 @triton.jit
-def prefetch(pointers, TO_STAY: tl.constexpr = False):
+def prefetch(pointers, TO_STAY: tl.constexpr):
     """Has the lines that hold these addresses brought into the L2, TO_STAY to be evicted last; nobody waits for them."""
     if PTX and not INTERPRETED:
         if TO_STAY:

@@ -250,7 +250,7 @@ def _store_dx(
     d_sum,
     TWO_EDGES: tl.constexpr,
     ADD: tl.constexpr,
-    EVICTION: tl.constexpr = "",
+    EVICTION: tl.constexpr,
 ):
     """dx with what the options of `rms_norm_backward` make of it; `d_sum` is read with ADD only."""
     dtype = dx_ptr.dtype.element_ty
@@ -398,7 +398,7 @@ def rms_norm_backward(
             d_out = _widen_again(this_dy, zero)
             h = _widen_again(this_x, zero)
             d_normalized = _incoming(d_out, weight, SCALE, input_dtype, output_dtype)
-        _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, this_rstd, d_square, d_sum, TWO_EDGES, ADD)
+        _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, this_rstd, d_square, d_sum, TWO_EDGES, ADD, "")
         if SUM_CHAINS:
             chain += _weight_gradient(d_out, h * this_rstd, SCALE, input_dtype, output_dtype)
             if (turn + 1) % length == 0:
@@ -481,8 +481,6 @@ def rms_norm_backward_streamed(
             x_row = x_ptr + _row_offset(this_row, inner, middle, x_strides, LEVELS) * STRIDE_UNIT
             dx_row = _row_offset(this_row, inner, middle, dx_strides, LEVELS) * STRIDE_UNIT
             rstd = tl.load(rstd_ptr + _row_offset(this_row, inner, middle, rstd_strides, LEVELS))
-            if ADD:
-                prefetch(d_sum_ptr + dx_row + line)
             total = tl.zeros([COLUMNS], dtype=tl.float32)
             for step in tl.static_range(STEPS):
                 offset = step * COLUMNS + column
@@ -493,6 +491,9 @@ def rms_norm_backward_streamed(
                 if SCALE != "none":
                     weight = tl.load(weight_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_last")
                 total += _incoming(dy, weight, SCALE, input_dtype, output_dtype) * h
+                if ADD and step == STEPS // 2:
+                    # Not from the start: it would be in the way of what is waited for.
+                    prefetch(d_sum_ptr + dx_row + line, TO_STAY=False)
             d_rstd = sum_of_accumulators(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True)
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
