@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import sys
 import warnings
 
 import pytest
@@ -48,6 +49,30 @@ def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
     outcomes = [sweep.compare(*entry, kernel, DEVICE, seed, launches) for entry in found]
     kept = {outcome.name: outcome for outcome in outcomes if not outcome.lossless}
     assert set(kept) <= KEPT, "\n".join(map(str, kept.values()))
+
+
+def test_every_rotary_embedding(kernel, found, seed):
+    """The classes that a forward like Llama's is recognised of; on a GPU it is proved of each, and cos and sin are equal."""
+    tables = importlib.import_module(f"{kernel.__name__}.rotary_embedding")
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    classes = [
+        each
+        for module in modules
+        for name, each in vars(module).items()
+        if name.endswith("RotaryEmbedding") and isinstance(each, type) and each.__module__ == module.__name__
+    ]
+    known = [each for each in classes if tables._function(each.forward) is not None]
+    print(f"{len(known)} of {len(classes)}")
+    assert 100 < len(known) < len(classes)
+    for layer_class in known if DEVICE == "cuda" else ():
+        layer = torch.nn.Module()
+        layer.register_buffer("inv_freq", torch.rand(64, device=DEVICE))
+        layer.rope_type, layer.attention_scaling = "default", 1.25
+        x, positions = torch.empty(0, dtype=torch.bfloat16, device=DEVICE), torch.arange(500, device=DEVICE).view(2, -1)
+        found_tables = tables.replacement(layer, x, positions, layer_class)
+        assert found_tables is not None, layer_class
+        for ours, expected in zip(found_tables, layer_class.forward(layer, x, positions)):
+            assert_bits_equal(ours, expected, str(layer_class))
 
 
 # Classes that nobody decorated: the README tells how to replace them.
