@@ -117,9 +117,9 @@ COMPILE = """
                         gated.gradients(function, dy, one, other, with_up)
                 gated.packed_replacement(packed, function)
                 gated.packed_gradient(function, dy, packed)
-            for of_matrix_product in (False, True):
+            for variant in rotary_embedding._VARIANTS:
                 positions, inv_freq = torch.empty(1, 7, dtype=torch.int64), torch.empty(64)
-                rotary_embedding._Call(positions, inv_freq, dtype, 1.0, of_matrix_product)(positions, inv_freq)
+                rotary_embedding._Call(variant, positions, inv_freq, dtype, 1.0)(positions, inv_freq)
             for head_dim in (64, 80, 128, 256):
                 q, k = (torch.empty(2, 3, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
                 for table_dtype in {dtype, torch.float32}:

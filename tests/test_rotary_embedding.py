@@ -79,7 +79,7 @@ def test_kernel_in_the_interpreter(run_python, seed, half, dtype):
         inv_freq, dtype = torch.rand({half}), {dtype}
         for shape in ((1, 1), (3, 7), (2, 40)):
             for positions in (torch.randint(0, 3000, shape), torch.randint(0, 3000, shape[::-1], dtype=torch.int32).t()):
-                found = tables._Call(positions, inv_freq, dtype, 0.7, False)(positions, inv_freq)
+                found = tables._Call(tables.LLAMA, positions, inv_freq, dtype, 0.7)(positions, inv_freq)
                 angle = positions[..., None].numpy().astype(numpy.float32) * inv_freq.numpy()
                 for ours, function in zip(found, (numpy.cos, numpy.sin)):
                     expected = (torch.from_numpy(function(numpy.concatenate((angle, angle), -1))) * 0.7).to(dtype)
@@ -88,19 +88,19 @@ def test_kernel_in_the_interpreter(run_python, seed, half, dtype):
     run_python(code, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("of_matrix_product", [False, True])
-def test_eager_formula(tables, seed, of_matrix_product):
+@pytest.mark.parametrize("number", range(4))
+def test_eager_formula(tables, seed, number):
     torch.manual_seed(seed)
+    variant = tables._VARIANTS[number]
     positions, inv_freq = torch.randint(0, 500, (2, 9)), torch.rand(8)
-    found = tables.eager(torch.empty(0, dtype=torch.float16), positions, inv_freq, 0.5, of_matrix_product)
+    found = variant.eager(torch.empty(0, dtype=torch.float16), positions, inv_freq, 0.5)
     angle = positions.numpy().astype(numpy.float64)[..., None] * inv_freq.numpy().astype(numpy.float64)
-    # Within the rounding of an angle up to 500 in fp32, and of the result in fp16.
-    tolerance = 500 * 2.0**-24 + 2.0**-11
+    # Within the rounding of an angle up to 500 in fp32, and of the result.
+    tolerance = 500 * 2.0**-24 + (2.0**-23 if variant.keeps_fp32 else 2.0**-11)
     for ours, function in zip(found, (numpy.cos, numpy.sin)):
-        assert ours.shape == (2, 9, 16) and ours.dtype == torch.float16
-        assert (
-            ours.double() - torch.from_numpy(0.5 * function(numpy.concatenate((angle, angle), -1)))
-        ).abs().max() < tolerance
+        expected = torch.from_numpy(0.5 * function(numpy.concatenate((angle, angle), -1)))
+        assert ours.shape == (2, 9, 16) and ours.dtype == (torch.float32 if variant.keeps_fp32 else torch.float16)
+        assert (ours.double() - expected).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
@@ -166,7 +166,7 @@ def test_every_angle(tables):
     """cos and sin of all fp32 numbers but NaNs and infinities: a sign and a power of two times every number in [1, 2)."""
     powers = torch.tensor([[sign << power for power in range(63) for sign in (1, -1)]], device="cuda")
     mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda")
-    call = tables._Call(powers, mantissas[:512].float(), torch.float32, 1.0, False)
+    call = tables._Call(tables.LLAMA, powers, mantissas[:512].float(), torch.float32, 1.0)
     # 2**-126, up to 2**127; from 0 on the subnormal numbers, of which powers of two make others again.
     for least in (1, 64, 127, 190, 192, 0):
         for start in range(0, 1 << 23, 512):

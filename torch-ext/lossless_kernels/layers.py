@@ -329,7 +329,7 @@ class LlamaRotaryEmbedding(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         owner = type(self)
         if isinstance(self, LlamaRotaryEmbedding):
-            return rotary_embedding.eager(x, position_ids, self.inv_freq, self.attention_scaling)
+            return rotary_embedding.LLAMA.eager(x, position_ids, self.inv_freq, self.attention_scaling)
         out = rotary_embedding.replacement(self, x, position_ids, owner)
         return owner.forward(self, x, position_ids) if out is None else out
 

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -24,29 +26,49 @@ class Tables(NamedTuple):
     sin: torch.Tensor
 
 
-def eager(
-    x: torch.Tensor,
-    position_ids: torch.Tensor,
-    inv_freq: torch.Tensor,
-    attention_scaling: float,
-    of_matrix_product: bool = False,
-) -> Tables:
-    """The formula of transformers' `LlamaRotaryEmbedding.forward`.
-
-    With `angle = position_ids[..., None].float() * inv_freq.float()`, twice in a row: `cos(angle) * attention_scaling` and
-    `sin(angle) * attention_scaling` in fp32, cast to the dtype of x.
+@dataclass(frozen=True)
+class Variant:
+    """How the forward of a class differs from Llama's in transformers 5.22.
 
     Args:
-        x: its dtype is the tables'.
-        position_ids: `[batch, tokens]`, integers.
-        inv_freq: `[head_dim / 2]`.
-        of_matrix_product: whether the product is one of matrices, which adds it to zero: it is never -0.
+        matrix_product: the angle is an element of a product of matrices, which adds it to zero: it is never -0.
+        keeps_fp32: the tables are not cast.
     """
-    angle = position_ids[..., None].float() * inv_freq.float()
-    if of_matrix_product:
-        angle = angle + 0.0
-    angle = torch.cat((angle, angle), dim=-1)
-    return Tables((angle.cos() * attention_scaling).to(x.dtype), (angle.sin() * attention_scaling).to(x.dtype))
+
+    matrix_product: bool = False
+    keeps_fp32: bool = False
+
+    @property
+    def formula(self) -> str:
+        return f"cos, sin of a {'matrix ' * self.matrix_product}product{', fp32' * self.keeps_fp32}"
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the tables, for x of `dtype`."""
+        return torch.float32 if self.keeps_fp32 else dtype
+
+    def eager(
+        self, x: torch.Tensor, position_ids: torch.Tensor, inv_freq: torch.Tensor, attention_scaling: float
+    ) -> Tables:
+        """The formula of transformers' `LlamaRotaryEmbedding.forward`.
+
+        With `angle = position_ids[..., None].float() * inv_freq.float()`, twice in a row: `cos(angle) * attention_scaling` and
+        `sin(angle) * attention_scaling` in fp32, cast to the dtype of x.
+
+        Args:
+            x: its dtype is the tables'.
+            position_ids: `[batch, tokens]`, integers.
+            inv_freq: `[head_dim / 2]`.
+        """
+        angle = position_ids[..., None].float() * inv_freq.float()
+        if self.matrix_product:
+            angle = angle + 0.0
+        angle = torch.cat((angle, angle), dim=-1)
+        dtype = self.dtype(x.dtype)
+        return Tables((angle.cos() * attention_scaling).to(dtype), (angle.sin() * attention_scaling).to(dtype))
+
+
+LLAMA = Variant()
+_VARIANTS = [Variant(*each) for each in itertools.product((False, True), repeat=2)]
 
 
 # From a call's tensors to a kernel
@@ -56,12 +78,12 @@ _POSITIONS_PER_PROGRAM, _NUM_WARPS = 4, 2
 
 
 @functools.cache
-def _launcher(dtype, inv_freq_dtype, position_dtype, half, of_matrix_product, device) -> launch.Launcher:
+def _launcher(dtype, inv_freq_dtype, position_dtype, half, matrix_product, device) -> launch.Launcher:
     constants = {
         "HALF": half,
         "HALF_BLOCK": 1 << (half - 1).bit_length(),
         "POSITIONS": _POSITIONS_PER_PROGRAM,
-        "OF_MATRIX_PRODUCT": of_matrix_product,
+        "MATRIX_PRODUCT": matrix_product,
     }
     return launch.Launcher(rotary_tables, constants, _NUM_WARPS, device)
 
@@ -71,15 +93,14 @@ class _Call:
 
     __slots__ = ("launch", "shape", "dtype", "device")
 
-    def __init__(self, position_ids, inv_freq, dtype, scaling, of_matrix_product):
+    def __init__(self, variant: Variant, position_ids, inv_freq, dtype, scaling):
         batch, length = position_ids.shape
-        half, device = inv_freq.numel(), position_ids.device
-        launcher = _launcher(
-            dtype, inv_freq.dtype, position_ids.dtype, half, of_matrix_product, position_ids.device.index or 0
-        )
+        half, self.device, self.dtype = inv_freq.numel(), position_ids.device, variant.dtype(dtype)
+        dtypes = (self.dtype, inv_freq.dtype, position_ids.dtype)
+        launcher = _launcher(*dtypes, half, variant.matrix_product, self.device.index or 0)
         programs = -(-batch * length // _POSITIONS_PER_PROGRAM)
         self.launch = launcher.bind(programs, batch * length, length, *position_ids.stride(), scaling)
-        self.shape, self.dtype, self.device = (batch, length, 2 * half), dtype, device
+        self.shape = (batch, length, 2 * half)
 
     def __call__(self, position_ids, inv_freq) -> Tables:
         cos = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -146,16 +167,14 @@ def _resolve(forward, dtype, device, scaling, rope_type, precision, position_ids
     where = f"{dtype}, inv_freq {inv_freq.dtype}, heads of {2 * half}"
     sample = functools.partial(_sample, forward, dtype, inv_freq.dtype, position_ids.dtype, half, device)
     key = (function, dtype, inv_freq.dtype, position_ids.dtype, half, device, precision)
-    candidates = {name: functools.partial(_formula, sample, name == _MATRIX_PRODUCT) for name in _FORMULAS}
-    formula_key = ("formula of rotary tables", *key)
-    formula = proof.recognize(formula_key, proof.Subject(forward, device, where), candidates)
-    if formula is None:
+    candidates = {variant: functools.partial(_formula, sample, variant) for variant in _VARIANTS}
+    variant = proof.recognize(("formula of rotary tables", *key), proof.Subject(forward, device, where), candidates)
+    if variant is None:
         return None
-    of_matrix_product = formula == _MATRIX_PRODUCT
-    subject = proof.Subject(forward, device, where, formula)
-    if not proof.admits(("rotary tables", *key), subject, functools.partial(_kernel, sample, of_matrix_product)):
+    subject = proof.Subject(forward, device, where, variant.formula)
+    if not proof.admits(("rotary tables", *key), subject, functools.partial(_kernel, sample, variant)):
         return None
-    return _Call(position_ids, inv_freq, dtype, scaling, of_matrix_product)
+    return _Call(variant, position_ids, inv_freq, dtype, scaling)
 
 
 def _outside(dtype, device, scaling, rope_type, position_ids, inv_freq) -> Optional[str]:
@@ -180,8 +199,6 @@ def _outside(dtype, device, scaling, rope_type, position_ids, inv_freq) -> Optio
 # Proof
 
 
-_PRODUCT, _MATRIX_PRODUCT = "cos, sin of a product", "cos, sin of a matrix product"
-_FORMULAS = (_PRODUCT, _MATRIX_PRODUCT)
 # All that a known forward asks for.
 _NAMES = frozenset(
     "inv_freq expand shape to torch float device type isinstance str maybe_autocast transpose cat cos sin "
@@ -234,12 +251,12 @@ def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
         yield x, positions, module.inv_freq, module.attention_scaling, forward(module, x, positions)
 
 
-def _formula(sample, of_matrix_product):
+def _formula(sample, variant):
     for *arguments, expected in sample():
-        yield from zip(Tables._fields, eager(*arguments, of_matrix_product), expected)
+        yield from zip(Tables._fields, variant.eager(*arguments), expected)
 
 
-def _kernel(sample, of_matrix_product):
+def _kernel(sample, variant):
     for x, positions, inv_freq, scaling, expected in sample():
-        call = _Call(positions, inv_freq, x.dtype, scaling, of_matrix_product)
+        call = _Call(variant, positions, inv_freq, x.dtype, scaling)
         yield from zip(Tables._fields, call(positions, inv_freq), expected)

@@ -209,7 +209,7 @@ def rotary_tables(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr,
-    OF_MATRIX_PRODUCT: tl.constexpr,
+    MATRIX_PRODUCT: tl.constexpr,
 ):
     """cos and sin of position * inv_freq, times scaling, twice in a row: [positions, 2 * HALF], contiguous.
 
@@ -223,7 +223,7 @@ def rotary_tables(
     position = tl.load(position_ptr + offset, mask=index < positions, other=0).to(tl.float32)
     inv_freq = tl.load(inv_freq_ptr + column, mask=column < HALF, other=0.0).to(tl.float32)
     angle = position[:, None] * inv_freq[None, :]
-    if OF_MATRIX_PRODUCT:
+    if MATRIX_PRODUCT:
         angle = angle + 0.0
     out = index[:, None] * (2 * HALF) + column[None, :]
     dtype = cos_ptr.dtype.element_ty
