@@ -18,6 +18,7 @@ import torch
 from bits import assert_bits_equal
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.models.llama import modeling_llama
 
 INTERPRETED = not torch.cuda.is_available()
 EVERY_HIDDEN_SIZE = range(64, 32768 + 1, 4)
@@ -915,6 +916,40 @@ def test_layers_go_where_the_original_goes(kernel, proof_off):
     expected, layer.weight.grad = layer.weight.grad, None
     MethodType(centered, layer)(made).sum().backward()
     assert_same(layer.weight.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_after_others(kernel, module, proof_off):
+    """The shortest way to a kernel asks for strides, which nested tensors lack: PyTorch would end the process."""
+    from torch.nn import functional
+
+    dense = torch.randn(2, 3, 64)
+    nested = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)])
+    norm, weight = torch.nn.RMSNorm(64), torch.ones(64)
+    eager = module("rms_norm").EAGER[module("variants").LLAMA]
+    cos = torch.ones(1, 3, 64)
+    calls = {
+        "rms_norm": lambda x: module("rms_norm").replacement(x, weight, 1e-6, eager),
+        "F.rms_norm": lambda x: module("rms_norm").replacement(x, norm.weight, 1e-6, torch.nn.RMSNorm, fused=True),
+        "add_rms_norm": lambda x: module("add_rms_norm").replacement(x, x.clone(), weight, 1e-6, eager),
+        "activation": lambda x: MethodType(kernel.layers.SiLUActivation.forward, torch.nn.SiLU())(x),
+        "gated": lambda x: module("gated_activation").replacement(
+            x, x.clone(), functional.silu, module("gated_activation").ACTIVATIONS["silu"]
+        ),
+        "rotary": lambda x: module("rotary").replacement(
+            x, x.clone(), cos, cos, 1, type(modeling_llama.apply_rotary_pos_emb).forward
+        ),
+    }
+    for name, call in calls.items():
+        given = dense.unsqueeze(0) if name == "rotary" else dense
+        with torch.no_grad():
+            for _ in range(2):
+                assert call(given) is not None, name
+            found = call(nested)
+        if name == "activation":
+            assert all(torch.equal(a, functional.silu(b)) for a, b in zip(found.unbind(), nested.unbind()))
+        else:
+            assert found is None, name
 
 
 # Tables and launches

@@ -120,7 +120,7 @@ COMPILE = """
             for variant in rotary_embedding._VARIANTS:
                 positions, inv_freq = torch.empty(1, 7, dtype=torch.int64), torch.empty(64)
                 rotary_embedding._Call(variant, positions, inv_freq, dtype, 1.0)(positions, inv_freq)
-            for head_dim in (64, 80, 128, 256):
+            for head_dim in (64, 80, 128, 256) if arch == 90 else (80,):
                 q, k = (torch.empty(2, 3, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
                 for table_dtype in {dtype, torch.float32}:
                     cos, sin = torch.empty(2, 1, 3, head_dim, dtype=table_dtype)

@@ -24,7 +24,7 @@ from transformers.models.olmo2 import modeling_olmo2
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.float32, torch.float16) + (torch.bfloat16,) * GPU
-EACH = 300 if GPU else 12
+EACH = 300 if GPU else 8
 HEAD_DIMS = (2, 10, 16, 64, 72, 80, 96, 128, 256)
 # Of two dtypes, states' and cos'. Each pair, and each head_dim, is a kernel to compile.
 PAIRS = tuple(itertools.product(DTYPES, repeat=2))

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import warnings
 
 import numpy
@@ -28,10 +29,11 @@ def tables(kernel):
     return importlib.import_module(f"{kernel.__name__}.rotary_embedding")
 
 
-def config(head_dim=64, **parameters):
+def config(head_dim=64, max_position_embeddings=2048, **parameters):
     parameters = {"rope_type": "default", "rope_theta": 10000.0, **parameters}
     return LlamaConfig(
         hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=parameters, num_hidden_layers=1,
+        max_position_embeddings=max_position_embeddings,
         intermediate_size=32, vocab_size=16,
     )  # fmt: skip
 
@@ -65,27 +67,42 @@ def test_layer_names(kernel):
     assert "LlamaRotaryEmbedding" in kernel.kernel_mapping(level="decoder")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("half", [1, 5, 64])
-def test_kernel_in_the_interpreter(run_python, seed, half, dtype):
-    """Against numpy, whose cos and sin the interpreter takes: where every number comes from and goes to."""
-    code = f"""
-        import importlib, pathlib, numpy, torch
-        from kernels import get_local_kernel
+def test_a_buffer_does_not_take_a_name_away(kernel):
+    model = LlamaForCausalLM(config())
+    model.model.layers[0].register_buffer("steering", torch.zeros(1))
+    assert {"LlamaDecoderLayer", "LlamaMLP", "LlamaRotaryEmbedding"} <= set(kernel.name_layers(model))
 
-        kernel = get_local_kernel(pathlib.Path("build"))
-        tables = importlib.import_module(kernel.__name__ + ".rotary_embedding")
-        torch.manual_seed({seed})
-        inv_freq, dtype = torch.rand({half}), {dtype}
-        for shape in ((1, 1), (3, 7), (2, 40)):
-            for positions in (torch.randint(0, 3000, shape), torch.randint(0, 3000, shape[::-1], dtype=torch.int32).t()):
-                found = tables._Call(tables.LLAMA, positions, inv_freq, dtype, 0.7)(positions, inv_freq)
-                angle = positions[..., None].numpy().astype(numpy.float32) * inv_freq.numpy()
-                for ours, function in zip(found, (numpy.cos, numpy.sin)):
-                    expected = (torch.from_numpy(function(numpy.concatenate((angle, angle), -1))) * 0.7).to(dtype)
-                    assert ours.dtype == dtype and ours.is_contiguous() and torch.equal(ours, expected)
-    """
-    run_python(code, TRITON_INTERPRET="1")
+
+def test_warmup_leaves_frequencies_alone(kernel):
+    """Those that follow the length are computed again for the positions of the warmup, and would be kept."""
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
+    model = LlamaForCausalLM(config(**parameters, max_position_embeddings=64))
+    module = kernelized(kernel, model.model.rotary_emb, "cpu")
+    long, short = (torch.arange(length)[None] for length in (200, 150))
+    module(torch.empty(1), long)
+    before, buffers = module.inv_freq.clone(), dict(module._buffers)
+    report = kernel.warmup(model, rows=[4])
+    assert not [text for text in report.skipped if "Rotary" in text]
+    assert all(module._buffers[name] is buffer for name, buffer in buffers.items())
+    assert module.max_seq_len_cached == 200
+    assert_bits_equal(module.inv_freq, before, "frequencies")
+    module(torch.empty(1), short)
+    assert_bits_equal(module.inv_freq, before, "frequencies of fewer tokens")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's cos and sin are numpy's, a GPU's are eager's")
+@pytest.mark.parametrize("half", [1, 5, 64])
+def test_kernel_in_the_interpreter(tables, seed, half):
+    """Against numpy, whose cos and sin the interpreter takes: where every number comes from and goes to."""
+    torch.manual_seed(seed)
+    inv_freq = torch.rand(half)
+    for dtype, shape in itertools.product((torch.float32, torch.float16), ((1, 1), (3, 7), (2, 40))):
+        for positions in (torch.randint(0, 3000, shape), torch.randint(0, 3000, shape[::-1], dtype=torch.int32).t()):
+            found = tables._Call(tables.LLAMA, positions, inv_freq, dtype, 0.7)(positions, inv_freq)
+            angle = positions[..., None].numpy().astype(numpy.float32) * inv_freq.numpy()
+            for what, ours, function in zip(("cos", "sin"), found, (numpy.cos, numpy.sin)):
+                expected = (torch.from_numpy(function(numpy.concatenate((angle, angle), -1))) * 0.7).to(dtype)
+                assert_bits_equal(ours, expected, f"{what}, {list(shape)}")
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -118,6 +135,105 @@ def test_what_keeps_the_original(kernel, tables, seed, where):
             assert tables.replacement(ours, x, positions, type(ours)) is None
             for what, found, expected in zip("cs", ours(x, positions), module(x, positions)):
                 assert_bits_equal(found, expected, f"{what}, {length} tokens")
+
+
+class Eager:
+    """In the place of the kernel's launches, and the call that they are for."""
+
+    def __init__(self, *arguments):
+        self.variant, *_, self.dtype, self.scaling = arguments
+
+    def __call__(self, position_ids, inv_freq):
+        return self.variant.eager(torch.empty(0, dtype=self.dtype), position_ids, inv_freq, self.scaling)
+
+
+@pytest.fixture
+def without_kernel(tables, monkeypatch):
+    """Everything but the kernel, on the CPU; how often a call was resolved is counted."""
+    resolved = []
+
+    def resolve(forward, dtype, device, scaling, rope_type, precision, position_ids, inv_freq):
+        resolved.append(forward)
+        if tables._outside(dtype, device, rope_type, position_ids, inv_freq):
+            return None
+        return Eager(tables.LLAMA, position_ids, inv_freq, dtype, scaling)
+
+    monkeypatch.setattr(tables.launch, "INTERPRETED", False)
+    monkeypatch.setattr(tables, "runs_kernels", lambda device: device.type == "cpu")
+    monkeypatch.setattr(tables, "_resolve", resolve)
+    for name in ("_calls", "_recent"):
+        monkeypatch.setattr(tables, name, {})
+    return resolved
+
+
+def test_calls_that_differ_in_one_thing(tables, without_kernel, seed):
+    """The second call of a kind is found at once, and never for another kind: of modules, which share a class, and tensors."""
+    torch.manual_seed(seed)
+    module = LlamaRotaryEmbedding(config())
+    x, positions = torch.empty(1, dtype=torch.float16), torch.randint(0, 4000, (2, 9))
+
+    def other(**attributes):
+        changed = copy.deepcopy(module)
+        for name, value in attributes.items():
+            setattr(changed, name, value)
+        return changed
+
+    frequencies = module.inv_freq
+    calls = [
+        (module, x, positions),
+        (other(attention_scaling=1.25), x, positions),
+        (other(attention_scaling=2), x, positions),
+        (other(inv_freq=frequencies * 0.3), x, positions),
+        (other(inv_freq=frequencies.to(torch.bfloat16)), x, positions),
+        (other(inv_freq=frequencies[:7].clone()), x, positions),
+        (module, x.float(), positions),
+        (module, x, positions + 3),
+        (module, x, positions.to(torch.int32)),
+        (module, x, positions[:1]),
+        (module, x, positions.t().contiguous().t()),
+    ]
+    for one, another in itertools.product(calls, repeat=2):
+        for each in (one, one, another, one):
+            found, expected = tables.replacement(*each, LlamaRotaryEmbedding), each[0](*each[1:])
+            assert type(found) is type(expected) is tuple
+            for what, ours, theirs in zip(("cos", "sin"), found, expected):
+                assert_bits_equal(ours, theirs, what)
+    # Other frequencies and other positions of the same shapes make no other call.
+    assert len(without_kernel) == len(calls) - 2
+
+
+def test_calls_that_are_left_to_the_original(tables, without_kernel, seed):
+    """After one that is not, so that the shortest way to a kernel is open."""
+    torch.manual_seed(seed)
+    module = LlamaRotaryEmbedding(config())
+    x, positions = torch.empty(1), torch.arange(9)[None]
+    assert tables.replacement(module, x, positions, LlamaRotaryEmbedding) is not None
+    for attributes in (
+        {"attention_scaling": torch.tensor(1.0)},
+        {"attention_scaling": torch.rand(64)},
+        {"attention_scaling": 0.0},
+        {"attention_scaling": None},
+        {"rope_type": "longrope"},
+        {"rope_type": {"full_attention": "default"}},
+        {"inv_freq": None},
+    ):
+        changed = copy.deepcopy(module)
+        for name, value in attributes.items():
+            setattr(changed, name, value)
+        assert tables.replacement(changed, x, positions, LlamaRotaryEmbedding) is None, attributes
+    nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)])
+    for arguments in (
+        (None, positions),
+        (x, None),
+        (x, positions[0]),
+        (x, positions.float()),
+        (x, positions[:, :0]),
+        (x, nested),
+        (x, positions.to("meta")),
+        (x.double(), positions),
+    ):
+        assert tables.replacement(module, *arguments, LlamaRotaryEmbedding) is None, arguments
+    assert tables.replacement(module, x, positions, LlamaRotaryEmbedding) is not None
 
 
 # On a GPU
@@ -173,8 +289,8 @@ def test_every_angle(tables):
             inv_freq = ((least << 23) | mantissas[start : start + 512]).view(torch.float32)
             angle, found = powers[..., None].float() * inv_freq, call(powers, inv_freq)
             for what, ours, theirs in (
-                ("cos", found.cos[..., :512], angle.cos()),
-                ("sin", found.sin[..., 512:], angle.sin()),
+                ("cos", found[0][..., :512], angle.cos()),
+                ("sin", found[1][..., 512:], angle.sin()),
             ):
                 if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
                     nan = ours.isnan() & theirs.isnan()
@@ -199,15 +315,16 @@ def test_reduced_precision_of_matrix_products(kernel, tables, monkeypatch, seed)
 
 
 @gpu
-def test_capture_and_streams(kernel, tables, seed):
+def test_capture(kernel, tables, seed):
     torch.manual_seed(seed)
     module = LlamaRotaryEmbedding(config()).cuda()
     ours = kernelized(kernel, copy.deepcopy(module), "cuda")
     x, positions = torch.empty(1, dtype=torch.bfloat16, device="cuda"), torch.arange(100, device="cuda")[None]
-    ours(x, positions)
+    assert tables.replacement(ours, x, positions, LlamaRotaryEmbedding) is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = ours(x, positions)
+        assert tables.replacement(ours, x, positions, LlamaRotaryEmbedding) is not None
     positions += 12345
     graph.replay()
     for one, other in zip(found, module(x, positions)):

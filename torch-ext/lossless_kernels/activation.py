@@ -15,6 +15,7 @@ from . import launch, plans, proof
 from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
+    PLAIN_TYPES,
     UNSEEN,
     apply_of,
     are_plain,
@@ -338,7 +339,14 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     recent = _recent.get(subject)
     if recent is not None:
         same, then, call = recent
-        if same(input) and then == needs_grad and forward_ad._current_level < 0 and not dispatch_modes():
+        if (
+            type(input) in PLAIN_TYPES
+            and not input.is_nested
+            and same(input)
+            and then == needs_grad
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
             return call(input)
     if not are_plain(input, input) or _is_widened(activation, input):
         return None

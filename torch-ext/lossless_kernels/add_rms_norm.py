@@ -11,7 +11,17 @@ from torch.compiler import is_dynamo_compiling
 
 from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
-from .domain import UNSEEN, apply_of, are_plain, dispatch_modes, remember, runs_kernels, same_tensors, under_transform
+from .domain import (
+    UNSEEN,
+    apply_of,
+    are_dense,
+    are_plain,
+    dispatch_modes,
+    remember,
+    runs_kernels,
+    same_tensors,
+    under_transform,
+)
 from .layout import Output
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
 from .rms_norm import (
@@ -179,7 +189,8 @@ def replacement(
     if recent is not None:
         same, replaced, added, grad, call = recent
         if (
-            same(hidden_states, residual, weight)
+            are_dense(hidden_states, residual)
+            and same(hidden_states, residual, weight)
             and replaced is owner
             and added == eps
             and grad == is_grad_enabled()

@@ -12,7 +12,7 @@ from . import launch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A subclass may mean something else by every operation on it.
-_PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
+PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _OUR_LAYERS = f"{__package__}.layers"
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
@@ -32,8 +32,8 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
     forward-mode AD, torch.jit.trace and dispatch modes do not see a kernel, so the operations they know must run.
     """
     return (
-        type(first) in _PLAIN_TYPES
-        and type(second) in _PLAIN_TYPES
+        type(first) in PLAIN_TYPES
+        and type(second) in PLAIN_TYPES
         and not first.is_neg()
         and not second.is_neg()
         and not _legacy_batched(first)
@@ -45,6 +45,11 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
         and _tracing_state() is None
         and not dispatch_modes()
     )
+
+
+def are_dense(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether these are tensors of no subclass and not nested: those that the function of `same_tensors` may be asked about."""
+    return type(first) in PLAIN_TYPES and type(second) in PLAIN_TYPES and not first.is_nested and not second.is_nested
 
 
 def apply_of(function: type):
@@ -136,7 +141,8 @@ def same_tensors(*tensors: torch.Tensor):
     """A function that tells of other tensors whether `are_plain` and everything in a call's key would come out the same.
 
     Dispatch keys tell of subclasses, negation, functorch and tracing, but not of forward-mode AD (`forward_ad._current_level`)
-    and not of every dispatch mode (`dispatch_modes()`). None with a torch whose guards are not known.
+    and not of every dispatch mode (`dispatch_modes()`). A nested tensor has no strides, and asked for them here it ends the
+    process: callers ask for its type and `is_nested` first. None with a torch whose guards are not known.
     """
     if not _GUARDS_KNOWN:
         return None

@@ -32,6 +32,7 @@ from .domain import (
     FLOAT_DTYPES,
     UNSEEN,
     apply_of,
+    are_dense,
     are_plain,
     check_floating,
     dispatch_modes,
@@ -279,7 +280,13 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
     recent = _recent.get(subject)
     if recent is not None:
         same, then, call = recent
-        if same(gate, up) and then == needs_grad and forward_ad._current_level < 0 and not dispatch_modes():
+        if (
+            are_dense(gate, up)
+            and same(gate, up)
+            and then == needs_grad
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
             return call(gate, up)
     if not are_plain(gate, up):
         return None
@@ -320,7 +327,13 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
     recent = _recent.get(subject)
     if recent is not None:
         same, then, call = recent
-        if same(packed) and then == needs_grad and forward_ad._current_level < 0 and not dispatch_modes():
+        if (
+            are_dense(packed, packed)
+            and same(packed)
+            and then == needs_grad
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
             return call(packed)
     if not are_plain(packed, packed):
         return None

@@ -30,8 +30,8 @@ LAYERS = {
 # What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer", "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}
 LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
-# By what its modules and buffers are called a class is known that may get a layer name; whether it is one is for the proof
-# to say.
+# By what its modules are called, or its buffers if it has none, a class is known that may get a layer name; whether it is
+# one is for the proof to say.
 _NAMES_BY_CHILDREN = {
     frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")): "LlamaDecoderLayer",
     frozenset(("gate_proj", "up_proj", "down_proj", "act_fn")): "SwiGLUMLP",
@@ -42,7 +42,7 @@ _NAMES_BY_CHILDREN = {
 def name_layers(model: torch.nn.Module) -> dict[str, str]:
     """Gives layer names to the decoder layers, MLPs and rotary embeddings of `model`, which transformers leaves without.
 
-    `kernels.replace_kernel_forward_from_hub` for every class whose modules and buffers are called as those of
+    `kernels.replace_kernel_forward_from_hub` for every class whose modules (or buffers) are called as those of
     `LlamaDecoderLayer`, `LlamaMLP` or `LlamaRotaryEmbedding` are and whose forward takes the same arguments. The names are the classes', in all models of the process, and
     replace nothing by themselves.
 
@@ -63,7 +63,7 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     named = {}
     for module in model.modules():
         layer_class = type(module)
-        children = [*module.named_children(), *module.named_buffers(recurse=False)]
+        children = [*module.named_children()] or [*module.named_buffers(recurse=False)]
         name = _NAMES_BY_CHILDREN.get(frozenset(name for name, _ in children))
         if name not in LEVELS["decoder"] or hasattr(layer_class, "kernel_layer_name"):
             continue
@@ -98,8 +98,8 @@ def kernel_mapping(
         local_path: a folder that holds `build/`, or a build itself.
         devices: kernels' device types to register for.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
-        level: "layer" for norms, activations and what else stands alone; "decoder" for whole decoder layers too
-            (`name_layers` first).
+        level: "layer" for norms, activations and what else stands alone; "decoder" for whole decoder layers and the
+            tables of their rotary embedding too (`name_layers` first).
 
     Returns:
         A dictionary layer name -> device type -> `kernels.Mode` -> repository, with INFERENCE and TRAINING, each with and

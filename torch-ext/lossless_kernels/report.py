@@ -10,7 +10,7 @@ from typing import Callable, Optional
 import torch
 
 from . import proof
-from .mapping import LAYERS
+from .mapping import LEVELS
 
 _PACKAGE = __package__
 
@@ -94,7 +94,9 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     candidates = [each for module in model.modules() for each in (module, *_functions(module))]
     counts = Counter(
-        (type(module), _source(module)) for module in candidates if _name(module) in LAYERS or _source(module)
+        (type(module), _source(module))
+        for module in candidates
+        if _name(module) in LEVELS["decoder"] or _source(module)
     )
     layers = [_layer_report(layer, source, count) for (layer, source), count in counts.items()]
     for entry in layers:

@@ -14,6 +14,7 @@ from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
+    PLAIN_TYPES,
     UNSEEN,
     apply_of,
     are_plain,
@@ -345,7 +346,9 @@ def replacement(
     if recent is not None:
         same, replaced, added, grad, call = recent
         if (
-            same(hidden_states, weight)
+            type(hidden_states) in PLAIN_TYPES
+            and not hidden_states.is_nested
+            and same(hidden_states, weight)
             and replaced is owner
             and added == eps
             and grad == is_grad_enabled()

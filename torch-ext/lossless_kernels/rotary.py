@@ -16,6 +16,7 @@ from .domain import (
     FLOAT_DTYPES,
     UNSEEN,
     apply_of,
+    are_dense,
     are_plain,
     check_floating,
     dispatch_modes,
@@ -348,7 +349,9 @@ def replacement(
     if recent is not None:
         same, then, sole, grad, call = recent
         if (
-            same(q, k, cos, sin)
+            are_dense(q, k)
+            and are_dense(cos, sin)
+            and same(q, k, cos, sin)
             and then == unsqueeze_dim
             and sole == sole_consumer
             and grad == is_grad_enabled()

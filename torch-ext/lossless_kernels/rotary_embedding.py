@@ -4,8 +4,8 @@ import functools
 import inspect
 import itertools
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, Callable, NamedTuple, Optional
+from types import CodeType, FunctionType
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
@@ -13,17 +13,24 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import launch, proof
-from .domain import FLOAT_DTYPES, UNSEEN, are_plain, dispatch_modes, remember, runs_kernels, same_tensors
+from .domain import (
+    FLOAT_DTYPES,
+    PLAIN_TYPES,
+    UNSEEN,
+    are_dense,
+    are_plain,
+    dispatch_modes,
+    remember,
+    runs_kernels,
+    same_tensors,
+)
 
 if launch.AVAILABLE:
     from .kernels_src.rotary import rotary_tables
 
 
-class Tables(NamedTuple):
-    """`[batch, tokens, head_dim]` each."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
+# cos and sin, `[batch, tokens, head_dim]` each.
+Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Variant:
             angle = angle + 0.0
         angle = torch.cat((angle, angle), dim=-1)
         dtype = self.dtype(x.dtype)
-        return Tables((angle.cos() * attention_scaling).to(dtype), (angle.sin() * attention_scaling).to(dtype))
+        return (angle.cos() * attention_scaling).to(dtype), (angle.sin() * attention_scaling).to(dtype)
 
 
 LLAMA = Variant()
@@ -106,7 +113,7 @@ class _Call:
         cos = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         sin = torch.empty_like(cos)
         self.launch(position_ids, inv_freq, cos, sin)
-        return Tables(cos, sin)
+        return cos, sin
 
 
 if hasattr(torch._C, "_get_fp32_precision_getter"):
@@ -130,19 +137,24 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
     state = module.__dict__
     inv_freq = state["_buffers"].get("inv_freq")
     scaling, rope_type = state.get("attention_scaling"), state.get("rope_type")
+    # Others could neither be asked nor be compared. A scaling of 0 or less has a sign of zeros that equality does not tell.
+    if not are_dense(position_ids, inv_freq) or type(x) not in PLAIN_TYPES or type(rope_type) is not str:
+        return None
+    if type(scaling) not in (float, int) or not scaling > 0:
+        return None
     # A matrix product of fp32 numbers may have been allowed to round them first.
     told = (owner.forward, x.dtype, x.device, scaling, rope_type, _matmul_precision())
     recent = _recent.get(owner)
     if recent is not None:
         same, then, call = recent
-        if then == told and same(position_ids, inv_freq) and forward_ad._current_level < 0 and not dispatch_modes():
+        if same(position_ids, inv_freq) and then == told and forward_ad._current_level < 0 and not dispatch_modes():
             return call(position_ids, inv_freq)
+    if not are_plain(position_ids, inv_freq) or not are_plain(x, x):
+        return None
     try:
-        if not are_plain(position_ids, inv_freq) or not are_plain(x, x):
-            return None
         layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (position_ids, inv_freq))
         call = _calls.get((*told, layouts), UNSEEN)
-    except (AttributeError, RuntimeError, TypeError):  # No tensors, or what can be no key.
+    except (RuntimeError, TypeError):  # Sparse tensors have no strides; a size may be symbolic.
         return None
     if call is UNSEEN:
         call = remember(_calls, (*told, layouts), _resolve(*told, position_ids, inv_freq))
@@ -155,7 +167,7 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
 
 
 def _resolve(forward, dtype, device, scaling, rope_type, precision, position_ids, inv_freq) -> Optional[_Call]:
-    reason = _outside(dtype, device, scaling, rope_type, position_ids, inv_freq)
+    reason = _outside(dtype, device, rope_type, position_ids, inv_freq)
     if reason is not None:
         proof.outside(forward, reason)
         return None
@@ -167,7 +179,13 @@ def _resolve(forward, dtype, device, scaling, rope_type, precision, position_ids
     where = f"{dtype}, inv_freq {inv_freq.dtype}, heads of {2 * half}"
     sample = functools.partial(_sample, forward, dtype, inv_freq.dtype, position_ids.dtype, half, device)
     key = (function, dtype, inv_freq.dtype, position_ids.dtype, half, device, precision)
-    candidates = {variant: functools.partial(_formula, sample, variant) for variant in _VARIANTS}
+    # Outside of autocast, as proofs run, a product of matrices is what it is inside only if the function sees to it.
+    safe = "maybe_autocast" in function.__code__.co_names
+    candidates = {
+        variant: functools.partial(_formula, sample, variant)
+        for variant in _VARIANTS
+        if safe or not variant.matrix_product
+    }
     variant = proof.recognize(("formula of rotary tables", *key), proof.Subject(forward, device, where), candidates)
     if variant is None:
         return None
@@ -177,7 +195,7 @@ def _resolve(forward, dtype, device, scaling, rope_type, precision, position_ids
     return _Call(variant, position_ids, inv_freq, dtype, scaling)
 
 
-def _outside(dtype, device, scaling, rope_type, position_ids, inv_freq) -> Optional[str]:
+def _outside(dtype, device, rope_type, position_ids, inv_freq) -> Optional[str]:
     """Why no kernel takes these, None if one may."""
     if dtype not in FLOAT_DTYPES or inv_freq.dtype not in FLOAT_DTYPES:
         return f"x {dtype}, inv_freq {inv_freq.dtype}"
@@ -185,13 +203,11 @@ def _outside(dtype, device, scaling, rope_type, position_ids, inv_freq) -> Optio
         return "Triton's interpreter has another cos and sin than CUDA"
     if not runs_kernels(device) or {position_ids.device, inv_freq.device} != {device}:
         return f"x on {device}, position_ids on {position_ids.device}, inv_freq on {inv_freq.device}"
-    if not isinstance(scaling, (int, float)):
-        return f"attention_scaling {scaling!r}"
-    if not isinstance(rope_type, str) or "dynamic" in rope_type or rope_type == "longrope":
+    if "dynamic" in rope_type or rope_type == "longrope":
         return f"rope_type {rope_type!r}"
     if position_ids.dtype not in (torch.int64, torch.int32) or position_ids.dim() != 2 or not position_ids.numel():
         return f"position_ids {position_ids.dtype} {list(position_ids.shape)}"
-    if inv_freq.dim() != 1 or not 0 < inv_freq.numel() <= 512 or inv_freq.stride() != (1,):
+    if inv_freq.dim() != 1 or not 2 <= inv_freq.numel() <= 512 or inv_freq.stride() != (1,):
         return f"inv_freq {list(inv_freq.shape)}"
     return None
 
@@ -217,7 +233,9 @@ def _function(forward: Callable) -> Optional[Callable]:
     function = getattr(update, "__wrapped__", None)
     if not isinstance(getattr(context, "__self__", None), torch.no_grad) or not isinstance(function, FunctionType):
         return None
-    if function.__closure__ or not set(function.__code__.co_names) <= _NAMES:
+    code = function.__code__
+    # A function inside of it would have names of its own.
+    if function.__closure__ or not set(code.co_names) <= _NAMES or any(isinstance(c, CodeType) for c in code.co_consts):
         return None
     decorate = function.__globals__.get("dynamic_rope_update")
     known = getattr(decorate, "__module__", None) == "transformers.modeling_rope_utils"
@@ -236,14 +254,17 @@ def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
     generator = proof.generator(device, seed=6)
     module = nn.Module()
     # As of a model, with frequencies of zero and what no model has.
-    inv_freq = 10000.0 ** -(torch.arange(half, device=device) / half)
-    inv_freq[half // 2 :] *= torch.randn(half - half // 2, device=device, generator=generator).exp2()
+    inv_freq = 10000.0 ** -(torch.arange(half, dtype=torch.float32, device=device) / half)
+    drawn = torch.randn(half - half // 2, dtype=torch.float32, device=device, generator=generator)
+    inv_freq[half // 2 :] *= drawn.exp2()
     inv_freq[-1] = 0.0
     inv_freq[half // 2] *= -1.0
     module.register_buffer("inv_freq", inv_freq.to(inv_freq_dtype))
     module.attention_scaling, module.rope_type = 0.8414709848, "default"
     near = torch.arange(-1, 1023, device=device).view(1, -1)
     far = torch.randint(0, 1 << 20, (3, 64), device=device, generator=generator)
+    # Too many digits for fp32.
+    far[:, 0] = torch.tensor([(1 << 24) + 1, (1 << 30) + 87, -(1 << 26) - 5], device=device)
     x = torch.empty(0, dtype=dtype, device=device)
     # One token, one sequence, several of them: cuBLAS has a kernel for each.
     for positions in (near, far, far[:, :1], near[:, 5:6], far.t().contiguous().t()):
@@ -253,10 +274,10 @@ def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
 
 def _formula(sample, variant):
     for *arguments, expected in sample():
-        yield from zip(Tables._fields, variant.eager(*arguments), expected)
+        yield from zip(("cos", "sin"), variant.eager(*arguments), expected)
 
 
 def _kernel(sample, variant):
     for x, positions, inv_freq, scaling, expected in sample():
         call = _Call(variant, positions, inv_freq, x.dtype, scaling)
-        yield from zip(Tables._fields, call(positions, inv_freq), expected)
+        yield from zip(("cos", "sin"), call(positions, inv_freq), expected)

@@ -1,6 +1,7 @@
 """Compiling and proving before the first request rather than in it."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import os
@@ -182,6 +183,9 @@ class _Call:
         """The module with parameters of ones: its own may be sharded, and hooks may hang on them."""
         layer = type(self.module).__new__(type(self.module))
         layer.__dict__.update(vars(self.module))
+        # A forward may put other buffers there, as one whose frequencies follow the length does.
+        for name in ("_buffers", "_non_persistent_buffers_set"):
+            layer.__dict__[name] = copy.copy(layer.__dict__[name])
         layer.__dict__["_parameters"] = {
             name: parameter
             if parameter is None

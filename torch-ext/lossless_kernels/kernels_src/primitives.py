@@ -114,18 +114,12 @@ def reciprocal(x):
 
 
 @triton.jit
-def prefetch(pointers, TO_STAY: tl.constexpr):
-    """Has the lines that hold these addresses brought into the L2, TO_STAY to be evicted last; nobody waits for them."""
+def prefetch(pointers):
+    """Has the lines that hold these addresses brought into the L2; nobody waits for them."""
     if PTX and not INTERPRETED:
-        if TO_STAY:
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;",
-                "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        else:
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-            )
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

@@ -493,19 +493,19 @@ def rms_norm_backward_streamed(
                 total += _incoming(dy, weight, SCALE, input_dtype, output_dtype) * h
                 if ADD and step == STEPS // 2:
                     # Not from the start: it would be in the way of what is waited for.
-                    prefetch(d_sum_ptr + dx_row + line, TO_STAY=False)
+                    prefetch(d_sum_ptr + dx_row + line)
             d_rstd = sum_of_accumulators(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True)
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
             longer = ()
             if not ADD:
-                # A half of the next row, for which the L2 has room beside this one.
+                # A half of the next row, for which the L2 has room beside this one; of an fp32 dy every other line.
                 if row + 4 * stride < rows:
                     next_row = this_row + 4 * stride
                     dy_ahead = dy_ptr + _row_offset(next_row, inner, middle, dy_strides, LEVELS) * STRIDE_UNIT
                     x_ahead = x_ptr + _row_offset(next_row, inner, middle, x_strides, LEVELS) * STRIDE_UNIT
-                    prefetch(dy_ahead + half_line, TO_STAY=True)
-                    prefetch(x_ahead + half_line, TO_STAY=True)
+                    prefetch(dy_ahead + half_line)
+                    prefetch(x_ahead + half_line)
             for step in tl.static_range(STEPS):
                 offset = step * COLUMNS + column
                 mask = offset < HIDDEN_SIZE
