@@ -1,6 +1,7 @@
 """The fused sum and RMSNorm in Triton's interpreter: against the sum in torch and the norm's own kernel, which
 tests/test_kernels.py compares with the model of CUDA's arithmetic."""
 
+import importlib
 import itertools
 
 import pytest
@@ -94,7 +95,10 @@ def test_outside_the_domain_the_two_operations_run(kernel, seed):
         x, residual, weight, *_ = make(seed, shape, dtype, dtype)
         normed, total = kernel.fused_add_rms_norm(x, residual, weight, EPS)
         assert_bits_equal(total, residual + x)
-        assert_bits_equal(normed, kernel.rms_norm(total, weight, EPS))
+        # Not `kernel.rms_norm`, which has a kernel for a single row: in the interpreter that does not sum as the CPU does.
+        assert_bits_equal(
+            normed, importlib.import_module(f"{kernel.__name__}.variants").LLAMA.eager(total, weight, EPS)
+        )
     strided, residual, weight, *_ = make(seed, (64, 128), torch.float32, torch.float32)
     strided = strided.T.contiguous().T
     assert_bits_equal(kernel.fused_add_rms_norm(strided, residual, weight, EPS)[1], residual + strided)

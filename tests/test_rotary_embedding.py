@@ -236,6 +236,19 @@ def test_calls_that_are_left_to_the_original(tables, without_kernel, seed):
     assert tables.replacement(module, x, positions, LlamaRotaryEmbedding) is not None
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_compiled(kernel, seed, where):
+    """The operations are traced, in one graph, as those of the original are."""
+    torch.manual_seed(seed)
+    torch._dynamo.reset()
+    module = LlamaRotaryEmbedding(config()).to(where)
+    ours = kernelized(kernel, copy.deepcopy(module), where)
+    x, positions = torch.randn(2, 3, 8, device=where), torch.arange(9, device=where)[None]
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for what, one, other in zip(("cos", "sin"), compiled(x, positions), module(x, positions)):
+        assert_bits_equal(one, other, what)
+
+
 # On a GPU
 
 
