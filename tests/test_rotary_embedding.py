@@ -138,13 +138,13 @@ def test_what_keeps_the_original(kernel, tables, seed, where):
 
 
 class Eager:
-    """In the place of the kernel's launches, and the call that they are for."""
+    """In the place of a call of the kernel."""
 
-    def __init__(self, *arguments):
-        self.variant, *_, self.dtype, self.scaling = arguments
+    def __init__(self, formula, dtype, scaling):
+        self.formula, self.dtype, self.scaling = formula, dtype, scaling
 
     def __call__(self, position_ids, inv_freq):
-        return self.variant.eager(torch.empty(0, dtype=self.dtype), position_ids, inv_freq, self.scaling)
+        return self.formula(torch.empty(0, dtype=self.dtype), position_ids, inv_freq, self.scaling)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def without_kernel(tables, monkeypatch):
         resolved.append(forward)
         if tables._outside(dtype, device, rope_type, position_ids, inv_freq):
             return None
-        return Eager(tables.LLAMA, position_ids, inv_freq, dtype, scaling)
+        return Eager(tables.LLAMA.eager, dtype, scaling)
 
     monkeypatch.setattr(tables.launch, "INTERPRETED", False)
     monkeypatch.setattr(tables, "runs_kernels", lambda device: device.type == "cpu")

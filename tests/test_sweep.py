@@ -55,10 +55,7 @@ def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
 
 def test_every_rotary_embedding(kernel, found, seed):
     """The classes whose forward is of Llama's kind: which formula it is, and on a GPU the kernel's cos and sin."""
-    tables, differing = (
-        importlib.import_module(f"{kernel.__name__}.rotary_embedding"),
-        importlib.import_module(f"{kernel.__name__}.proof").differing,
-    )
+    tables, proof = (importlib.import_module(f"{kernel.__name__}.{name}") for name in ("rotary_embedding", "proof"))
     modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
     classes = [
         each
@@ -75,7 +72,7 @@ def test_every_rotary_embedding(kernel, found, seed):
         equal = [
             variant
             for variant in tables._VARIANTS
-            if not any(int(differing(ours, theirs)) for _, ours, theirs in tables._formula(sample, variant))
+            if not any(int(proof.differing(ours, theirs)) for _, ours, theirs in tables._formula(sample, variant))
         ]
         if not equal:
             refused.add(layer_class.__name__)

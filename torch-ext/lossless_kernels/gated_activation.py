@@ -30,6 +30,7 @@ from .activation import (
 )
 from .domain import (
     FLOAT_DTYPES,
+    PLAIN_TYPES,
     UNSEEN,
     apply_of,
     are_dense,
@@ -328,7 +329,8 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
     if recent is not None:
         same, then, call = recent
         if (
-            are_dense(packed, packed)
+            type(packed) in PLAIN_TYPES
+            and not packed.is_nested
             and same(packed)
             and then == needs_grad
             and forward_ad._current_level < 0
