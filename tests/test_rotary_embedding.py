@@ -76,17 +76,19 @@ def test_a_buffer_does_not_take_a_name_away(kernel):
 def test_warmup_leaves_frequencies_alone(kernel):
     """Those that follow the length are computed again for the positions of the warmup, and would be kept."""
     parameters = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
-    model = LlamaForCausalLM(config(**parameters, max_position_embeddings=64))
-    module = kernelized(kernel, model.model.rotary_emb, "cpu")
-    long, short = (torch.arange(length)[None] for length in (200, 150))
-    module(torch.empty(1), long)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    model = LlamaForCausalLM(config(**parameters, max_position_embeddings=64)).to(where)
+    module = kernelized(kernel, model.model.rotary_emb, where)
+    x = torch.empty(1, device=where)
+    long, short = (torch.arange(length, device=where)[None] for length in (200, 150))
+    module(x, long)
     before, buffers = module.inv_freq.clone(), dict(module._buffers)
     report = kernel.warmup(model, rows=[4])
     assert not [text for text in report.skipped if "Rotary" in text]
     assert all(module._buffers[name] is buffer for name, buffer in buffers.items())
     assert module.max_seq_len_cached == 200
     assert_bits_equal(module.inv_freq, before, "frequencies")
-    module(torch.empty(1), short)
+    module(x, short)
     assert_bits_equal(module.inv_freq, before, "frequencies of fewer tokens")
 
 

@@ -38,7 +38,7 @@ class Variant:
     """How the forward of a class differs from Llama's in transformers 5.22.
 
     Args:
-        matrix_product: the angle is an element of a product of matrices, which adds it to zero: it is never -0.
+        matrix_product: the angle is an element of a product of matrices, one for each sequence.
         keeps_fp32: the tables are not cast.
     """
 
@@ -48,6 +48,14 @@ class Variant:
     @property
     def formula(self) -> str:
         return f"cos, sin of a {'matrix ' * self.matrix_product}product{', fp32' * self.keeps_fp32}"
+
+    def adds_zero(self, position_ids: torch.Tensor) -> bool:
+        """Whether the product is added to zero, so that the angle is never -0.
+
+        cuBLAS's products of matrices do that, but for several sequences of one token.
+        """
+        batch, length = position_ids.shape
+        return self.matrix_product and (batch == 1 or length > 1)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of the tables, for x of `dtype`."""
@@ -67,7 +75,7 @@ class Variant:
             inv_freq: `[head_dim / 2]`.
         """
         angle = position_ids[..., None].float() * inv_freq.float()
-        if self.matrix_product:
+        if self.adds_zero(position_ids):
             angle = angle + 0.0
         angle = torch.cat((angle, angle), dim=-1)
         dtype = self.dtype(x.dtype)
@@ -85,12 +93,12 @@ _POSITIONS_PER_PROGRAM, _NUM_WARPS = 4, 2
 
 
 @functools.cache
-def _launcher(dtype, inv_freq_dtype, position_dtype, half, matrix_product, device) -> launch.Launcher:
+def _launcher(dtype, inv_freq_dtype, position_dtype, half, adds_zero, device) -> launch.Launcher:
     constants = {
         "HALF": half,
         "HALF_BLOCK": 1 << (half - 1).bit_length(),
         "POSITIONS": _POSITIONS_PER_PROGRAM,
-        "MATRIX_PRODUCT": matrix_product,
+        "ADDS_ZERO": adds_zero,
     }
     return launch.Launcher(rotary_tables, constants, _NUM_WARPS, device)
 
@@ -104,7 +112,7 @@ class _Call:
         batch, length = position_ids.shape
         half, self.device, self.dtype = inv_freq.numel(), position_ids.device, variant.dtype(dtype)
         dtypes = (self.dtype, inv_freq.dtype, position_ids.dtype)
-        launcher = _launcher(*dtypes, half, variant.matrix_product, self.device.index or 0)
+        launcher = _launcher(*dtypes, half, variant.adds_zero(position_ids), self.device.index or 0)
         programs = -(-batch * length // _POSITIONS_PER_PROGRAM)
         self.launch = launcher.bind(programs, batch * length, length, *position_ids.stride(), scaling)
         self.shape = (batch, length, 2 * half)
@@ -266,8 +274,8 @@ def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
     # Too many digits for fp32.
     far[:, 0] = torch.tensor([(1 << 24) + 1, (1 << 30) + 87, -(1 << 26) - 5], device=device)
     x = torch.empty(0, dtype=dtype, device=device)
-    # One token, one sequence, several of them: cuBLAS has a kernel for each.
-    for positions in (near, far, far[:, :1], near[:, 5:6], far.t().contiguous().t()):
+    # One token, one sequence, several of them: cuBLAS has a kernel for each. In every one are products that are -0.
+    for positions in (near, far, far[:, :1], near[:, :1], far.t().contiguous().t()):
         positions = positions.to(position_dtype)
         yield x, positions, module.inv_freq, module.attention_scaling, forward(module, x, positions)
 

@@ -209,11 +209,11 @@ def rotary_tables(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr,
-    MATRIX_PRODUCT: tl.constexpr,
+    ADDS_ZERO: tl.constexpr,
 ):
     """cos and sin of position * inv_freq, times scaling, twice in a row: [positions, 2 * HALF], contiguous.
 
-    Every `length` positions are a sequence, `batch_stride` from the one before. A matrix product adds to zero.
+    Every `length` positions are a sequence, `batch_stride` from the one before. ADDS_ZERO: a product of -0 becomes 0.
     """
     index = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
     column = tl.arange(0, HALF_BLOCK)
@@ -223,7 +223,7 @@ def rotary_tables(
     position = tl.load(position_ptr + offset, mask=index < positions, other=0).to(tl.float32)
     inv_freq = tl.load(inv_freq_ptr + column, mask=column < HALF, other=0.0).to(tl.float32)
     angle = position[:, None] * inv_freq[None, :]
-    if MATRIX_PRODUCT:
+    if ADDS_ZERO:
         angle = angle + 0.0
     out = index[:, None] * (2 * HALF) + column[None, :]
     dtype = cos_ptr.dtype.element_ty
