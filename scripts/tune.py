@@ -8,13 +8,14 @@ more than the default's own spread. Kernels are compiled before, in processes th
 
 ops:
   rms_norm           rows and warps a program
-  rms_norm_backward  one kernel or several, rows and warps; columns, stages and warps of the sums
+  rms_norm_backward, add_rms_norm_backward
+                     one kernel or several, rows, warps and stages; columns, stages and warps of the sums
   silu, silu_backward  elements and warps a program
 
 examples:
-  tune.py                                        what ships: bf16, about two and a half minutes on an H200
+  tune.py                                        what ships: bf16, some five minutes on an H200
   tune.py --dtypes fp32 --output torch-ext/lossless_kernels/plans/hopper_fp32.json
-  tune.py --ops rms_norm_backward --hidden-sizes 32768 --update   once more, when a kernel has changed
+  tune.py --ops rms_norm_backward --hidden-sizes 32768 --update     once more, when a kernel has changed
   tune.py --ops rms_norm --hidden-sizes 5120 --rows 16 512:4096 --output /tmp/plans.json
 
 Build again afterwards: the package reads its plans from where it lies.
@@ -62,6 +63,8 @@ TRAINING_ROWS = 512
 # Of the last range short rows are as many more as these elements have, and long ones as many less.
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 23, 1 << 28
 ACTIVATION_SHAPE = (8192, 14336)
+# Of the input's bytes that dweight's sums of several rows may take, where the default plan does with fewer.
+MOST_SUMS = 1 / 50
 # Shorter rows need no streaming.
 STREAMED_TILE = 1 << 14
 
@@ -82,7 +85,7 @@ class Point:
 
     @property
     def has_size(self) -> bool:
-        return OPS[self.case.op].family == "rms_norm"
+        return "rms_norm" in OPS[self.case.op].family
 
     @property
     def is_packable(self) -> bool:
@@ -98,7 +101,7 @@ class Point:
 def points(ops, hidden_sizes, rows, dtypes) -> Iterator[Point]:
     """Everything that is measured, one after the other."""
     for dtype, op in itertools.product(dtypes, ops):
-        if OPS[op].family != "rms_norm":
+        if "rms_norm" not in OPS[op].family:
             yield Point(Case(op, ACTIVATION_SHAPE), dtype, 1, None)
             continue
         ranges = zip(rows, [least - 1 for least, _ in rows[1:]] + [None])
@@ -141,21 +144,26 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     return [first]
 
 
-def backward_candidates(point: Point, default: Fields, height: int) -> list[list[Fields]]:
+def backward_candidates(point: Point, default: Fields, columns) -> list[list[Fields]]:
     """First how dx and the chains are computed, then the plans of the other kernels, one of them after the other."""
-    tile = tile_of(point.case.hidden_size)
-    kinds = [(True, "wide", (8, 32)), (False, "wide", (8, 64))]
-    if point.is_packable:
-        kinds.append((True, "packed", (16, 32)))
+    tile, height = tile_of(point.case.hidden_size), columns.height
+    input_bytes = point.least_rows * (2 if point.is_packable else 4)
+    least = min(columns.blocks * height * 4 / (MOST_SUMS * input_bytes), default["rows_per_program"])
     first = [
-        {"fused": fused, "rows_per_program": rows, "num_warps": warps, "held": held}
-        for fused, held, a_thread in kinds
-        for rows, warps in programs(tile, height if fused else 16, 1 << 14, a_thread)
+        {"fused": False, "rows_per_program": rows, "num_warps": warps, "streamed": False}
+        for rows, warps in programs(tile, 16, 1 << 14, (8, 64))
     ]
     if tile >= STREAMED_TILE:
-        first.append({"fused": True, "rows_per_program": 1, "num_warps": 8, "held": "streamed"})
+        first.append({"fused": True, "rows_per_program": 1, "num_warps": 8, "streamed": True})
+    else:
+        first += [
+            {"fused": True, "rows_per_program": rows, "num_warps": warps, "streamed": False, "stages": stages}
+            for rows, warps in programs(tile, height, STREAMED_TILE // 2, (8 if tile < 1024 else 16, 32))
+            if rows >= least
+            for stages in (3, 4, 5, 6)
+        ]
     chains = [
-        {"fused": False, "held": "wide", "chain_columns": columns, "chain_stages": stages, "chain_warps": warps}
+        {"fused": False, "streamed": False, "chain_columns": columns, "chain_stages": stages, "chain_warps": warps}
         for columns, stages, warps in itertools.product((32, 64, 128, 256), (1, 3, 4), (4, 8))
         if 4 <= 4 * height * columns // (32 * warps) <= 32
     ]
@@ -175,6 +183,7 @@ def activation_candidates(point: Point, default: Fields, _) -> list[list[Fields]
 CANDIDATES = {
     "rms_norm": forward_candidates,
     "rms_norm_backward": backward_candidates,
+    "add_rms_norm_backward": backward_candidates,
     "silu": activation_candidates,
     "silu_backward": activation_candidates,
 }
@@ -202,12 +211,12 @@ class Kernels:
         finally:
             self.plans.tuned = tuned
 
-    def height(self, point: Point, device) -> int:
-        """Of the threads that share a column in ATen's sum over rows, the most rows a fused program can have."""
-        if point.case.op != "rms_norm_backward":
-            return 1
+    def columns(self, point: Point, device):
+        """ATen's order of dweight's sum; None for an op without."""
+        if not point.has_size or not OPS[point.case.op].backward:
+            return None
         gpu = self.backward._multiprocessors(device)
-        return self.config.column_reduction(point.case.rows, point.case.hidden_size, *gpu).height
+        return self.config.column_reduction(point.case.rows, point.case.hidden_size, *gpu)
 
     def default(self, point: Point, device) -> Fields:
         """The fields of the plan that the package computes."""
@@ -215,10 +224,9 @@ class Kernels:
         with self.planned(None):
             if case.op == "rms_norm":
                 plan = self.rms_norm.launch_plan(case.rows, case.hidden_size, size)
-            elif case.op == "rms_norm_backward":
+            elif point.has_size:
                 gpu = self.backward._multiprocessors(device)
-                columns = self.config.column_reduction(case.rows, case.hidden_size, *gpu)
-                plan = self.backward.launch_plan(case.rows, case.hidden_size, columns, gpu[0], size)
+                plan = self.backward.launch_plan(*case.shape, self.columns(point, device), gpu[0], size)
             else:
                 plan = self.activation.launch_plan(case.op, size)
         return dataclasses.asdict(plan)
@@ -240,13 +248,14 @@ class Kernels:
                     launch.on_three(given.x, given.weight, out)
                     return (out,)
 
-            elif point.case.op == "rms_norm_backward":
+            elif point.has_size:
                 first = sets[0]
-                backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True)
+                edges = self.backward.edges_of(x.dtype, first.d_sum)
+                backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True, edges)
 
                 def call(index):
                     given = sets[index]
-                    return backward(given.dy, given.x, given.weight, given.rstd)
+                    return backward(given.dy, given.x, given.weight, given.rstd, given.d_sum)
 
             elif point.case.op == "silu":
                 launch = self.activation._forward(silu, x.dtype, 1, x.numel(), x.numel(), x.device)
@@ -270,9 +279,13 @@ class Kernels:
         """A benchmark's inputs as kernels take them."""
         import torch
 
-        x, weight = (*(tensor.detach() for tensor in inputs.arguments), None)[:2]
-        backward = point.case.op == "rms_norm_backward"
-        return Given(x, weight, inputs.dy, self.variants.eager_rstd(x.to(torch.float32), EPS) if backward else None)
+        *inputs_, last = (tensor.detach() for tensor in inputs.arguments)
+        if not point.has_size:
+            return Given(last, dy=inputs.dy)
+        x = functools.reduce(torch.add, reversed(inputs_))
+        dy, d_sum = inputs.dy if isinstance(inputs.dy, tuple) else (inputs.dy, None)
+        rstd = None if dy is None else self.variants.eager_rstd(x.to(torch.float32), EPS)
+        return Given(x, last, dy, rstd, d_sum)
 
     def eager(self, point: Point, inputs) -> tuple:
         """What a call must return."""
@@ -281,10 +294,19 @@ class Kernels:
 
         op = OPS[point.case.op]
         llama = self.variants.LLAMA
-        functions = {"rms_norm": lambda x, weight: llama.eager(x, weight, EPS), "silu": torch.nn.functional.silu}
+
+        def rms_norm(x, weight):
+            return llama.eager(x, weight, EPS)
+
+        def add_rms_norm(x, residual, weight):
+            total = residual + x
+            return rms_norm(total, weight), total
+
+        functions = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": torch.nn.functional.silu}
         with torch.set_grad_enabled(op.backward):
             found = measure.outcome(functions[op.family], inputs, op)
-        return found[1:] if op.backward else found
+        # Both terms of a sum receive the same gradient.
+        return found[op.outputs + op.inputs - 1 :] if op.backward else found
 
 
 @dataclass
@@ -295,6 +317,7 @@ class Given:
     weight: Any = None
     dy: Any = None
     rstd: Any = None
+    d_sum: Any = None
 
 
 def results_of(found) -> list:
@@ -314,9 +337,9 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
     rows, hidden_size = point.case.shape
     x, dy = (torch.empty(rows, hidden_size, dtype=dtype, device=device) for _ in range(2))
     weight, rstd = torch.empty(hidden_size, dtype=dtype, device=device), torch.empty(rows, 1, device=device)
-    sets = [Given(x, weight, dy, rstd)]
-    default, height = kernels.default(point, device), kernels.height(point, device)
-    stages = list(CANDIDATES[point.case.op](point, default, height))
+    sets = [Given(x, weight, dy, rstd, dy if OPS[point.case.op].outputs == 2 else None)]
+    default, columns = kernels.default(point, device), kernels.columns(point, device)
+    stages = list(CANDIDATES[point.case.op](point, default, columns))
     # The sum that is left over has a kernel for each number of rows.
     bases = {fields["rows_per_program"]: fields for fields in stages[0] if fields.get("fused")} if stages[2:] else {}
     plans = [default, *({**default, **fields} for fields in itertools.chain(*stages[:2]))]
@@ -437,7 +460,7 @@ def tune_point(kernels: Kernels, point: Point, gpu, rounds: int, margin: float) 
     expected = kernels.eager(point, inputs[0])
     sets = [kernels.given(point, each) for each in inputs]
     gpu.release()
-    stages = CANDIDATES[point.case.op](point, default, kernels.height(point, device))
+    stages = CANDIDATES[point.case.op](point, default, kernels.columns(point, device))
     for changes in stages:
         if changes and "chain_columns" in changes[0] and result.best["fused"]:
             continue  # They are about a kernel that the fastest plan has not.

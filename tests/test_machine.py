@@ -78,7 +78,7 @@ COMPILE = """
     launch.Launcher.through_triton = compile_instead
     domain._KERNEL_DEVICE = "cpu"
     plans = module("plans")
-    plans.gpu = lambda device: plans.Gpu(f"sm_{arch}", arch // 10, 132)
+    plans.gpu = lambda device: plans.Gpu(f"sm_{arch}", arch // 10, 132, {80: 163, 90: 227, 100: 227}[arch] << 10)
     for arch, hidden_sizes in json.loads(sys.argv[1]):
         for dtype in (torch.bfloat16, torch.float32):
             for hidden_size in hidden_sizes:

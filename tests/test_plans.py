@@ -54,14 +54,14 @@ def test_files_that_ship_are_valid_and_say_how_they_were_found(plans, path):
     capability, found, entries = plans.read(path)
     assert all(found.values()) and entries
     for entry in entries:
-        gpu = plans.Gpu("the tuned one", capability, 132)
+        gpu = plans.Gpu("the tuned one", capability, 132, 227 << 10)
         assert plans.tuned(gpu, *entry.kind[:2], entry.least_rows, entry.element_size) == entry.plan
 
 
 def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
     assert FILES
     for capability, expected in ((9, True), (8, False), (10, False), (None, False)):
-        gpu = plans.Gpu("GPU", capability, 132)
+        gpu = plans.Gpu("GPU", capability, 132, 227 << 10)
         assert bool(plans.turning_points(gpu, "rms_norm", 4096, 2)) is expected
 
 
@@ -75,7 +75,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
             "plan": {"rows_per_program": 4, "num_warps": 1, "packed": False},
         },
     )
-    rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132)
+    rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
     default = rms_norm.default_plan(16, 128)
     first, second = rms_norm.Plan(8, 2), rms_norm.Plan(4, 1)
     assert default not in (first, second)
@@ -87,7 +87,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
         (1 << 40, 128, 2, hopper, second),
         (16, 128, 4, hopper, default),
         (16, 256, 2, hopper, rms_norm.default_plan(16, 256)),
-        (16, 128, 2, plans.Gpu("GPU", 8, 132), default),
+        (16, 128, 2, plans.Gpu("GPU", 8, 132, 227 << 10), default),
         (16, 128, 2, plans.UNKNOWN, default),
     ):
         assert rms_norm.launch_plan(rows, hidden_size, element_size, gpu) == expected
@@ -99,7 +99,8 @@ FUSED = {
     "fused": True,
     "rows_per_program": 4,
     "num_warps": 2,
-    "held": "wide",
+    "streamed": False,
+    "stages": 4,
     "chain_columns": 32,
     "chain_stages": 2,
     "chain_warps": 8,
@@ -111,7 +112,7 @@ FUSED = {
 
 def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
     write({**ENTRY, "op": "rms_norm_backward", "most_rows": None, "plan": FUSED})
-    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132)
+    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132, 227 << 10)
     for rows, both, fits in ((16, True, False), (4096, True, True), (4096, False, False)):
         columns = config.column_reduction(rows, 128, 132, 2048) if both else None
         assert columns is None or (columns.height >= 4) is fits
@@ -142,18 +143,18 @@ def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
             "plan: expected packed rows of element_size 2 only, found 4",
         ),
         (
-            {"op": "rms_norm_backward", "plan": {**FUSED, "fused": False, "held": "streamed"}},
-            "plan, held: expected wide in a plan that is not fused, found 'streamed'",
+            {"op": "rms_norm_backward", "plan": {**FUSED, "fused": False, "streamed": True}},
+            "plan, streamed: expected false in a plan that is not fused, found True",
         ),
         (
-            {"op": "rms_norm_backward", "plan": {**FUSED, "rows_per_program": 4, "held": "streamed"}},
+            {"op": "rms_norm_backward", "plan": {**FUSED, "rows_per_program": 4, "streamed": True}},
             "plan, rows_per_program: expected 1 for streamed rows, found 4",
         ),
         (
             {
                 "op": "rms_norm_backward",
                 "hidden_size": 64,
-                "plan": {**FUSED, "rows_per_program": 1, "held": "streamed"},
+                "plan": {**FUSED, "rows_per_program": 1, "streamed": True},
             },
             "hidden_size: expected at least 128 to stream, found 64",
         ),
@@ -173,7 +174,7 @@ def test_wrong_entries_are_named_and_disturb_no_call(plans, write, change, named
     path = write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, **change})
     with pytest.raises(plans.PlanError, match=named):
         plans.read(path)
-    assert plans.tuned(plans.Gpu("GPU", 9, 132), "rms_norm", 128, 16, 2) == ENTRY["plan"]
+    assert plans.tuned(plans.Gpu("GPU", 9, 132, 227 << 10), "rms_norm", 128, 16, 2) == ENTRY["plan"]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_file_that_is_no_json_is_named_and_disturbs_no_call(plans, write):
     path = write(ENTRY)
     path.write_text('{"plans": [')
     plans._entries.cache_clear()
-    assert plans.tuned(plans.Gpu("GPU", 9, 132), "rms_norm", 128, 16, 2) is None
+    assert plans.tuned(plans.Gpu("GPU", 9, 132, 227 << 10), "rms_norm", 128, 16, 2) is None
     with pytest.raises(plans.PlanError, match=r"plans\.json: expected JSON, found"):
         plans.read(path)
 
@@ -225,7 +226,7 @@ def test_tuned_plans_have_the_bits_of_the_default_ones(kernel, module, plans, wr
         "through_triton",
         lambda self, *arguments: (launchers.append(self), through_triton(self, *arguments))[1],
     )
-    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu("GPU", 9, 132))
+    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu("GPU", 9, 132, 227 << 10))
     everywhere = {**ENTRY, "least_rows": 1, "most_rows": None}
     for fused in (True, False):
         write(

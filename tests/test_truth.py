@@ -688,7 +688,7 @@ def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
         kernel.rms_norm(x, weight, EPS)
         del x, weight
         forward = (llama, family.EAGER[llama], dtype, dtype, hidden_size, 16, hidden_size, device)
-        least, _ = module("rms_norm_backward").proof_class(4096, hidden_size, device, True)
+        least, _ = module("rms_norm_backward").proof_class(4096, hidden_size, device, True, 2, "one")
         backward = (*forward[:5], least, 4096, device, (True, True), None)
         for what, comparisons, arguments in (
             ("forward", family._comparisons, forward),

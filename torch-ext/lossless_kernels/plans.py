@@ -33,23 +33,26 @@ def _powers_of_two(least: int, most: int) -> tuple[int, ...]:
 
 
 _WARPS = _powers_of_two(1, 32)
+_BACKWARD = {
+    "fused": (False, True),
+    "rows_per_program": _powers_of_two(1, 64),
+    "num_warps": _WARPS,
+    "streamed": (False, True),
+    "stages": (1, 2, 3, 4, 5, 6),
+    "chain_columns": _powers_of_two(16, 512),
+    "chain_stages": (1, 2, 3, 4, 5, 6),
+    "chain_warps": _WARPS,
+    "sum_columns": _powers_of_two(8, 256),
+    "sum_log2_steps": (1, 2, 3, 4, 5, 6),
+    "sum_warps": _WARPS,
+}
 _ACTIVATION = {"block": _powers_of_two(128, 8192), "num_warps": _WARPS}
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "new_gelu", "fast_gelu", "quick_gelu")
 # For each op the fields of its plan and the values that they may take.
 FIELDS = {
     "rms_norm": {"rows_per_program": _powers_of_two(1, 64), "num_warps": _WARPS, "packed": (False, True)},
-    "rms_norm_backward": {
-        "fused": (False, True),
-        "rows_per_program": _powers_of_two(1, 64),
-        "num_warps": _WARPS,
-        "held": ("wide", "packed", "streamed"),
-        "chain_columns": _powers_of_two(16, 512),
-        "chain_stages": (1, 2, 3, 4, 5, 6),
-        "chain_warps": _WARPS,
-        "sum_columns": _powers_of_two(8, 256),
-        "sum_log2_steps": (1, 2, 3, 4, 5, 6),
-        "sum_warps": _WARPS,
-    },
+    "rms_norm_backward": _BACKWARD,
+    "add_rms_norm_backward": _BACKWARD,
     **{name + direction: _ACTIVATION for name in _ACTIVATIONS for direction in ("", "_backward")},
 }
 # Far beyond what registers hold.
@@ -70,14 +73,16 @@ class Gpu:
 
     Args:
         compute_capability: the major one; None where there is none, as on ROCm and in Triton's interpreter.
+        shared_memory: bytes, the most that a program can have.
     """
 
     name: str
     compute_capability: Optional[int]
     multiprocessors: int
+    shared_memory: int
 
 
-UNKNOWN = Gpu("unknown", None, 1)
+UNKNOWN = Gpu("unknown", None, 1, 0)
 
 
 @functools.cache
@@ -88,7 +93,9 @@ def gpu(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     # ROCm has numbers of the same form that mean other GPUs.
     capability = properties.major if torch.version.hip is None else None
-    return Gpu(properties.name, capability, properties.multi_processor_count)
+    # What a program may ask for; without asking, every GPU has so much.
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
+    return Gpu(properties.name, capability, properties.multi_processor_count, shared_memory)
 
 
 @dataclass(frozen=True)
@@ -216,11 +223,10 @@ def _entry(where: str, values) -> Entry:
     for name, value in entry.plan.items():
         alike = [allowed for allowed in fields[name] if type(allowed) is type(value) and allowed == value]
         expect(alike, f"plan, {name}", f"one of {', '.join(map(str, fields[name]))}", value)
-    packed = entry.plan.get("packed") or entry.plan.get("held") == "packed"
+    packed = entry.plan.get("packed")
     expect(not packed or entry.element_size == 2, "plan", "packed rows of element_size 2 only", entry.element_size)
-    if entry.plan.get("held", "wide") != "wide":
-        expect(entry.plan["fused"], "plan, held", "wide in a plan that is not fused", entry.plan["held"])
-    streamed = entry.plan.get("held") == "streamed"
+    streamed = entry.plan.get("streamed")
+    expect(not streamed or entry.plan["fused"], "plan, streamed", "false in a plan that is not fused", streamed)
     rows = entry.plan.get("rows_per_program")
     expect(not streamed or rows == 1, "plan, rows_per_program", "1 for streamed rows", rows)
     has_size = "rows_per_program" in fields

@@ -150,20 +150,24 @@ _LEAST_TRAINING_ROWS, _MOST_TRAINING_ROWS = 16, 1 << 17
 
 
 def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, both: bool) -> tuple[int, ...]:
-    """The fewest rows, from 16 on, of everything that forward and backward kernels of training are proved for apart.
+    """The fewest rows, from 16 on, of everything that forward and backward kernels of training are proved for apart, those
+    that add a residual's gradient included.
 
     Args:
         both: whether the weight's gradient is needed as well as the input's.
     """
     gpu, size = plans.gpu(device), dtype.itemsize
-    turns = plans.turning_points(gpu, "rms_norm", hidden_size, size)
-    turns |= plans.turning_points(gpu, "rms_norm_backward", hidden_size, size)
+    every_edges = rms_norm_backward.edges_of(dtype), "added"
+    ops = ["rms_norm", *map(rms_norm_backward.op_of, every_edges)]
+    turns = {rows for op in ops for rows in plans.turning_points(gpu, op, hidden_size, size)}
     powers = (1 << power for power in range(_MOST_TRAINING_ROWS.bit_length()))
     found = {}
     for rows in sorted({*powers, *turns}):
         if _LEAST_TRAINING_ROWS <= rows <= _MOST_TRAINING_ROWS:
-            backward = rms_norm_backward.proof_class(rows, hidden_size, device, both, size)
-            found.setdefault((launch_plan(rows, hidden_size, size, gpu), backward), rows)
+            proofs = (
+                rms_norm_backward.proof_class(rows, hidden_size, device, both, size, edges) for edges in every_edges
+            )
+            found.setdefault((launch_plan(rows, hidden_size, size, gpu), *proofs), rows)
     return tuple(found.values())
 
 
@@ -600,7 +604,7 @@ def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, dev
     if variant.fused:
         return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
     edges = edges or rms_norm_backward.edges_of(dtype)
-    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize)
+    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize, edges)
     shared = row_class(rows)
     key = (
         "rms_norm gradients",

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 import torch
@@ -90,16 +90,17 @@ def fused_formula(variant: Variant, dy, hidden_states, weight, eps, needs_dx: bo
 class Plan:
     """How the backward kernels are launched.
 
-    Fused, one kernel walks the rows of a block of ATen's reduction over rows and computes dx on the way; `held` says what
-    registers hold of a row from its sum to its dx: "wide" fp32, its own "packed" elements, or nothing of a row that is
-    "streamed" twice. Otherwise dx has a program for every `rows_per_program` rows, and a kernel of its own sums the chains,
-    `chain_columns` columns a program and `chain_stages` steps of its loop under way. The last kernel sums what is left over.
+    Fused, one kernel walks the rows of a block of ATen's reduction over rows and computes dx on the way, with rows of up to
+    `stages` - 1 of its turns on their way. Registers hold a row from its sum to its dx, unless it is `streamed` twice.
+    Otherwise dx has a program for every `rows_per_program` rows, and a kernel of its own sums the chains, `chain_columns`
+    columns a program and `chain_stages` steps of its loop under way. The last kernel sums what is left over.
     """
 
     fused: bool
     rows_per_program: int
     num_warps: int
-    held: str = "wide"
+    streamed: bool = False
+    stages: int = 3
     chain_columns: int = 64
     chain_stages: int = 1
     chain_warps: int = 4
@@ -110,13 +111,14 @@ class Plan:
 
 # Beyond this tile the sums of a chain leave the registers (H200).
 _MAX_FUSED_TILE = 8192
-# From this one on a packed row leaves room for another under way, and beyond the other a row is streamed.
-_MIN_PACKED_TILE = 8192
+# Beyond this one a row is streamed.
 _MAX_UNSTREAMED_TILE = 16384
 _STREAM_WARPS = 8
 _ELEMENTS_PER_THREAD = 32
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
+# Shared memory that a program needs beside the rows on their way, at most.
+_EXCHANGED_BYTES = 20 << 10
 
 
 def launch_plan(
@@ -126,14 +128,16 @@ def launch_plan(
     multiprocessors: int,
     element_size: int = 2,
     gpu: plans.Gpu = plans.UNKNOWN,
+    edges: str = "one",
 ) -> Plan:
     """The plan for `rows` rows: the tuned one, or `default_plan` where there is none that fits.
 
     Args:
         columns: the order of dweight's sum, None if not both gradients are needed.
         element_size: bytes of an element of the activations.
+        edges: one of `edges_of`.
     """
-    tuned = plans.tuned(gpu, "rms_norm_backward", hidden_size, rows, element_size)
+    tuned = plans.tuned(gpu, op_of(edges), hidden_size, rows, element_size)
     if tuned is not None:
         plan = Plan(**tuned)
         if not plan.fused or (columns is not None and plan.rows_per_program <= columns.height):
@@ -148,32 +152,40 @@ def default_plan(
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
-    fused, held = False, "wide"
+    fused = False
     if columns is not None and tile <= _MAX_FUSED_TILE:
         # Two rows where they fit: half as many sums are left over, as much memory as Liger's backward takes.
         most = _MAX_FUSED_TILE * 2 // element_size
         fused_rows = min(max(rows_per_program, 2 if 2 * tile <= most else 1), columns.height)
         fused = columns.blocks * columns.height // fused_rows >= multiprocessors // 2
         rows_per_program = fused_rows if fused else rows_per_program
-        if fused and element_size == 2 and tile >= _MIN_PACKED_TILE:
-            held = "packed"
     elif columns is not None and tile > _MAX_UNSTREAMED_TILE and element_size == 2:
         # A program has a multiprocessor to itself, and few may be idle; a part of what ATen sums in parts leaves half of them so.
         # (Of 16-bit products. Where products are fp32 there may be parts; it takes longer then.)
         programs = columns.blocks * columns.height
         room = -(-programs // multiprocessors) * multiprocessors
         if programs >= room * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
-            return Plan(True, 1, _STREAM_WARPS, "streamed")
+            return Plan(True, 1, _STREAM_WARPS, streamed=True)
     each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
     if fused and element_size == 4:
         # A chain's and a thread's sums take as many registers again as the two rows (H200: 0.154 instead of 0.167 ms).
         each, most_warps = each // 2, most_warps // 2
     warps = min(max(rows_per_program * tile // (each * 32), 1), most_warps)
-    return Plan(fused, rows_per_program, warps, held)
+    return Plan(fused, rows_per_program, warps)
+
+
+def _fitting(plan: Plan, tile: int, element_sizes: list[int], gpu: plans.Gpu) -> Plan:
+    """The plan with no more stages than fit into the GPU's shared memory.
+
+    Args:
+        element_sizes: bytes of an element of each tensor whose rows are read.
+    """
+    room = max(gpu.shared_memory - _EXCHANGED_BYTES, 0)
+    return replace(plan, stages=min(plan.stages, 1 + room // (plan.rows_per_program * tile * sum(element_sizes))))
 
 
 def proof_class(
-    rows: int, hidden_size: int, device: torch.device, both: bool, element_size: int = 2
+    rows: int, hidden_size: int, device: torch.device, both: bool, element_size: int, edges: str
 ) -> tuple[int, Plan]:
     """The fewest rows whose chains are shared and combined as those of `rows` rows are, and the plan of `rows` rows.
 
@@ -187,7 +199,7 @@ def proof_class(
         found = column_reduction(least, hidden_size, *gpu)
         if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
             planned = columns if both else None
-            return least, launch_plan(rows, hidden_size, planned, gpu[0], element_size, plans.gpu(device))
+            return least, launch_plan(rows, hidden_size, planned, gpu[0], element_size, plans.gpu(device), edges)
         least *= 2
 
 
@@ -217,10 +229,10 @@ def _backward_launcher(
         "ADD": edges == "added",
         "SUM_CHAINS": plan.fused,
         "THREADS": threads,
-        "PACKED": plan.held == "packed",
+        "STAGES": plan.stages if plan.fused else 1,
     }
     kernel = rms_norm_backward
-    if plan.held == "streamed":
+    if plan.streamed:
         kernel = rms_norm_backward_streamed
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return launch.Launcher(kernel, constants, plan.num_warps, device)
@@ -390,6 +402,9 @@ def resolve(
     dtypes = (x.dtype, weight.dtype, dy.dtype)
     parts = []
     most_sums = 0
+    order = row_reduction(rows, hidden_size)
+    tile = order.columns << order.log2_steps
+    element_sizes = [dy.element_size(), x.element_size(), *[x.element_size()] * (edges == "added")]
     product_size = dy.element_size() if variant.scale == "after_cast" else torch.float32.itemsize
     ranges = split_rows(rows, hidden_size, product_size)
     for index, (first_row, count) in enumerate(ranges):
@@ -399,7 +414,9 @@ def resolve(
         planned = None
         if needs_dx and needs_dweight:
             planned = column_reduction(planned_rows, hidden_size, multiprocessors, threads)
-        plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors, x.dtype.itemsize, plans.gpu(x.device))
+        gpu = plans.gpu(x.device)
+        plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors, x.dtype.itemsize, gpu, edges)
+        plan = _fitting(plan, tile, element_sizes, gpu)
         dx = sum_chains = sum_blocks = None
         left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:
@@ -435,6 +452,11 @@ def resolve(
 
 
 _resolved = {}
+
+
+def op_of(edges: str) -> str:
+    """The name of the op in files of plans."""
+    return "add_rms_norm_backward" if edges == "added" else "rms_norm_backward"
 
 
 def edges_of(dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:

@@ -204,10 +204,10 @@ def _load_rows(pointers, row, in_range, column, in_row, walk, STRIDE_UNIT: tl.co
 
 
 @triton.jit
-def _row_of_turn(lane, turn, turns, length, stride, rows):
+def _row_of_turn(lane, turn, length, stride, rows):
     """The row that a thread of ATen's reduction comes to in this turn, one chain after the other, and whether there is one."""
     row = lane + turn // length * stride + turn % length * (4 * stride)
-    return row, (row < rows) & (turn < turns)
+    return row, row < rows
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def rms_norm_backward(
     ADD: tl.constexpr,
     SUM_CHAINS: tl.constexpr,
     THREADS: tl.constexpr,
-    PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dx of `rms_norm_forward` and, with SUM_CHAINS, the sums of dweight's chains in passing.
 
@@ -320,13 +320,12 @@ def rms_norm_backward(
     it, a program takes all rows of ROWS of the THREADS threads of a block of ATen's reduction over rows, and adds up what
     they add up: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32. With TWO_EDGES the two terms of dx, through the product
     and through the mean, are stored apart. With ADD they are added to d_sum, which reached x before and lies as dx does.
-    The fp32 gradient of rstd is stored if `store_d_rstd` is 1. With PACKED rows wait for their sum in their own dtype, which
-    leaves registers for another row under way where there is no d_sum to load.
+    The fp32 gradient of rstd is stored if `store_d_rstd` is 1. The rows of STAGES - 1 turns are on their way through shared
+    memory: loads into registers would share the few counters by which a warp waits with whatever else it waits for.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
     PARTS: tl.constexpr = THREADS // ROWS
-    TWO_AHEAD: tl.constexpr = SUM_CHAINS and PACKED and not ADD
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
     in_row = column < HIDDEN_SIZE
     input_dtype = x_ptr.dtype.element_ty
@@ -347,60 +346,35 @@ def rms_norm_backward(
         # The threads that the first halvings bring together; each takes its four chains one after the other.
         stride = blocks * THREADS
         lane = program // PARTS * THREADS + program % PARTS + tl.arange(0, ROWS) * PARTS
-        length = (rows + 4 * stride - 1) // (4 * stride)
-        turns = 4 * length
+        length = tl.cast((rows + 4 * stride - 1) // (4 * stride), tl.int32)
         chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
         threads = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
     else:
         stride = rows
         lane = program * ROWS + tl.arange(0, ROWS)
-        # One turn, and numbers of the types they have above.
-        length = stride // stride
-        turns = length
-    row = lane
-    in_range = lane < rows
-    dy, x, rstd = _load_rows(pointers, first_row + row, in_range, column, in_row, walk, STRIDE_UNIT, LEVELS)
-    if TWO_AHEAD:
-        next_row, next_in_range = _row_of_turn(lane, 1, turns, length, stride, rows)
-        next_dy, next_x, next_rstd = _load_rows(
-            pointers, first_row + next_row, next_in_range, column, in_row, walk, STRIDE_UNIT, LEVELS
-        )
-    for turn in range(turns):
-        this_dy, this_x, this_rstd = dy, x, rstd[:, None, None]
-        this_row, this_in_range = first_row + row, in_range
+        length = 1
+    for turn in tl.range(4 * length if SUM_CHAINS else 1, num_stages=STAGES):
+        row, in_range = lane, lane < rows
         if SUM_CHAINS:
-            # The next rows are on their way while this one is summed.
-            if TWO_AHEAD:
-                dy, x, rstd, row, in_range = next_dy, next_x, next_rstd, next_row, next_in_range
-                next_row, next_in_range = _row_of_turn(lane, turn + 2, turns, length, stride, rows)
-                next_dy, next_x, next_rstd = _load_rows(
-                    pointers, first_row + next_row, next_in_range, column, in_row, walk, STRIDE_UNIT, LEVELS
-                )
-            else:
-                row, in_range = _row_of_turn(lane, turn + 1, turns, length, stride, rows)
-                dy, x, rstd = _load_rows(pointers, first_row + row, in_range, column, in_row, walk, STRIDE_UNIT, LEVELS)
-
-        mask = this_in_range[:, None, None] & in_row[None, :, :]
-        offset = (
-            _row_offset(this_row, inner, middle, dx_strides, LEVELS)[:, None, None] * STRIDE_UNIT + column[None, :, :]
-        )
-        d_sum = this_dy
+            row, in_range = _row_of_turn(lane, turn, length, stride, rows)
+        row = first_row + row
+        dy, x, rstd = _load_rows(pointers, row, in_range, column, in_row, walk, STRIDE_UNIT, LEVELS)
+        rstd = rstd[:, None, None]
+        mask = in_range[:, None, None] & in_row[None, :, :]
+        dx_row = _row_offset(row, inner, middle, dx_strides, LEVELS)
+        offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
+        d_sum = dy
         if ADD:
             d_sum = tl.load(d_sum_ptr + offset, mask=mask, other=0.0)
-        d_out = this_dy.to(tl.float32)
-        h = this_x.to(tl.float32)
-        d_normalized = _incoming(d_out, weight, SCALE, input_dtype, output_dtype)
+        dy = dy.to(tl.float32)
+        h = x.to(tl.float32)
+        d_normalized = _incoming(dy, weight, SCALE, input_dtype, output_dtype)
         d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-        tl.store(d_rstd_ptr + this_row, d_rstd, mask=this_in_range & (store_d_rstd != 0))
-        d_square = _gradient_of_squares(d_rstd[:, None, None], this_rstd, HIDDEN_SIZE)
-        if PACKED:
-            zero = tl.cast(rows < 0, tl.int16)
-            d_out = _widen_again(this_dy, zero)
-            h = _widen_again(this_x, zero)
-            d_normalized = _incoming(d_out, weight, SCALE, input_dtype, output_dtype)
-        _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, this_rstd, d_square, d_sum, TWO_EDGES, ADD, "")
+        tl.store(d_rstd_ptr + row, d_rstd, mask=in_range & (store_d_rstd != 0))
+        d_square = _gradient_of_squares(d_rstd[:, None, None], rstd, HIDDEN_SIZE)
+        _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, rstd, d_square, d_sum, TWO_EDGES, ADD, "")
         if SUM_CHAINS:
-            chain += _weight_gradient(d_out, h * this_rstd, SCALE, input_dtype, output_dtype)
+            chain += _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype)
             if (turn + 1) % length == 0:
                 # The chains are added up from the first: 0 + a0 is a0, which is never -0.
                 threads += chain
