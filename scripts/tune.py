@@ -151,10 +151,10 @@ def backward_candidates(point: Point, default: Fields, columns) -> list[list[Fie
     least = min(columns.blocks * height * 4 / (MOST_SUMS * input_bytes), default["rows_per_program"])
     first = [
         {"fused": False, "rows_per_program": rows, "num_warps": warps, "streamed": False}
-        for rows, warps in programs(tile, 16, 1 << 14, (8, 64))
+        for rows, warps in programs(tile, 16, 1 << 14, (8, 128))
     ]
     if tile >= STREAMED_TILE:
-        first.append({"fused": True, "rows_per_program": 1, "num_warps": 8, "streamed": True})
+        first += [{"fused": True, "rows_per_program": 1, "num_warps": warps, "streamed": True} for warps in (8, 16)]
     else:
         first += [
             {"fused": True, "rows_per_program": rows, "num_warps": warps, "streamed": False, "stages": stages}
@@ -226,7 +226,8 @@ class Kernels:
                 plan = self.rms_norm.launch_plan(case.rows, case.hidden_size, size)
             elif point.has_size:
                 gpu = self.backward._multiprocessors(device)
-                plan = self.backward.launch_plan(*case.shape, self.columns(point, device), gpu[0], size)
+                edges = "added" if OPS[case.op].outputs == 2 else "one"
+                plan = self.backward.default_plan(*case.shape, self.columns(point, device), gpu[0], size, edges)
             else:
                 plan = self.activation.launch_plan(case.op, size)
         return dataclasses.asdict(plan)

@@ -70,6 +70,7 @@ COMPILE = """
             "itemsize": dtype.itemsize,
             "dtypes": [str(t.dtype) for t in tensors if t is not None],
             "num_warps": launcher.num_warps,
+            "shared": made.metadata.shared,
             "constants": launcher.constants,
             "ptx": made.asm["ptx"],
             "ttgir": made.asm["ttgir"],
@@ -78,7 +79,7 @@ COMPILE = """
     launch.Launcher.through_triton = compile_instead
     domain._KERNEL_DEVICE = "cpu"
     plans = module("plans")
-    plans.gpu = lambda device: plans.Gpu(f"sm_{arch}", arch // 10, 132, {80: 163, 90: 227, 100: 227}[arch] << 10)
+    plans.gpu = lambda device: plans.Gpu(f"sm_{arch}", arch // 10, 132, json.loads(sys.argv[2])[str(arch)])
     for arch, hidden_sizes in json.loads(sys.argv[1]):
         for dtype in (torch.bfloat16, torch.float32):
             for hidden_size in hidden_sizes:
@@ -167,15 +168,15 @@ SPILLED = {
     ("rms_norm_forward", "bfloat16", 8192): 60,
     ("rms_norm_forward", "float32", 32768): 96,
     ("add_rms_norm_forward", "float32", 32768): 132,
-    ("rms_norm_backward", "bfloat16", 4096): 44,
-    ("rms_norm_backward", "bfloat16", 8192): 8,
-    ("rms_norm_backward", "bfloat16", 32768): 296,
-    ("rms_norm_backward", "float32", 8192): 312,
-    ("rms_norm_backward", "float32", 32768): 2452,
+    ("rms_norm_backward", "bfloat16", 32768): 352,
+    ("rms_norm_backward", "float32", 32768): 1880,
+    ("rms_norm_backward_streamed", "bfloat16", 32768): 32,
     ("rotary_tables", "bfloat16", None): 8,
     ("rotary_tables", "float32", None): 8,
 }
 EVERY_SIZE = (128, 4096, 8192, 16384, 32768)
+# Bytes that a program can have.
+SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10, 100: 227 << 10}
 MATRIX = ((90, EVERY_SIZE), (80, (4096,)), (100, (4096,)))
 
 
@@ -202,7 +203,7 @@ def compiled(build, run_python, tmp_path_factory):
 
     def compile_all(matrix, cache):
         settings = {"TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": 1}
-        done = run_python(COMPILE, arguments=[json.dumps(matrix)], **settings)
+        done = run_python(COMPILE, arguments=[json.dumps(matrix), json.dumps(SHARED_MEMORY)], **settings)
         names, entries = json.loads(done.stdout)
         for arch, hidden_sizes in matrix:
             expected = set(names) - ({"rms_norm_backward_streamed"} if max(hidden_sizes) < 32768 else set())
@@ -237,6 +238,13 @@ def test_backward_compiles_with_and_without_the_sum_of_chains(compiled):
             assert {constants["SUM_CHAINS"] for constants in here} == {False, True}, (arch, dtype)
 
 
+def test_rows_on_their_way_fit_into_shared_memory(compiled):
+    for entry in compiled:
+        assert entry["shared"] <= SHARED_MEMORY[entry["arch"]], str(entry)
+        if entry["kernel"] == "rms_norm_backward" and entry["constants"]["SUM_CHAINS"]:
+            assert entry["constants"]["STAGES"] > 1 and entry.count(r"cp\.async\S*\.shared"), str(entry)
+
+
 def test_nothing_is_computed_in_double_precision(compiled):
     """But how often a large angle goes round, in CUDA's own cos and sin."""
     assert {entry["kernel"] for entry in compiled if re.search(r"\.f64\b", entry["ptx"])} == {"rotary_tables"}
@@ -257,12 +265,17 @@ def test_rows_move_16_bytes_at_a_time(compiled):
             tile = constants.get("ROWS", 1) * 4 * constants["WIDTH"] * constants["HEIGHT"] << constants["LOG2_STEPS"]
         else:
             tile = 4 * constants["THREADS"] * constants["COLUMNS"] if "COLUMNS" in constants else constants["BLOCK"]
+        size = 16
+        if entry["kernel"] == "rms_norm_backward_streamed":
+            # Step by step, and of a long row of 16-bit numbers 16 warps have half as much each.
+            size = min(16, 4 * constants["WIDTH"] * constants["HEIGHT"] * entry["itemsize"] // entry.threads)
+            assert size == (8 if constants["ADD"] else 16), str(entry)
         # None where a thread has less than 16 bytes, as in the sum of few chains.
-        accesses = tile * entry["itemsize"] // (16 * entry.threads)
+        accesses = tile * entry["itemsize"] // (size * entry.threads)
         # In a pipelined loop they go into shared memory.
-        loads = entry.count(r"ld\.global\S*\.v4\.b32") + entry.count(r"cp\.async\.cg\.shared\.global")
+        loads = entry.count(rf"ld\.global\S*\.v{size // 4}\.b32") + entry.count(r"cp\.async\.cg\.shared\.global")
         assert loads >= read * accesses, str(entry)
-        assert entry.count(r"st\.global\S*\.v4\.b32") >= written * accesses, str(entry)
+        assert entry.count(rf"st\.global\S*\.v{size // 4}\.b32") >= written * accesses, str(entry)
         assert not entry.count(r"(ld|st)\.global\S*\.[bu](8|16)\b"), str(entry)
 
 

@@ -1,5 +1,6 @@
 """Launch plans as data: the files that ship are valid, wrong ones are named, and a plan is chosen by what it is for."""
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -119,6 +120,27 @@ def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
         plan = backward.launch_plan(rows, 128, columns, 132, 2, gpu)
         expected = backward.Plan(**FUSED) if fits else backward.default_plan(rows, 128, columns, 132)
         assert plan == expected
+
+
+def test_a_residuals_gradient_has_plans_of_its_own(module, plans, write):
+    write({**ENTRY, "op": "add_rms_norm_backward", "plan": FUSED, "most_rows": None})
+    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    columns = config.column_reduction(4096, 128, 132, 2048)
+    for edges, expected in (
+        ("added", backward.Plan(**FUSED)),
+        ("one", backward.default_plan(4096, 128, columns, 132)),
+        ("two", backward.default_plan(4096, 128, columns, 132)),
+    ):
+        assert backward.launch_plan(4096, 128, columns, 132, 2, gpu, edges) == expected
+
+
+def test_no_more_rows_are_on_their_way_than_fit(module, plans):
+    backward = module("rms_norm_backward")
+    plan = backward.Plan(True, 2, 8, stages=4)
+    # 32 KiB a stage, and some to exchange sums.
+    for shared_memory, stages in ((227 << 10, 4), (99 << 10, 3), (64 << 10, 2), (48 << 10, 1), (0, 1)):
+        gpu = plans.Gpu("GPU", 9, 132, shared_memory)
+        assert backward._fitting(plan, 4096, [2, 2], gpu) == dataclasses.replace(plan, stages=stages)
 
 
 @pytest.mark.parametrize(

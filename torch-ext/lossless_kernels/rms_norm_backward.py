@@ -113,7 +113,7 @@ class Plan:
 _MAX_FUSED_TILE = 8192
 # Beyond this one a row is streamed.
 _MAX_UNSTREAMED_TILE = 16384
-_STREAM_WARPS = 8
+_STREAM_WARPS, _STREAM_WARPS_ADDED = 8, 16
 _ELEMENTS_PER_THREAD = 32
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
@@ -142,11 +142,16 @@ def launch_plan(
         plan = Plan(**tuned)
         if not plan.fused or (columns is not None and plan.rows_per_program <= columns.height):
             return plan
-    return default_plan(rows, hidden_size, columns, multiprocessors, element_size)
+    return default_plan(rows, hidden_size, columns, multiprocessors, element_size, edges)
 
 
 def default_plan(
-    rows: int, hidden_size: int, columns: Optional[ColumnReduction], multiprocessors: int, element_size: int = 2
+    rows: int,
+    hidden_size: int,
+    columns: Optional[ColumnReduction],
+    multiprocessors: int,
+    element_size: int = 2,
+    edges: str = "one",
 ) -> Plan:
     """A sound plan for any GPU; the arguments are those of `launch_plan`."""
     order = row_reduction(rows, hidden_size)
@@ -165,7 +170,7 @@ def default_plan(
         programs = columns.blocks * columns.height
         room = -(-programs // multiprocessors) * multiprocessors
         if programs >= room * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
-            return Plan(True, 1, _STREAM_WARPS, streamed=True)
+            return Plan(True, 1, _STREAM_WARPS_ADDED if edges == "added" else _STREAM_WARPS, streamed=True)
     each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
     if fused and element_size == 4:
         # A chain's and a thread's sums take as many registers again as the two rows (H200: 0.154 instead of 0.167 ms).

@@ -363,15 +363,15 @@ def rms_norm_backward(
         mask = in_range[:, None, None] & in_row[None, :, :]
         dx_row = _row_offset(row, inner, middle, dx_strides, LEVELS)
         offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
-        d_sum = dy
-        if ADD:
-            d_sum = tl.load(d_sum_ptr + offset, mask=mask, other=0.0)
         dy = dy.to(tl.float32)
         h = x.to(tl.float32)
         d_normalized = _incoming(dy, weight, SCALE, input_dtype, output_dtype)
         d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
         tl.store(d_rstd_ptr + row, d_rstd, mask=in_range & (store_d_rstd != 0))
         d_square = _gradient_of_squares(d_rstd[:, None, None], rstd, HIDDEN_SIZE)
+        d_sum = dy
+        if ADD:
+            d_sum = tl.load(d_sum_ptr + offset, mask=mask, other=0.0)
         _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, rstd, d_square, d_sum, TWO_EDGES, ADD, "")
         if SUM_CHAINS:
             chain += _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype)
