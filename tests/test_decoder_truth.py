@@ -10,6 +10,7 @@ from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
 from test_decoder import MODELS, make, replaced, tokens
 from training import DEVICE_TYPE, assert_same, llama, random_batches, train
+from transformers.cache_utils import Cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:lossless-kernels:RuntimeWarning")]
 
@@ -75,9 +76,22 @@ def test_logits_and_gradients(kernel, seed, name, dtype):
     assert decoder.path == "kernel"
 
 
+@pytest.fixture
+def ordered_prefetch(monkeypatch):
+    """transformers 5.17 fetches keys and values while they may still be on their way out, so that eager's tokens differ from
+    run to run on a busy GPU; 5.22 waits, as all do here."""
+    prefetch = Cache.prefetch
+
+    def after_all_else(self, *arguments, **keywords):
+        torch.cuda.synchronize()
+        return prefetch(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Cache, "prefetch", after_all_else)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "offloaded_static", None])
 @pytest.mark.parametrize("name", MODELS)
-def test_generate(kernel, seed, name, cache):
+def test_generate(kernel, ordered_prefetch, seed, name, cache):
     model = make(name, seed).to("cuda", torch.bfloat16)
     ours = kernelized(kernel, model)
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
