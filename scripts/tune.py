@@ -63,8 +63,11 @@ TRAINING_ROWS = 512
 # Of the last range short rows are as many more as these elements have, and long ones as many less.
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 23, 1 << 28
 ACTIVATION_SHAPE = (8192, 14336)
-# Of the input's bytes that dweight's sums of several rows may take, where the default plan does with fewer.
+# The largest share of the input's bytes that the sums may take that a fused program leaves of dweight, unless those of the
+# default plan take more.
 MOST_SUMS = 1 / 50
+# Longer rows are streamed if they are fused.
+FUSED_TILE = 1 << 13
 # Shorter rows need no streaming.
 STREAMED_TILE = 1 << 14
 
@@ -86,6 +89,16 @@ class Point:
     @property
     def has_size(self) -> bool:
         return "rms_norm" in OPS[self.case.op].family
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether it has the gradient of a weight."""
+        return self.has_size and OPS[self.case.op].backward
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds a residual's gradient."""
+        return self.sums_rows and OPS[self.case.op].outputs == 2
 
     @property
     def is_packable(self) -> bool:
@@ -144,11 +157,11 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     return [first]
 
 
-def backward_candidates(point: Point, default: Fields, columns) -> list[list[Fields]]:
+def backward_candidates(point: Point, default: Fields, threads: tuple[int, int]) -> list[list[Fields]]:
     """First how dx and the chains are computed, then the plans of the other kernels, one of them after the other."""
-    tile, height = tile_of(point.case.hidden_size), columns.height
+    tile, (height, leaving) = tile_of(point.case.hidden_size), threads
     input_bytes = point.least_rows * (2 if point.is_packable else 4)
-    least = min(columns.blocks * height * 4 / (MOST_SUMS * input_bytes), default["rows_per_program"])
+    least = min(leaving * 4 / (MOST_SUMS * input_bytes), default["rows_per_program"] if default["fused"] else height)
     first = [
         {"fused": False, "rows_per_program": rows, "num_warps": warps, "streamed": False}
         for rows, warps in programs(tile, 16, 1 << 14, (8, 128))
@@ -158,14 +171,14 @@ def backward_candidates(point: Point, default: Fields, columns) -> list[list[Fie
     else:
         first += [
             {"fused": True, "rows_per_program": rows, "num_warps": warps, "streamed": False, "stages": stages}
-            for rows, warps in programs(tile, height, STREAMED_TILE // 2, (8 if tile < 1024 else 16, 32))
+            for rows, warps in programs(tile, height, FUSED_TILE, (8 if tile < 1024 else 16, 32))
             if rows >= least
             for stages in (3, 4, 5, 6)
         ]
     chains = [
-        {"fused": False, "streamed": False, "chain_columns": columns, "chain_stages": stages, "chain_warps": warps}
-        for columns, stages, warps in itertools.product((32, 64, 128, 256), (1, 3, 4), (4, 8))
-        if 4 <= 4 * height * columns // (32 * warps) <= 32
+        {"fused": False, "streamed": False, "chain_columns": width, "chain_stages": stages, "chain_warps": warps}
+        for width, stages, warps in itertools.product((32, 64, 128, 256), (1, 3, 4), (4, 8))
+        if 4 <= 4 * height * width // (32 * warps) <= 32
     ]
     sums = [
         {"sum_columns": columns, "sum_log2_steps": steps, "sum_warps": warps}
@@ -211,12 +224,19 @@ class Kernels:
         finally:
             self.plans.tuned = tuned
 
-    def columns(self, point: Point, device):
-        """ATen's order of dweight's sum; None for an op without."""
-        if not point.has_size or not OPS[point.case.op].backward:
+    def columns(self, point: Point, device, rows: int):
+        """ATen's order of dweight's sum over so many rows."""
+        return self.config.column_reduction(rows, point.case.hidden_size, *self.backward._multiprocessors(device))
+
+    def threads(self, point: Point, device) -> Optional[tuple[int, int]]:
+        """How many threads share a column in a block of dweight's sum, and how many there are at the point's fewest rows.
+
+        None for an op without.
+        """
+        if not point.sums_rows:
             return None
-        gpu = self.backward._multiprocessors(device)
-        return self.config.column_reduction(point.case.rows, point.case.hidden_size, *gpu)
+        fewest = self.columns(point, device, point.least_rows)
+        return self.columns(point, device, point.case.rows).height, fewest.blocks * fewest.height
 
     def default(self, point: Point, device) -> Fields:
         """The fields of the plan that the package computes."""
@@ -224,10 +244,11 @@ class Kernels:
         with self.planned(None):
             if case.op == "rms_norm":
                 plan = self.rms_norm.launch_plan(case.rows, case.hidden_size, size)
-            elif point.has_size:
-                gpu = self.backward._multiprocessors(device)
-                edges = "added" if OPS[case.op].outputs == 2 else "one"
-                plan = self.backward.default_plan(*case.shape, self.columns(point, device), gpu[0], size, edges)
+            elif point.sums_rows:
+                multiprocessors, _ = self.backward._multiprocessors(device)
+                columns = self.columns(point, device, case.rows)
+                edges = "added" if point.adds else "one"
+                plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, edges)
             else:
                 plan = self.activation.launch_plan(case.op, size)
         return dataclasses.asdict(plan)
@@ -249,7 +270,7 @@ class Kernels:
                     launch.on_three(given.x, given.weight, out)
                     return (out,)
 
-            elif point.has_size:
+            elif point.sums_rows:
                 first = sets[0]
                 edges = self.backward.edges_of(x.dtype, first.d_sum)
                 backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True, edges)
@@ -338,9 +359,9 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
     rows, hidden_size = point.case.shape
     x, dy = (torch.empty(rows, hidden_size, dtype=dtype, device=device) for _ in range(2))
     weight, rstd = torch.empty(hidden_size, dtype=dtype, device=device), torch.empty(rows, 1, device=device)
-    sets = [Given(x, weight, dy, rstd, dy if OPS[point.case.op].outputs == 2 else None)]
-    default, columns = kernels.default(point, device), kernels.columns(point, device)
-    stages = list(CANDIDATES[point.case.op](point, default, columns))
+    sets = [Given(x, weight, dy, rstd, dy if point.adds else None)]
+    default = kernels.default(point, device)
+    stages = list(CANDIDATES[point.case.op](point, default, kernels.threads(point, device)))
     # The sum that is left over has a kernel for each number of rows.
     bases = {fields["rows_per_program"]: fields for fields in stages[0] if fields.get("fused")} if stages[2:] else {}
     plans = [default, *({**default, **fields} for fields in itertools.chain(*stages[:2]))]
@@ -461,7 +482,7 @@ def tune_point(kernels: Kernels, point: Point, gpu, rounds: int, margin: float) 
     expected = kernels.eager(point, inputs[0])
     sets = [kernels.given(point, each) for each in inputs]
     gpu.release()
-    stages = CANDIDATES[point.case.op](point, default, kernels.columns(point, device))
+    stages = CANDIDATES[point.case.op](point, default, kernels.threads(point, device))
     for changes in stages:
         if changes and "chain_columns" in changes[0] and result.best["fused"]:
             continue  # They are about a kernel that the fastest plan has not.

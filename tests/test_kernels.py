@@ -294,6 +294,23 @@ def test_streamed_rows_have_the_same_gradients(module, monkeypatch, seed, rows, 
         rms_norm._resolved.clear()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weights_gradient_alone_has_the_plan_it_is_proved_with(module, monkeypatch, seed, dtype):
+    """Whatever gradient a residual has: with it only what x needs too is proved."""
+    rms_norm, asked = module("rms_norm_backward"), []
+    launch_plan = rms_norm.launch_plan
+    monkeypatch.setattr(rms_norm, "launch_plan", lambda *given: (asked.append(given[-1]), launch_plan(*given))[1])
+    x, weight, dy, rstd = given(torch.Generator().manual_seed(seed), (70, 128), dtype, dtype)
+    d_sum = torch.randn(70, 128).to(dtype)
+    for needs_dx in (False, True):
+        rms_norm._resolved.clear()
+        asked.clear()
+        found = rms_norm.gradients(llama(rms_norm), dy, x, weight, rstd[:, None], needs_dx, True, True, d_sum)
+        assert set(asked) == {"added" if needs_dx else rms_norm.edges_of(dtype)}
+        assert (found.dx is not None) is needs_dx
+        assert_bits_equal(found.dweight, aten_model.rms_norm_backward(dy, x, weight, rstd).dweight, "dweight")
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 3])
 def test_several_blocks_share_a_column(module, monkeypatch, seed, multiprocessors):
     """Fewer on a small GPU than on a large one."""

@@ -135,12 +135,14 @@ def test_a_residuals_gradient_has_plans_of_its_own(module, plans, write):
 
 
 def test_no_more_rows_are_on_their_way_than_fit(module, plans):
-    backward = module("rms_norm_backward")
+    backward, order = module("rms_norm_backward"), module("reduce_config").row_reduction(4096, 4096)
     plan = backward.Plan(True, 2, 8, stages=4)
     # 32 KiB a stage, and some to exchange sums.
     for shared_memory, stages in ((227 << 10, 4), (99 << 10, 3), (64 << 10, 2), (48 << 10, 1), (0, 1)):
         gpu = plans.Gpu("GPU", 9, 132, shared_memory)
-        assert backward._fitting(plan, 4096, [2, 2], gpu) == dataclasses.replace(plan, stages=stages)
+        assert backward._fitting(plan, order, [2, 2], gpu) == dataclasses.replace(plan, stages=stages)
+        for other in (dataclasses.replace(plan, fused=False), dataclasses.replace(plan, streamed=True)):
+            assert backward._fitting(other, order, [2, 2], gpu) == other
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,24 @@ def test_tables_are_eagers(kernel, tables, seed, dtype, inv_freq_dtype):
 
 
 @gpu
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (257, 1), (1, 7), (5, 2)], ids=str)
+def test_products_of_minus_zero(kernel, tables, seed, shape):
+    """A product of matrices keeps them for several sequences of one token only."""
+    torch.manual_seed(seed)
+    module = LlamaRotaryEmbedding(config()).cuda()
+    module.inv_freq[::3] = 0.0
+    module.inv_freq[1::3] *= -1.0
+    ours = kernelized(kernel, copy.deepcopy(module), "cuda")
+    x, positions = torch.empty(1, device="cuda"), torch.randint(-3, 4, shape, device="cuda")
+    positions[0, 0] = -3
+    assert tables.replacement(ours, x, positions, LlamaRotaryEmbedding) is not None
+    products = positions[..., None] * module.inv_freq
+    assert (products.signbit() & (products == 0)).any()
+    for what, found, expected in zip(("cos", "sin"), ours(x, positions), module(x, positions)):
+        assert_bits_equal(found, expected, what)
+
+
+@gpu
 def test_every_angle(tables):
     """cos and sin of all fp32 numbers but NaNs and infinities: a sign and a power of two times every number in [1, 2)."""
     powers = torch.tensor([[sign << power for power in range(63) for sign in (1, -1)]], device="cuda")

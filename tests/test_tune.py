@@ -41,7 +41,7 @@ def test_candidates_are_valid_plans(kernel):
     plans = sys.modules[f"{kernel.__name__}.plans"]
     number = 0
     for point in every_point():
-        for stage in tune.CANDIDATES[point.case.op](point, default_of(point), SimpleNamespace(blocks=66, height=4)):
+        for stage in tune.CANDIDATES[point.case.op](point, default_of(point), (4, 264)):
             number += len(stage)
             for changes in stage:
                 for name, value in changes.items():
@@ -51,12 +51,16 @@ def test_candidates_are_valid_plans(kernel):
 
 def test_plans_that_leave_many_sums_are_for_many_rows(kernel):
     """Of 66 blocks of 4 threads: 4.1 MiB of sums with one row a program, 2.1 MiB with the default's two."""
-    default, columns = {"fused": True, "rows_per_program": 2}, SimpleNamespace(blocks=66, height=4)
+    default, threads = {"fused": True, "rows_per_program": 2}, (4, 264)
     rows = [(512, 4096), (8192, 16384), (32768, 32768)]
     for point in every_point(ops=["rms_norm_backward"], hidden_sizes=[4096], rows=rows):
-        first, *_ = tune.backward_candidates(point, default, columns)
+        first, *_ = tune.backward_candidates(point, default, threads)
         least = min(fields["rows_per_program"] for fields in first if fields["fused"])
         assert least == (1 if point.least_rows == 32768 else 2)
+    # Of 8 rows a program in one block the default, which is not fused, has 16.
+    (point,) = every_point(ops=["rms_norm_backward"], hidden_sizes=[64], rows=[(512, 4096)])
+    first, *_ = tune.backward_candidates(point, {"fused": False, "rows_per_program": 16}, (8, 8))
+    assert {fields["rows_per_program"] for fields in first if fields["fused"]} == {8}
 
 
 def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from . import launch, plans, proof
 from .domain import UNSEEN, are_plain, remember
 from .layout import contiguous_strides, row_levels, rows_in_memory
-from .reduce_config import ColumnReduction, column_reduction, row_class, row_reduction, split_rows
+from .reduce_config import ColumnReduction, RowReduction, column_reduction, row_class, row_reduction, split_rows
 from .variants import Variant, eager_rstd
 
 if launch.AVAILABLE:
@@ -117,7 +117,7 @@ _STREAM_WARPS, _STREAM_WARPS_ADDED = 8, 16
 _ELEMENTS_PER_THREAD = 32
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
-# Shared memory that a program needs beside the rows on their way, at most.
+# Shared memory that a program needs beside the rows on their way, at most (NVIDIA).
 _EXCHANGED_BYTES = 20 << 10
 
 
@@ -173,20 +173,23 @@ def default_plan(
             return Plan(True, 1, _STREAM_WARPS_ADDED if edges == "added" else _STREAM_WARPS, streamed=True)
     each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
     if fused and element_size == 4:
-        # A chain's and a thread's sums take as many registers again as the two rows (H200: 0.154 instead of 0.167 ms).
+        # A chain's and a thread's sums take registers too.
         each, most_warps = each // 2, most_warps // 2
     warps = min(max(rows_per_program * tile // (each * 32), 1), most_warps)
     return Plan(fused, rows_per_program, warps)
 
 
-def _fitting(plan: Plan, tile: int, element_sizes: list[int], gpu: plans.Gpu) -> Plan:
+def _fitting(plan: Plan, order: RowReduction, element_sizes: list[int], gpu: plans.Gpu) -> Plan:
     """The plan with no more stages than fit into the GPU's shared memory.
 
     Args:
         element_sizes: bytes of an element of each tensor whose rows are read.
     """
+    if not plan.fused or plan.streamed:
+        return plan
     room = max(gpu.shared_memory - _EXCHANGED_BYTES, 0)
-    return replace(plan, stages=min(plan.stages, 1 + room // (plan.rows_per_program * tile * sum(element_sizes))))
+    stage = plan.rows_per_program * (order.columns << order.log2_steps) * sum(element_sizes)
+    return replace(plan, stages=min(plan.stages, 1 + room // stage))
 
 
 def proof_class(
@@ -405,23 +408,21 @@ def resolve(
     device = x.device.index or 0
     multiprocessors, threads = _multiprocessors(x.device)
     dtypes = (x.dtype, weight.dtype, dy.dtype)
+    # Of all parts the plan that the whole has been proved with.
+    planned_rows = rows if like_rows is None else like_rows
+    planned = None
+    if needs_dx and needs_dweight:
+        planned = column_reduction(planned_rows, hidden_size, multiprocessors, threads)
+    gpu = plans.gpu(x.device)
+    plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors, x.dtype.itemsize, gpu, edges)
+    element_sizes = [dy.element_size(), x.element_size(), *[x.element_size()] * (edges == "added")]
+    plan = _fitting(plan, row_reduction(rows, hidden_size), element_sizes, gpu)
     parts = []
     most_sums = 0
-    order = row_reduction(rows, hidden_size)
-    tile = order.columns << order.log2_steps
-    element_sizes = [dy.element_size(), x.element_size(), *[x.element_size()] * (edges == "added")]
     product_size = dy.element_size() if variant.scale == "after_cast" else torch.float32.itemsize
     ranges = split_rows(rows, hidden_size, product_size)
     for index, (first_row, count) in enumerate(ranges):
         columns = column_reduction(count, hidden_size, multiprocessors, threads)
-        # Of all parts the plan that the whole has been proved with.
-        planned_rows = rows if like_rows is None else like_rows
-        planned = None
-        if needs_dx and needs_dweight:
-            planned = column_reduction(planned_rows, hidden_size, multiprocessors, threads)
-        gpu = plans.gpu(x.device)
-        plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors, x.dtype.itemsize, gpu, edges)
-        plan = _fitting(plan, tile, element_sizes, gpu)
         dx = sum_chains = sum_blocks = None
         left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:
@@ -495,7 +496,7 @@ def gradients(
     if are_plain(dy, x) and are_plain(weight, rstd) and (d_sum is None or are_plain(d_sum, d_sum)):
         needs = (needs_dx, needs_dweight)
         strides = (dy.stride(), x.stride(), rstd.stride())
-        edges = edges_of(x.dtype, d_sum)
+        edges = edges_of(x.dtype, d_sum if needs_dx else None)
         key = (variant, *needs, edges, x.shape, *strides, dy.dtype, x.dtype, weight.dtype, x.get_device())
         backward = _resolved.get(key, UNSEEN)
         if backward is UNSEEN:

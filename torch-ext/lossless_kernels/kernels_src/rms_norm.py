@@ -320,8 +320,9 @@ def rms_norm_backward(
     it, a program takes all rows of ROWS of the THREADS threads of a block of ATen's reduction over rows, and adds up what
     they add up: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32. With TWO_EDGES the two terms of dx, through the product
     and through the mean, are stored apart. With ADD they are added to d_sum, which reached x before and lies as dx does.
-    The fp32 gradient of rstd is stored if `store_d_rstd` is 1. The rows of STAGES - 1 turns are on their way through shared
-    memory: loads into registers would share the few counters by which a warp waits with whatever else it waits for.
+    The fp32 gradient of rstd is stored if `store_d_rstd` is 1. From sm_80 on the rows of STAGES - 1 turns are on their way
+    through shared memory, if they are aligned to 4 bytes: loads into registers would share the few counters by which a warp
+    waits with whatever else it waits for.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
