@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from kernels import Mode, kernelize, use_kernel_mapping
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -69,6 +70,38 @@ def test_in_the_interpreter(fresh, module, monkeypatch, training):
     assert set(module("proof")._verdicts) == before
     again = fresh.warmup(layers, training=training)
     assert again.proved == again.refused == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
+@pytest.mark.parametrize("training", [False, True])
+def test_whole_decoder_layers(fresh, module, monkeypatch, training):
+    """Of which the attention and the MLP's projections are not called, nor what hangs on them."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=96, vocab_size=16)).to(torch.bfloat16)
+    fresh.name_layers(llama)
+    with use_kernel_mapping(fresh.kernel_mapping(level="decoder", devices=("cpu",)), inherit_mapping=False):
+        kernelize(llama, mode=Mode.TRAINING, device="cpu")
+    for name, each in llama.named_modules():
+        if name.endswith(("_proj", "self_attn", "mlp", "layers.0", "layers.1.post_attention_layernorm")):
+            each.register_forward_hook(lambda *_: 1 / 0)
+    launched, launch = set(), module("launch").Launcher
+    through_triton = launch.through_triton
+
+    def record(self, *arguments):
+        if not module("launch").is_asking():
+            launched.add((self.kernel.__name__, self.constants.get("ADD")))
+        return through_triton(self, *arguments)
+
+    monkeypatch.setattr(launch, "through_triton", record)
+    report = fresh.warmup(llama, rows=[16], training=training)
+    assert not report.skipped and not report.refused
+    expected = {"rms_norm_forward", "add_rms_norm_forward", "activation_forward", "gated_activation_forward"}
+    if training:
+        expected |= {"activation_backward", "gated_activation_backward", "rms_norm_sum_chains", "rms_norm_sum_blocks"}
+        assert {("rms_norm_backward", added) for added in (False, True)} <= launched
+        expected.add("rms_norm_backward")
+    assert {name for name, _ in launched} == expected
 
 
 def test_nothing_that_was_only_asked_for_is_remembered(fresh, module, monkeypatch):

@@ -14,8 +14,8 @@ from typing import Callable, Optional
 
 import torch
 
-from . import launch, plans, proof
-from .domain import FLOAT_DTYPES, runs_kernels
+from . import attention, decoder, launch, plans, proof
+from .domain import FLOAT_DTYPES, is_bare, runs_kernels
 from .report import replaced
 from .rms_norm import in_domain, planned_rows, training_rows
 
@@ -53,6 +53,8 @@ class WarmupReport:
 _MAX_ELEMENTS = 1 << 28
 # An activation's kernel is the same for every size that 16 bytes divide.
 _ACTIVATION_SHAPE = (16, 4096)
+# What a gated MLP calls beside its activation; in a warmup nothing.
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def warmup(
@@ -66,8 +68,9 @@ def warmup(
     """Compiles and proves what the layers of a kernelized model need, so that the first calls find it done.
 
     Every layer that carries a forward of this package is called on tensors of ones, with a weight of ones instead of its
-    own, outside of hooks, and so are its gradients. Kernels are compiled in threads before that. What is proved is what
-    later calls look up; another warmup finds everything done.
+    own, outside of hooks, and so are its gradients: an MLP without its projections, and of a decoder layer the residual's
+    sum and the norm after it. Kernels are compiled in threads before that. What is proved is what later calls look up;
+    another warmup finds everything done.
 
     Args:
         model: on its device, in its dtype, kernelized.
@@ -87,8 +90,8 @@ def warmup(
         RuntimeError: a CUDA graph is being captured.
         LosslessProofError: a proof failed under `LOSSLESS_PROOF=strict`.
 
-    Not warmed up: gradients whose rows lie in another order than the activations' (Qwen3's q_norm), whose kernels are
-    compiled at their first call, and what torch.compile makes of the model.
+    Not warmed up: gradients whose rows lie in another order than the activations' (Qwen3's q_norm) and the rotary embedding
+    of queries and keys, whose kernels are compiled at their first call, and what torch.compile makes of the model.
     """
     rows, dtypes = _checked(model, rows, dtypes)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -173,11 +176,13 @@ class _Call:
                 return
             inputs = [each.requires_grad_(each.is_floating_point()) for each in inputs]
             out = self.forward(layer, *inputs)
-            if isinstance(out, torch.Tensor):  # Not the tables of a rotary embedding, which have no gradient.
-                leaves = [
-                    each for each in (*inputs, *layer._parameters.values()) if each is not None and each.requires_grad
-                ]
-                torch.autograd.grad(out, leaves, torch.ones_like(out))
+            # The tables of a rotary embedding have no gradient.
+            outs = [each for each in (out if isinstance(out, tuple) else (out,)) if each.requires_grad]
+            leaves = [
+                each for each in (*inputs, *layer._parameters.values()) if each is not None and each.requires_grad
+            ]
+            if outs:
+                torch.autograd.grad(outs, leaves, [torch.ones_like(each) for each in outs], allow_unused=True)
 
     def _stand_in(self):
         """The module with parameters of ones: its own may be sharded, and hooks may hang on them."""
@@ -194,7 +199,23 @@ class _Call:
             )
             for name, parameter in self.module._parameters.items()
         }
+        layer.__dict__["_modules"] = {
+            name: torch.nn.Identity() if name in _PROJECTIONS else child for name, child in self.module._modules.items()
+        }
         return layer
+
+
+@functools.cache
+def _sum_and_norm(layer_class, attention_class) -> Callable:
+    """A decoder layer's own kernel as the forward of the norm after its attention, which is what has a weight."""
+
+    def forward(norm, hidden_states, residual):
+        attention.admitted(attention_class, hidden_states)
+        if not decoder.admits(layer_class, hidden_states) or not is_bare(norm):
+            return hidden_states  # The sum is computed apart.
+        return decoder.fused(hidden_states, residual, norm)
+
+    return forward
 
 
 def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
@@ -210,6 +231,12 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
     )
     seen = set()
     for module, forward in layers:
+        if forward.__qualname__ == "LlamaDecoderLayer.forward":
+            parts = [module._modules.get(name) for name in ("self_attn", "post_attention_layernorm")]
+            if None in parts:
+                skipped[f"{type(module).__name__}: no self_attn or no post_attention_layernorm"] = None
+                continue
+            forward, module = _sum_and_norm(type(module), type(parts[0])), parts[1]
         weight = next((weight for weight in module._parameters.values() if weight is not None), None)
         tensor = example if weight is None else weight
         name = type(module).__name__
