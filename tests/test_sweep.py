@@ -66,13 +66,19 @@ def test_every_rotary_embedding(kernel, found, seed):
     known = [each for each in classes if tables._function(each.forward) is not None]
     assert 100 < len(known) < len(classes)
     dtypes = (torch.bfloat16, torch.float32, torch.int64)
+
+    def differing(ours, theirs):
+        if DEVICE == "cpu":  # Which zeros its products of matrices leave negative is its own business.
+            ours, theirs = ours + 0.0, theirs + 0.0
+        return int(proof.differing(ours, theirs))
+
     refused = set()
     for layer_class in known:
         sample = functools.partial(tables._sample, layer_class.forward, *dtypes, 64, torch.device(DEVICE))
         equal = [
             variant
             for variant in tables._VARIANTS
-            if not any(int(proof.differing(ours, theirs)) for _, ours, theirs in tables._formula(sample, variant))
+            if not any(differing(ours, theirs) for _, ours, theirs in tables._formula(sample, variant))
         ]
         if not equal:
             refused.add(layer_class.__name__)
