@@ -113,6 +113,7 @@ class Plan:
 _MAX_FUSED_TILE = 8192
 # Beyond this one a row is streamed.
 _MAX_UNSTREAMED_TILE = 16384
+# Without a residual's gradient and with one (H200).
 _STREAM_WARPS, _STREAM_WARPS_ADDED = 8, 16
 _ELEMENTS_PER_THREAD = 32
 _MIN_ELEMENTS_PER_PROGRAM = 2048
