@@ -70,6 +70,8 @@ MOST_SUMS = 1 / 50
 FUSED_TILE = 1 << 13
 # Shorter rows need no streaming.
 STREAMED_TILE = 1 << 14
+# In the forward pass a step of shorter rows is too short to be loaded by itself.
+STREAMED_FORWARD_TILE = 1 << 13
 
 Fields = dict[str, Any]
 
@@ -101,14 +103,14 @@ class Point:
         return self.sums_rows and OPS[self.case.op].outputs == 2
 
     @property
-    def is_packable(self) -> bool:
-        return self.dtype != "fp32"
+    def element_size(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
 
     @property
     def kind(self) -> tuple:
         """What an entry of a file that is for the same calls begins with."""
         size = self.case.hidden_size if self.has_size else None
-        return self.case.op, size, 2 if self.is_packable else 4, self.least_rows, self.most_rows
+        return self.case.op, size, self.element_size, self.least_rows, self.most_rows
 
 
 def points(ops, hidden_sizes, rows, dtypes) -> Iterator[Point]:
@@ -149,10 +151,9 @@ def tile_of(hidden_size: int) -> int:
 def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     tile = tile_of(point.case.hidden_size)
     first = [
-        {"rows_per_program": rows, "num_warps": warps, "packed": packed}
-        for packed, a_thread in ((False, (4, 128)), (True, (64, 128)))
-        if not packed or point.is_packable
-        for rows, warps in programs(tile, point.least_rows, 1 << 14, a_thread)
+        {"rows_per_program": rows, "num_warps": warps, "streamed": streamed}
+        for streamed in (False, True)[: 1 + (tile >= STREAMED_FORWARD_TILE)]
+        for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
     ]
     return [first]
 
@@ -160,7 +161,7 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
 def backward_candidates(point: Point, default: Fields, threads: tuple[int, int]) -> list[list[Fields]]:
     """First how dx and the chains are computed, then the plans of the other kernels, one of them after the other."""
     tile, (height, leaving) = tile_of(point.case.hidden_size), threads
-    input_bytes = point.least_rows * (2 if point.is_packable else 4)
+    input_bytes = point.least_rows * point.element_size
     least = min(leaving * 4 / (MOST_SUMS * input_bytes), default["rows_per_program"] if default["fused"] else height)
     first = [
         {"fused": False, "rows_per_program": rows, "num_warps": warps, "streamed": False}
@@ -240,7 +241,7 @@ class Kernels:
 
     def default(self, point: Point, device) -> Fields:
         """The fields of the plan that the package computes."""
-        case, size = point.case, {"fp32": 4}.get(point.dtype, 2)
+        case, size = point.case, point.element_size
         with self.planned(None):
             if case.op == "rms_norm":
                 plan = self.rms_norm.launch_plan(case.rows, case.hidden_size, size)

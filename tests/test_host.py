@@ -55,7 +55,7 @@ def test_row_reduction_is_the_models(module, chooser):
         found, tree = row_reduction(rows, hidden_size), aten_model.row_tree(rows, hidden_size)
         assert (found.width, found.height, 1) == (tree.width, tree.warps, tree.ctas), (rows, hidden_size)
         assert found.vectorized == (hidden_size >= 128)
-        assert found.columns == 4 * tree.width * tree.warps
+        assert found.columns == (4 if found.vectorized else 1) * tree.width * tree.warps
         assert hidden_size <= found.columns << found.log2_steps < 2 * hidden_size + 2 * found.columns
 
 
@@ -120,13 +120,21 @@ MOST_WARPS = 32
 
 
 def test_forward_plans_can_be_launched(module):
-    rms_norm, config = module("rms_norm"), module("reduce_config")
+    rms_norm, add_rms_norm, config = module("rms_norm"), module("add_rms_norm"), module("reduce_config")
+    unknown = module("plans").UNKNOWN
     for hidden_size, rows in itertools.product(EVERY_HIDDEN_SIZE, config.ROW_CLASSES):
-        plan, order = rms_norm.launch_plan(rows, hidden_size), config.row_reduction(rows, hidden_size)
-        assert is_power_of_two(plan.rows_per_program) and is_power_of_two(order.columns)
-        assert plan.rows_per_program * order.columns << order.log2_steps <= MOST_ELEMENTS
-        assert is_power_of_two(plan.num_warps) and plan.num_warps <= MOST_WARPS
-        assert plan == rms_norm.launch_plan(2 * rows - 1, hidden_size), "one plan for a class of row counts"
+        order = config.row_reduction(rows, hidden_size)
+        for element_size in (2, 4):
+            plan = rms_norm.launch_plan(rows, hidden_size, element_size)
+            of_sum = add_rms_norm._plan(rows, hidden_size, element_size, unknown)
+            for each in (plan, of_sum):
+                assert is_power_of_two(each.rows_per_program) and is_power_of_two(order.columns)
+                assert each.rows_per_program * order.columns << order.log2_steps <= MOST_ELEMENTS
+                assert is_power_of_two(each.num_warps) and each.num_warps <= MOST_WARPS
+            same = rms_norm.launch_plan(2 * rows - 1, hidden_size, element_size)
+            assert plan == same, "one plan for a class of row counts"
+            assert plan.streamed == (hidden_size * element_size > 32 << 10)
+            assert not of_sum.streamed and (plan.streamed or of_sum == plan)
         if hidden_size > rms_norm.MAX_FUSED_HIDDEN_SIZE:
             continue
         order = config.fused_row_reduction(hidden_size)

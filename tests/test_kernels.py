@@ -8,6 +8,7 @@ would rightly refuse and is off.
 import functools
 import importlib
 import itertools
+import math
 import random
 from types import MethodType
 
@@ -63,6 +64,34 @@ def test_rms_norm_equals_the_model(kernel, seed):
         expected = aten_model.rms_norm(x, weight, 1e-5, rsqrt=numpy_rsqrt)
         label = f"{rows}x{hidden_size} {dtype} {weight_dtype}"
         assert_bits_equal(kernel.rms_norm(x, weight, 1e-5), expected, label)
+
+
+def test_streamed_rows_have_the_same_output(module, seed):
+    """Read twice, of every length of a step and number of steps, alone and as a sum with a residual."""
+    family, added, generator = module("rms_norm"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
+    variants = module("variants")
+    for hidden_size, dtype in itertools.product((64, 100, 260, 8192, 20_000, 32_768), DTYPES):
+        plan, rows, row_stride = family.Plan(4, 4, streamed=True), 18, hidden_size + 4
+        x = torch.randn(rows, row_stride, generator=generator).to(dtype)[:, :hidden_size]
+        residual = torch.randn(rows, hidden_size, generator=generator).to(dtype)
+        weight, total = torch.randn(hidden_size, generator=generator).to(dtype), residual + x
+        for variant in (variants.LLAMA, variants.BY_NAME["one_plus_weight"]):
+            shape = (dtype, dtype, hidden_size, rows)
+            alone = family._forward(variant, *shape, row_stride, x.device, 1e-5, store_rstd=True, plan=plan)
+            of_sum = added._forward(variant, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
+            for launch, given_x, inputs in ((alone, x, [x]), (of_sum, total, [x.contiguous(), residual])):
+                outs = [torch.full_like(total, math.nan) for _ in inputs]
+                rstd = torch.full((rows, 1), math.nan)
+                launch(*inputs, weight, *outs, rstd)
+                label = f"{len(inputs)} of {hidden_size} {dtype} {variant.scale}"
+                statistics = aten_model.rms_norm_statistics(given_x, 1e-5, rsqrt=numpy_rsqrt)
+                assert_bits_equal(rstd[:, 0], statistics.rstd, f"rstd of {label}")
+                factor = weight if variant is variants.LLAMA else 1.0 + weight.float()
+                of_model = given_x if variant is variants.LLAMA else given_x.float()
+                expected = aten_model.rms_norm_given_rstd(of_model, factor, statistics.rstd).to(dtype)
+                assert_bits_equal(outs[0], expected, f"output of {label}")
+                for found in outs[1:]:
+                    assert_bits_equal(found, total, f"sum of {label}")
 
 
 def given(generator, shape, dtype, weight_dtype):

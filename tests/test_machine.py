@@ -96,7 +96,7 @@ COMPILE = """
                         backward.gradients(LLAMA, dy, x, weight, torch.empty(rows, 1), True, True)
                     residual, x = torch.empty(2, rows, hidden_size, dtype=dtype)
                     rstd = torch.empty(rows, 1)
-                    if rows > 16 and hidden_size in (128, 4096, 32768):
+                    if rows > 16 and hidden_size in (128, 4096, 8192, 32768):
                         add_rms_norm.replacement(x, residual, weight, 1e-6, module("rms_norm").EAGER[LLAMA])
                         add_rms_norm._gradients(LLAMA, x, x, weight, rstd, True, True, residual)
                     if rows == 16 and hidden_size == 32768 and dtype == torch.bfloat16:
@@ -248,6 +248,16 @@ def test_rows_on_their_way_fit_into_shared_memory(compiled):
             turn = constants["ROWS"] * row << constants["LOG2_STEPS"]
             buffers = constants["STAGES"] - 1
             assert 0 < buffers * turn <= entry["shared"] <= buffers * turn + entry["exchanged"], str(entry)
+
+
+def test_streamed_rows_exchange_their_lanes_sums_alone(compiled):
+    """What a row's numbers are added up to is in the thread that loaded them."""
+    streamed = [entry for entry in compiled if entry["constants"].get("STREAMED")]
+    assert {entry["kernel"] for entry in streamed} == {"rms_norm_forward", "add_rms_norm_forward"}
+    for entry in streamed:
+        constants = entry["constants"]
+        assert entry["shared"] <= constants["ROWS"] * 4 * max(entry.threads, constants["WIDTH"] * constants["HEIGHT"])
+        assert entry.count(r"ld\.global\S*L1::evict_last") and entry.count(r"ld\.global\S*L1::evict_first"), str(entry)
 
 
 def test_nothing_is_computed_in_double_precision(compiled):

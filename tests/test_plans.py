@@ -29,7 +29,7 @@ ENTRY = {
     "element_size": 2,
     "least_rows": 16,
     "most_rows": 99,
-    "plan": {"rows_per_program": 8, "num_warps": 2, "packed": False},
+    "plan": {"rows_per_program": 8, "num_warps": 2, "streamed": False},
     "measured": {"shape": [64, 128], "ms": 0.1, "default_ms": 0.2},
 }
 FOUND = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "date": "e", "command": "f"}
@@ -73,7 +73,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
             **ENTRY,
             "least_rows": 100,
             "most_rows": None,
-            "plan": {"rows_per_program": 4, "num_warps": 1, "packed": False},
+            "plan": {"rows_per_program": 4, "num_warps": 1, "streamed": False},
         },
     )
     rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
@@ -150,21 +150,17 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
     [
         ({"op": "rms_nrom"}, r"plans\[1\], op: expected one of rms_norm, .* found 'rms_nrom'"),
         (
-            {"plan": {"rows_per_program": 3, "num_warps": 2, "packed": False}},
+            {"plan": {"rows_per_program": 3, "num_warps": 2, "streamed": False}},
             "plan, rows_per_program: expected one of 1, 2, .* found 3",
         ),
         (
-            {"plan": {"rows_per_program": True, "num_warps": 2, "packed": False}},
+            {"plan": {"rows_per_program": True, "num_warps": 2, "streamed": False}},
             "plan, rows_per_program: .* found True",
         ),
-        ({"plan": {"rows_per_program": 1}}, "plan: expected the keys rows_per_program, num_warps, packed, found"),
+        ({"plan": {"rows_per_program": 1}}, "plan: expected the keys rows_per_program, num_warps, streamed, found"),
         (
-            {"plan": {"rows_per_program": 64, "num_warps": 1, "packed": False}, "hidden_size": 4096},
+            {"plan": {"rows_per_program": 64, "num_warps": 1, "streamed": False}, "hidden_size": 4096},
             "at most 512 elements a thread",
-        ),
-        (
-            {"element_size": 4, "plan": {"rows_per_program": 1, "num_warps": 2, "packed": True}},
-            "plan: expected packed rows of element_size 2 only, found 4",
         ),
         (
             {"op": "rms_norm_backward", "plan": {**FUSED, "fused": False, "streamed": True}},

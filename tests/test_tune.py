@@ -63,10 +63,18 @@ def test_plans_that_leave_many_sums_are_for_many_rows(kernel):
     assert {fields["rows_per_program"] for fields in first if fields["fused"]} == {8}
 
 
+def test_only_long_rows_are_streamed(kernel):
+    for point in every_point(ops=["rms_norm"], hidden_sizes=[64, 4096, 8192, 32768], rows=[(512, 4096)]):
+        (first,) = tune.forward_candidates(point, {}, None)
+        assert {fields["streamed"] for fields in first} == {False} | (
+            {True} if point.case.hidden_size >= 8192 else set()
+        )
+
+
 def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
     plans = sys.modules[f"{kernel.__name__}.plans"]
     (point,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64)])
-    default = {"rows_per_program": 1, "num_warps": 4, "packed": False}
+    default = {"rows_per_program": 1, "num_warps": 4, "streamed": False}
     best = {**default, "rows_per_program": 2, "num_warps": 8}
     measured = tune.Measured(point, default, best, default_ms=0.2, best_ms=0.1)
     found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
@@ -80,7 +88,7 @@ def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
 
 def test_an_update_keeps_what_was_not_measured(kernel, tmp_path):
     kernels, path = tune.Kernels(kernel), tmp_path / "plans.json"
-    plan = {"rows_per_program": 1, "num_warps": 4, "packed": False}
+    plan = {"rows_per_program": 1, "num_warps": 4, "streamed": False}
     results = [
         tune.Measured(point, {}, {**plan, "num_warps": warps}, default_ms=0.2, best_ms=0.1)
         for warps, point in zip(

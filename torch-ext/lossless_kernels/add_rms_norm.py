@@ -31,13 +31,14 @@ from .rms_norm import (
     PROOF_ROWS,
     Plan,
     check_arguments,
-    default_plan,
     gradients_proved,
     in_domain,
+    kept_plan,
     launch_plan,
     original_output,
     planned_rows,
     random_weight,
+    row_size,
     subject_of,
     variant_of,
 )
@@ -92,11 +93,15 @@ def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[to
 
 # From a call's tensors to a kernel
 
+# Of longer rows and their residuals a multiprocessor's L1 would not hold what is read again (H200).
+_MAX_STREAMED_BYTES = 32 << 10
+
 
 def _plan(rows: int, hidden_size: int, element_size: int, gpu: plans.Gpu) -> Plan:
-    """That of the norm alone, whose rows are summed alike, but for packed ones: here the sum is on its way out meanwhile."""
+    """That of the norm alone, whose rows are summed alike, but for rows too long to be streamed with their residuals."""
     plan = launch_plan(rows, hidden_size, element_size, gpu)
-    return default_plan(rows, hidden_size) if plan.packed else plan
+    too_long = plan.streamed and row_size(hidden_size, element_size) > _MAX_STREAMED_BYTES
+    return kept_plan(rows, hidden_size) if too_long else plan
 
 
 @functools.cache
@@ -111,6 +116,7 @@ def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan:
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
         "FUSED": False,
+        "STREAMED": plan.streamed,
     }
     return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)
 

@@ -29,8 +29,8 @@ def row_class(rows: int) -> int:
 class RowReduction:
     """A sum over the last, contiguous dimension: `width * height` lanes share one row.
 
-    The lanes' sums are halved along `width` first and then along `height`. With `vectorized` loads a lane owns groups of
-    four neighbouring elements.
+    The lanes' sums are halved along `width` first and then along `height`. A lane has four accumulators. With `vectorized`
+    loads they take four neighbouring elements in one step; otherwise each takes its element in a step of its own.
     """
 
     hidden_size: int
@@ -40,8 +40,8 @@ class RowReduction:
 
     @property
     def columns(self) -> int:
-        """Elements that one step of all lanes takes: each lane has four accumulators."""
-        return _VECTOR * self.width * self.height
+        """Elements that one step of all lanes takes."""
+        return (_VECTOR if self.vectorized else 1) * self.width * self.height
 
     @property
     def log2_steps(self) -> int:

@@ -113,19 +113,19 @@ def in_domain(dtype: torch.dtype, weight_dtype: torch.dtype, hidden_size: int) -
 class Plan:
     """How the forward kernel is launched for one hidden size and one class of row counts.
 
-    Packed, 16-bit rows wait for their sum as such and not in fp32.
+    Rows that are streamed are read for their sum and once more for the output, instead of waiting in registers.
     """
 
     rows_per_program: int
     num_warps: int
-    packed: bool = False
+    streamed: bool = False
 
 
 # Elements that a thread keeps in registers, and that a program takes at least (H200).
 _ELEMENTS_PER_THREAD = 64
-_PACKED_ELEMENTS_PER_THREAD = 128
-# Of a longer row in fp32 a multiprocessor has room for one.
-_MAX_UNPACKED_TILE = 16384
+# Of longer rows in fp32 a multiprocessor's registers hold too few: they are streamed, so many bytes a warp.
+_MAX_KEPT_BYTES = 32 << 10
+_STREAMED_BYTES_PER_WARP = 4 << 10
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 
@@ -137,7 +137,7 @@ def launch_plan(rows: int, hidden_size: int, element_size: int = 2, gpu: plans.G
         element_size: bytes of an element of the activations.
     """
     tuned = plans.tuned(gpu, "rms_norm", hidden_size, rows, element_size)
-    return default_plan(rows, hidden_size, element_size == 2) if tuned is None else Plan(**tuned)
+    return default_plan(rows, hidden_size, element_size) if tuned is None else Plan(**tuned)
 
 
 def planned_rows(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
@@ -171,12 +171,23 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
     return tuple(found.values())
 
 
-def default_plan(rows: int, hidden_size: int, may_pack: bool = False) -> Plan:
+def default_plan(rows: int, hidden_size: int, element_size: int = 2) -> Plan:
     """A sound plan for any GPU; rows of one `row_class` share it."""
+    size = row_size(hidden_size, element_size)
+    if size > _MAX_KEPT_BYTES:
+        return Plan(1, size // _STREAMED_BYTES_PER_WARP, streamed=True)
+    return kept_plan(rows, hidden_size)
+
+
+def row_size(hidden_size: int, element_size: int) -> int:
+    """The bytes of a row, up to the next power of two."""
+    return (1 << (hidden_size - 1).bit_length()) * element_size
+
+
+def kept_plan(rows: int, hidden_size: int) -> Plan:
+    """The same for rows that wait in registers, whatever their size."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
-    if may_pack and tile > _MAX_UNPACKED_TILE:
-        return Plan(1, tile // (_PACKED_ELEMENTS_PER_THREAD * 32), packed=True)
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     warps = rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32)
     return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
@@ -213,7 +224,7 @@ def _forward_launcher(
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
         "FUSED": fused,
-        "PACKED": plan.packed,
+        "STREAMED": plan.streamed,
     }
     return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
 

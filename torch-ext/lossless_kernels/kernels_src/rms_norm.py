@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .primitives import divide, prefetch, rsqrt
-from .summation import fused_sum_of_squares, halves_sum, row_sum, sum_of_accumulators, sum_of_blocks, thread_sum
+from .summation import fused_sum_of_squares, halves_sum, row_sum, sum_of_blocks, sum_of_columns, thread_sum
 
 
 @triton.jit
@@ -21,65 +21,105 @@ def _factor(weight, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _columns(LOG2_STEPS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr):
-    """The columns of a row as a tile [STEPS, COLUMNS]: a step is what ATen's lanes take at once, four elements each."""
-    COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
+def _columns(LOG2_STEPS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, VECTORIZED: tl.constexpr):
+    """The columns of a row as a tile [STEPS, COLUMNS], the steps those of `row_sum`."""
+    COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     return tl.arange(0, 1 << LOG2_STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
-def _widen_again(x, zero):
-    """x in fp32 for a second time. The compiler does not know that `zero` is 0, and so does not keep the fp32 numbers of the
-    first time in twice the registers."""
-    if x.dtype.primitive_bitwidth == 16:
-        x = (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
-    return x.to(tl.float32)
+def _load_weight(weight_ptr, column, in_row, SCALE: tl.constexpr, EVICTION: tl.constexpr):
+    """As `column`; without a factor any tensor will do."""
+    weight = column
+    if SCALE != "none":
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy=EVICTION)
+    return weight
 
 
 @triton.jit
-def _normalize(
-    x,
-    weight_ptr,
-    column,
-    in_row,
-    rows,
-    eps,
-    SCALE: tl.constexpr,
-    HIDDEN_SIZE: tl.constexpr,
+def _sum_of_squares(
+    h,
     ROWS: tl.constexpr,
     LOG2_STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
-    PACKED: tl.constexpr,
 ):
-    """The output of the rows x, [ROWS, STEPS, COLUMNS], in fp32, and their rstd, [ROWS].
-
-    With FUSED the mean is that of ATen's own kernel, and of the composition of its operations otherwise. With PACKED the rows
-    wait for their sum in their own dtype and the weight is loaded afterwards: fewer registers, more rows under way.
-    """
-    h = x.to(tl.float32)
-    if SCALE != "none" and not PACKED:
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+    """Of each row of h [ROWS, STEPS, COLUMNS], as ATen's kernel for RMSNorm adds them with FUSED, as its reduction otherwise."""
     if FUSED:
-        total = fused_sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT)
+        return fused_sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT)
+    else:
+        return row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+
+
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, offset, mask, EVICTION: tl.constexpr):
+    """residual + x, rounded to their dtype."""
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy=EVICTION)
+    residual = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy=EVICTION)
+    return (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _streamed_sum_of_squares(
+    x_ptr,
+    residual_ptr,
+    start,
+    in_range,
+    HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    VECTORIZED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """`_sum_of_squares` of rows that begin at `start` [ROWS] and will be read again, with ADD of residual + x.
+
+    Loaded step by step: what ATen adds in sequence is in one thread then, whatever the number of warps.
+    """
+    COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
+    STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
+    AT_ONCE: tl.constexpr = STEPS if STEPS < 8 else 8
+    column = tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for first in tl.range(0, STEPS, AT_ONCE, num_stages=1):
+        steps = ()
+        for step in tl.static_range(AT_ONCE):
+            at = (first + step) * COLUMNS + column
+            mask = in_range[:, None] & (at < HIDDEN_SIZE)[None, :]
+            offset = start[:, None] + at[None, :]
+            if ADD:
+                x = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
+            else:
+                x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_last")
+            steps = steps + (x,)
+        for step in tl.static_range(AT_ONCE):
+            h = steps[step].to(tl.float32)
+            total += h * h
+    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED)
+
+
+@triton.jit
+def _rstd(total, rows, eps, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr):
+    """rsqrt(mean + eps) from a row's sum of squares: of each of [ROWS]."""
+    if FUSED:
         mean = divide(total, tl.full([ROWS], HIDDEN_SIZE, tl.float32))
     else:
-        total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
         # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
         mean = total * tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
-    rstd = rsqrt(mean + eps)
-    if PACKED:
-        h = _widen_again(x, tl.cast(rows < 0, tl.int16))
-        if SCALE != "none":
-            weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+    return rsqrt(mean + eps)
+
+
+@triton.jit
+def _normalize(h, rstd, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr):
+    """The output of rows h [ROWS, STEPS, COLUMNS] with rstd [ROWS], in fp32."""
     out = h * rstd[:, None, None]
     if SCALE == "after_cast":
-        out = out.to(x.dtype).to(tl.float32)
+        out = out.to(input_dtype).to(tl.float32)
     if SCALE != "none":
         out = _factor(weight, SCALE)[None, :, :] * out
-    return out, rstd
+    return out
 
 
 @triton.jit(do_not_specialize=["rows", "x_row_stride", "store_rstd", "eps"])
@@ -101,25 +141,38 @@ def rms_norm_forward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
-    PACKED: tl.constexpr,
+    STREAMED: tl.constexpr,
 ):
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
-    One program takes ROWS rows and keeps them in registers between the sum and the store. `x_row_stride` counts
-    STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if `store_rstd` is 1.
+    One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
+    time: few registers, so that many programs have loads under way, and a first time that needs no exchange between
+    threads. `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
+    `store_rstd` is 1.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
+    in_range = row < rows
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
     in_row = column < HIDDEN_SIZE
-    mask = (row < rows)[:, None, None] & in_row[None, :, :]
-
-    x = tl.load(x_ptr + (row * x_row_stride)[:, None, None] * STRIDE_UNIT + column[None, :, :], mask=mask, other=0.0)
-    out, rstd = _normalize(
-        x, weight_ptr, column, in_row, rows, eps,
-        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED, PACKED,
-    )  # fmt: skip
-    tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
+    mask = in_range[:, None, None] & in_row[None, :, :]
+    start = row * x_row_stride * STRIDE_UNIT
+    x_offset = start[:, None, None] + column[None, :, :]
     out_offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
+
+    if STREAMED:
+        total = _streamed_sum_of_squares(
+            x_ptr, x_ptr, start, in_range, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
+        )  # fmt: skip
+    else:
+        h = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
+        total = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
+    rstd = _rstd(total, rows, eps, HIDDEN_SIZE, ROWS, FUSED)
+    if STREAMED:
+        h = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
+    tl.store(rstd_ptr + row, rstd, mask=in_range & (store_rstd != 0))
+    out = _normalize(h, rstd, weight, SCALE, x_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -142,23 +195,37 @@ def add_rms_norm_forward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
+    STREAMED: tl.constexpr,
 ):
-    """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE]."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
-    in_row = column < HIDDEN_SIZE
-    mask = (row < rows)[:, None, None] & in_row[None, :, :]
-    offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
+    """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE].
 
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + offset, mask=mask, other=0.0)
-    total = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
-    tl.store(sum_ptr + offset, total, mask=mask)
-    out, rstd = _normalize(
-        total, weight_ptr, column, in_row, rows, eps,
-        SCALE, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED, False,
-    )  # fmt: skip
-    tl.store(rstd_ptr + row, rstd, mask=(row < rows) & (store_rstd != 0))
+    STREAMED, both are read a second time and added once more.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_range = row < rows
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+    in_row = column < HIDDEN_SIZE
+    mask = in_range[:, None, None] & in_row[None, :, :]
+    start = row * HIDDEN_SIZE
+    offset = start[:, None, None] + column[None, :, :]
+
+    if STREAMED:
+        squares = _streamed_sum_of_squares(
+            x_ptr, residual_ptr, start, in_range, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
+        )  # fmt: skip
+    else:
+        total = _load_sum(x_ptr, residual_ptr, offset, mask, "")
+        tl.store(sum_ptr + offset, total, mask=mask)
+        h = total.to(tl.float32)
+        squares = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
+    rstd = _rstd(squares, rows, eps, HIDDEN_SIZE, ROWS, FUSED)
+    if STREAMED:
+        total = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
+        tl.store(sum_ptr + offset, total, mask=mask)
+        h = total.to(tl.float32)
+    weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last" if STREAMED else "")
+    tl.store(rstd_ptr + row, rstd, mask=in_range & (store_rstd != 0))
+    out = _normalize(h, rstd, weight, SCALE, x_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -325,16 +392,13 @@ def rms_norm_backward(
     waits with whatever else it waits for.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
-    COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
+    COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     PARTS: tl.constexpr = THREADS // ROWS
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
     in_row = column < HIDDEN_SIZE
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
-    # Without a factor any tensor will do.
-    weight = column
-    if SCALE != "none":
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)[None, :, :]
+    weight = _load_weight(weight_ptr, column, in_row, SCALE, "")[None, :, :]
     pointers = (dy_ptr, x_ptr, rstd_ptr)
     dy_strides = (dy_outer_stride, dy_middle_stride, dy_inner_stride)
     x_strides = (x_outer_stride, x_middle_stride, x_inner_stride)
@@ -469,7 +533,7 @@ def rms_norm_backward_streamed(
                 if ADD and step == STEPS // 2:
                     # Not from the start: it would be in the way of what is waited for.
                     prefetch(d_sum_ptr + dx_row + line)
-            d_rstd = sum_of_accumulators(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True)
+            d_rstd = sum_of_columns(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True)
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
             longer = ()

@@ -72,29 +72,27 @@ def row_sum(
 ):
     """Sum of each row of a tile as ATen's reduction over the last, contiguous dimension computes it.
 
-    values: [ROWS, STEPS, 4 * LANES] fp32 with LANES = WIDTH * HEIGHT, in memory order and zero beyond the row's end. ATen
-    gives every lane four accumulators. With vectorised loads lane t's accumulators take the elements 4t .. 4t+3 of every
-    step; without (fewer than 128 elements) accumulator i takes element i * LANES + t. Returns [ROWS] fp32.
+    values: [ROWS, STEPS, COLUMNS] fp32, in memory order and zero beyond the row's end. ATen gives each of LANES = WIDTH *
+    HEIGHT lanes four accumulators. With vectorised loads lane t's take the elements 4t .. 4t+3 of every step, and COLUMNS is
+    4 * LANES; without (fewer than 128 elements) a step is what one accumulator of every lane takes, and COLUMNS is LANES.
+    Returns [ROWS] fp32.
     """
-    LANES: tl.constexpr = WIDTH * HEIGHT
+    COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     # From an explicit zero, as ATen does: negative zeros sum to +0.
-    zero = tl.zeros([ROWS, 4 * LANES], dtype=tl.float32)
-    total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, 4 * LANES)
-    return sum_of_accumulators(total, ROWS, WIDTH, HEIGHT, VECTORIZED)
+    zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, COLUMNS)
+    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED)
 
 
 @triton.jit
-def sum_of_accumulators(total, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, VECTORIZED: tl.constexpr):
-    """The rest of `row_sum`, from what each lane's four accumulators hold after all steps: [ROWS, 4 * LANES] -> [ROWS]."""
-    LANES: tl.constexpr = WIDTH * HEIGHT
+def sum_of_columns(total, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, VECTORIZED: tl.constexpr):
+    """The rest of `row_sum`, from the sums of all steps: [ROWS, COLUMNS] -> [ROWS]."""
     if VECTORIZED:
-        accumulators = tl.reshape(total, [ROWS, LANES, 2, 2])
-    else:
-        accumulators = tl.permute(tl.reshape(total, [ROWS, 2, 2, LANES]), [0, 3, 1, 2])
-    even, odd = tl.split(accumulators)
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return _sum_of_lanes(((first + second) + third) + fourth, ROWS, WIDTH, HEIGHT)
+        even, odd = tl.split(tl.reshape(total, [ROWS, WIDTH * HEIGHT, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        total = ((first + second) + third) + fourth
+    return _sum_of_lanes(total, ROWS, WIDTH, HEIGHT)
 
 
 @triton.jit
