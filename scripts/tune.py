@@ -71,7 +71,7 @@ FUSED_TILE = 1 << 13
 # Shorter rows need no streaming.
 STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
-STREAMED_FORWARD_TILE = 1 << 13
+LEAST_STREAMED = 1 << 13
 
 Fields = dict[str, Any]
 
@@ -152,7 +152,7 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     tile = tile_of(point.case.hidden_size)
     first = [
         {"rows_per_program": rows, "num_warps": warps, "streamed": streamed}
-        for streamed in (False, True)[: 1 + (tile >= STREAMED_FORWARD_TILE)]
+        for streamed in (False, True)[: 1 + (point.case.hidden_size >= LEAST_STREAMED)]
         for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
     ]
     return [first]

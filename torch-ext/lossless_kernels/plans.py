@@ -57,7 +57,7 @@ FIELDS = {
 }
 # Far beyond what registers hold.
 _MAX_ELEMENTS_PER_THREAD = 512
-# The fewest columns that ATen reads as vectors: a streamed row is summed in their order.
+# The fewest columns that ATen reads as vectors: a row that is streamed backward is summed in their order.
 _LEAST_STREAMED = 128
 _FOUND = ("gpu", "driver", "torch", "triton", "date", "command")
 _ENTRY = ("op", "hidden_size", "element_size", "least_rows", "most_rows", "plan", "measured")

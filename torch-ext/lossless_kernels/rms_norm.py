@@ -121,11 +121,11 @@ class Plan:
     streamed: bool = False
 
 
-# Elements that a thread keeps in registers, and that a program takes at least (H200).
-_ELEMENTS_PER_THREAD = 64
-# Of longer rows in fp32 a multiprocessor's registers hold too few: they are streamed, so many bytes a warp.
+# Of longer rows a multiprocessor's registers hold too few: they are streamed, and a warp takes so many bytes (H200).
 _MAX_KEPT_BYTES = 32 << 10
 _STREAMED_BYTES_PER_WARP = 4 << 10
+# Elements that a thread keeps in registers, and that a program takes at least (H200).
+_ELEMENTS_PER_THREAD = 64
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 
@@ -171,21 +171,21 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
     return tuple(found.values())
 
 
-def default_plan(rows: int, hidden_size: int, element_size: int = 2) -> Plan:
-    """A sound plan for any GPU; rows of one `row_class` share it."""
-    size = row_size(hidden_size, element_size)
-    if size > _MAX_KEPT_BYTES:
-        return Plan(1, size // _STREAMED_BYTES_PER_WARP, streamed=True)
-    return kept_plan(rows, hidden_size)
-
-
 def row_size(hidden_size: int, element_size: int) -> int:
     """The bytes of a row, up to the next power of two."""
     return (1 << (hidden_size - 1).bit_length()) * element_size
 
 
+def default_plan(rows: int, hidden_size: int, element_size: int = 2) -> Plan:
+    """A sound plan for any GPU; rows of one `row_class` share it."""
+    size = row_size(hidden_size, element_size)
+    if size > _MAX_KEPT_BYTES:
+        return Plan(1, min(size // _STREAMED_BYTES_PER_WARP, _MAX_WARPS), streamed=True)
+    return kept_plan(rows, hidden_size)
+
+
 def kept_plan(rows: int, hidden_size: int) -> Plan:
-    """The same for rows that wait in registers, whatever their size."""
+    """`default_plan` of rows that wait in registers, whatever their size."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
@@ -194,7 +194,7 @@ def kept_plan(rows: int, hidden_size: int) -> Plan:
 
 
 def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
-    """The same for the sum of `F.rms_norm`, whose lanes are so few that more threads would have to exchange what they loaded."""
+    """`kept_plan` for the sum of `F.rms_norm`, whose lanes are so few that more threads would have to exchange what they loaded."""
     order = fused_row_reduction(hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))

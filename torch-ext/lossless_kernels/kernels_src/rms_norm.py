@@ -74,7 +74,7 @@ def _streamed_sum_of_squares(
     VECTORIZED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """`_sum_of_squares` of rows that begin at `start` [ROWS] and will be read again, with ADD of residual + x.
+    """That of ATen's reduction, of rows that begin at `start` [ROWS] and will be read again, with ADD of residual + x.
 
     Loaded step by step: what ATen adds in sequence is in one thread then, whatever the number of warps.
     """
@@ -146,10 +146,11 @@ def rms_norm_forward(
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
     One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
-    time: few registers, so that many programs have loads under way, and a first time that needs no exchange between
-    threads. `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
+    time: few registers, so that many programs have loads under way, and threads that exchange their lanes' sums alone.
+    `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
     `store_rstd` is 1.
     """
+    tl.static_assert(not (FUSED and STREAMED), "ATen's own kernel adds in another order")
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
@@ -201,6 +202,7 @@ def add_rms_norm_forward(
 
     STREAMED, both are read a second time and added once more.
     """
+    tl.static_assert(not (FUSED and STREAMED), "ATen's own kernel adds in another order")
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
@@ -217,13 +219,14 @@ def add_rms_norm_forward(
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "")
         tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
         squares = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
     rstd = _rstd(squares, rows, eps, HIDDEN_SIZE, ROWS, FUSED)
     if STREAMED:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
         tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
-    weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last" if STREAMED else "")
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
     tl.store(rstd_ptr + row, rstd, mask=in_range & (store_rstd != 0))
     out = _normalize(h, rstd, weight, SCALE, x_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
