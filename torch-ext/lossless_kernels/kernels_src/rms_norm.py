@@ -165,8 +165,9 @@ def rms_norm_forward(
             x_ptr, x_ptr, start, in_range, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
         )  # fmt: skip
     else:
-        h = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + x_offset, mask=mask, other=0.0)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
+        h = x.to(tl.float32)
         total = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
     rstd = _rstd(total, rows, eps, HIDDEN_SIZE, ROWS, FUSED)
     if STREAMED:
