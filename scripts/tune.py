@@ -68,10 +68,10 @@ ACTIVATION_SHAPE = (8192, 14336)
 MOST_SUMS = 1 / 50
 # Longer rows are streamed if they are fused.
 FUSED_TILE = 1 << 13
-# Shorter rows need no streaming.
+# Shorter rows need no streaming in the backward pass.
 STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
-LEAST_STREAMED = 1 << 13
+LEAST_STREAMED_FORWARD = 1 << 13
 
 Fields = dict[str, Any]
 
@@ -152,7 +152,7 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     tile = tile_of(point.case.hidden_size)
     first = [
         {"rows_per_program": rows, "num_warps": warps, "streamed": streamed}
-        for streamed in (False, True)[: 1 + (point.case.hidden_size >= LEAST_STREAMED)]
+        for streamed in ((False, True) if point.case.hidden_size >= LEAST_STREAMED_FORWARD else (False,))
         for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
     ]
     return [first]

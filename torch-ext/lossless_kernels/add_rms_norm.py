@@ -115,7 +115,6 @@ def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan:
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
-        "FUSED": False,
         "STREAMED": plan.streamed,
     }
     return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)

@@ -196,14 +196,12 @@ def add_rms_norm_forward(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
-    FUSED: tl.constexpr,
     STREAMED: tl.constexpr,
 ):
     """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE].
 
     STREAMED, both are read a second time and added once more.
     """
-    tl.static_assert(not (FUSED and STREAMED), "ATen's own kernel adds in another order")
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
@@ -221,8 +219,8 @@ def add_rms_norm_forward(
         tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
-        squares = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
-    rstd = _rstd(squares, rows, eps, HIDDEN_SIZE, ROWS, FUSED)
+        squares = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
+    rstd = _rstd(squares, rows, eps, HIDDEN_SIZE, ROWS, False)
     if STREAMED:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
         tl.store(sum_ptr + offset, total, mask=mask)
@@ -530,9 +528,7 @@ def rms_norm_backward_streamed(
                 mask = offset < HIDDEN_SIZE
                 dy = tl.load(dy_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
                 h = tl.load(x_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-                weight = column
-                if SCALE != "none":
-                    weight = tl.load(weight_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_last")
+                weight = _load_weight(weight_ptr, offset, mask, SCALE, "evict_last")
                 total += _incoming(dy, weight, SCALE, input_dtype, output_dtype) * h
                 if ADD and step == STEPS // 2:
                     # Not from the start: it would be in the way of what is waited for.
@@ -554,9 +550,7 @@ def rms_norm_backward_streamed(
                 mask = offset < HIDDEN_SIZE
                 dy = tl.load(dy_row + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 h = tl.load(x_row + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                weight = column
-                if SCALE != "none":
-                    weight = tl.load(weight_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_last")
+                weight = _load_weight(weight_ptr, offset, mask, SCALE, "evict_last")
                 d_sum = dy
                 if ADD:
                     d_sum = tl.load(d_sum_ptr + dx_row + offset, mask=mask, other=0.0, eviction_policy="evict_first")
