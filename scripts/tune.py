@@ -7,13 +7,14 @@ look at all, more turns for the fastest. A plan is written if its median is belo
 more than the default's own spread. Kernels are compiled before, in processes that fill Triton's cache on the disk.
 
 ops:
-  rms_norm           rows and warps a program
+  rms_norm, add_rms_norm
+                     rows and warps a program
   rms_norm_backward, add_rms_norm_backward
                      one kernel or several, rows, warps and stages; columns, stages and warps of the sums
   silu, silu_backward  elements and warps a program
 
 examples:
-  tune.py                                        what ships: bf16, some five minutes on an H200
+  tune.py                                        what ships: bf16, minutes on an H200
   tune.py --dtypes fp32 --output torch-ext/lossless_kernels/plans/hopper_fp32.json
   tune.py --ops rms_norm_backward --hidden-sizes 32768 --update     once more, when a kernel has changed
   tune.py --ops rms_norm --hidden-sizes 5120 --rows 16 512:4096 --output /tmp/plans.json
@@ -99,8 +100,8 @@ class Point:
 
     @property
     def adds(self) -> bool:
-        """Whether it adds a residual's gradient."""
-        return self.sums_rows and OPS[self.case.op].outputs == 2
+        """Whether it adds a residual, or its gradient."""
+        return self.has_size and OPS[self.case.op].outputs == 2
 
     @property
     def element_size(self) -> int:
@@ -196,6 +197,7 @@ def activation_candidates(point: Point, default: Fields, _) -> list[list[Fields]
 
 CANDIDATES = {
     "rms_norm": forward_candidates,
+    "add_rms_norm": forward_candidates,
     "rms_norm_backward": backward_candidates,
     "add_rms_norm_backward": backward_candidates,
     "silu": activation_candidates,
@@ -213,6 +215,7 @@ class Kernels:
 
         self.plans, self.launch, self.config = module("plans"), module("launch"), module("reduce_config")
         self.rms_norm, self.backward, self.activation = map(module, ("rms_norm", "rms_norm_backward", "activation"))
+        self.add_rms_norm = module("add_rms_norm")
         self.variants = module("variants")
 
     @contextlib.contextmanager
@@ -243,13 +246,13 @@ class Kernels:
         """The fields of the plan that the package computes."""
         case, size = point.case, point.element_size
         with self.planned(None):
-            if case.op == "rms_norm":
-                plan = self.rms_norm.launch_plan(case.rows, case.hidden_size, size)
-            elif point.sums_rows:
+            if point.sums_rows:
                 multiprocessors, _ = self.backward._multiprocessors(device)
                 columns = self.columns(point, device, case.rows)
                 edges = "added" if point.adds else "one"
                 plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, edges)
+            elif point.has_size:
+                plan = self.rms_norm.default_plan(*case.shape, size, point.adds)
             else:
                 plan = self.activation.launch_plan(case.op, size)
         return dataclasses.asdict(plan)
@@ -262,7 +265,16 @@ class Kernels:
         x = sets[0].x
         rows, hidden_size = x.shape
         with self.planned(fields):
-            if point.case.op == "rms_norm":
+            if point.case.op == "add_rms_norm":
+                launch = self.add_rms_norm._forward(llama, x.dtype, x.dtype, hidden_size, rows, x.device, EPS, False)
+
+                def call(index):
+                    given = sets[index]
+                    normed, total = torch.empty_like(given.x), torch.empty_like(given.x)
+                    launch.on_five(given.x, given.residual, given.weight, normed, total)
+                    return normed, total
+
+            elif point.case.op == "rms_norm":
                 launch = self.rms_norm._forward(llama, x.dtype, x.dtype, hidden_size, rows, hidden_size, x.device, EPS)
 
                 def call(index):
@@ -305,9 +317,11 @@ class Kernels:
         *inputs_, last = (tensor.detach() for tensor in inputs.arguments)
         if not point.has_size:
             return Given(last, dy=inputs.dy)
+        if not point.sums_rows:
+            return Given(inputs_[0], last, residual=inputs_[-1])
         x = functools.reduce(torch.add, reversed(inputs_))
         dy, d_sum = inputs.dy if isinstance(inputs.dy, tuple) else (inputs.dy, None)
-        rstd = None if dy is None else self.variants.eager_rstd(x.to(torch.float32), EPS)
+        rstd = self.variants.eager_rstd(x.to(torch.float32), EPS)
         return Given(x, last, dy, rstd, d_sum)
 
     def eager(self, point: Point, inputs) -> tuple:
@@ -341,6 +355,7 @@ class Given:
     dy: Any = None
     rstd: Any = None
     d_sum: Any = None
+    residual: Any = None
 
 
 def results_of(found) -> list:
@@ -360,7 +375,7 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
     rows, hidden_size = point.case.shape
     x, dy = (torch.empty(rows, hidden_size, dtype=dtype, device=device) for _ in range(2))
     weight, rstd = torch.empty(hidden_size, dtype=dtype, device=device), torch.empty(rows, 1, device=device)
-    sets = [Given(x, weight, dy, rstd, dy if point.adds else None)]
+    sets = [Given(x, weight, dy, rstd, dy if point.adds else None, residual=dy)]
     default = kernels.default(point, device)
     stages = list(CANDIDATES[point.case.op](point, default, kernels.threads(point, device)))
     # The sum that is left over has a kernel for each number of rows.
@@ -614,7 +629,7 @@ def parse(arguments=None):
     )  # fmt: skip
     what.add_argument(
         "--rows", nargs="+", type=row_range, default=ROWS, metavar="LEAST[:MEASURED]",
-        help="from so many rows on, up to the next, and measured with so many (default: "
+        help="from so many rows on, up to the next, the last for all that are more, and measured with so many (default: "
         f"{' '.join(f'{least}:{measured}' for least, measured in ROWS)}; gradients from {TRAINING_ROWS} on)",
     )  # fmt: skip
     what.add_argument(

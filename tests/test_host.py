@@ -120,13 +120,12 @@ MOST_WARPS = 32
 
 
 def test_forward_plans_can_be_launched(module):
-    rms_norm, add_rms_norm, config = module("rms_norm"), module("add_rms_norm"), module("reduce_config")
-    unknown = module("plans").UNKNOWN
+    rms_norm, config = module("rms_norm"), module("reduce_config")
     for hidden_size, rows in itertools.product(EVERY_HIDDEN_SIZE, config.ROW_CLASSES):
         order = config.row_reduction(rows, hidden_size)
         for element_size in (2, 4):
             plan = rms_norm.launch_plan(rows, hidden_size, element_size)
-            of_sum = add_rms_norm._plan(rows, hidden_size, element_size, unknown)
+            of_sum = rms_norm.launch_plan(rows, hidden_size, element_size, added=True)
             for each in (plan, of_sum):
                 assert is_power_of_two(each.rows_per_program) and is_power_of_two(order.columns)
                 assert each.rows_per_program * order.columns << order.log2_steps <= MOST_ELEMENTS

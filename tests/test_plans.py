@@ -96,6 +96,17 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
     assert rms_norm.planned_rows(128, 2, plans.UNKNOWN) == (1, 2, 4, 8, 16)
 
 
+def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
+    write(ENTRY, {**ENTRY, "op": "add_rms_norm", "least_rows": 50, "plan": {**ENTRY["plan"], "num_warps": 8}})
+    rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    assert rms_norm.launch_plan(60, 128, 2, hopper) == rms_norm.Plan(8, 2)
+    assert rms_norm.launch_plan(60, 128, 2, hopper, added=True) == rms_norm.Plan(8, 8)
+    assert rms_norm.launch_plan(40, 128, 2, hopper, added=True) == rms_norm.default_plan(40, 128)
+    assert {16, 50} <= set(rms_norm.planned_rows(128, 2, hopper))
+    # A long row does not stay in L1 together with its residual.
+    assert rms_norm.default_plan(16, 32768).streamed and not rms_norm.default_plan(16, 32768, added=True).streamed
+
+
 FUSED = {
     "fused": True,
     "rows_per_program": 4,

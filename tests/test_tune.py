@@ -46,7 +46,7 @@ def test_candidates_are_valid_plans(kernel):
             for changes in stage:
                 for name, value in changes.items():
                     assert value in plans.FIELDS[point.case.op][name], (point, name, value)
-    assert 800 < number < 2000, "a default run is to be quick"
+    assert 800 < number < 2500, "a default run is to be quick"
 
 
 def test_plans_that_leave_many_sums_are_for_many_rows(kernel):
@@ -181,7 +181,7 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     same_bits = measure.same_bits
     # Two warps have other bits in the forward pass.
     monkeypatch.setattr(
-        measure, "same_bits", lambda found, expected: len(found) + launched[-1] != 3 and same_bits(found, expected)
+        measure, "same_bits", lambda found, expected: (len(found), launched[-1]) != (1, 2) and same_bits(found, expected)
     )
     output = tmp_path / "plans.json"
     options = tune.parse(
@@ -190,15 +190,16 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     results = tune.run(options, Cpu(seconds), 9, Console(stderr=True, width=200))
     assert [str(result.point.case) for result in results] == [
         "rms_norm 4x128",
+        "add_rms_norm 4x128",
         "rms_norm_backward 4x128",
         "add_rms_norm_backward 4x128",
         "silu 4x1024",
         "silu_backward 4x1024",
     ]
     assert not [result.error for result in results if result.error]
-    forward, backward, added, *activations = results
+    forward, of_sum, backward, added, *activations = results
     assert forward.discarded and all("num_warps 2" in plan for plan in forward.discarded)
-    assert forward.best == forward.default, "it has one warp already"
+    assert forward.best == forward.default == of_sum.best, "it has one warp already"
     for result in activations:
         assert result.best["num_warps"] == 1 < result.default["num_warps"] and result.best_ms < result.default_ms
     assert backward.best["sum_warps"] == added.best["sum_warps"] == 4

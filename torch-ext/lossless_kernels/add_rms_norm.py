@@ -33,12 +33,10 @@ from .rms_norm import (
     check_arguments,
     gradients_proved,
     in_domain,
-    kept_plan,
     launch_plan,
     original_output,
     planned_rows,
     random_weight,
-    row_size,
     subject_of,
     variant_of,
 )
@@ -93,16 +91,6 @@ def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[to
 
 # From a call's tensors to a kernel
 
-# Of longer rows and their residuals a multiprocessor's L1 would not hold what is read again (H200).
-_MAX_STREAMED_BYTES = 32 << 10
-
-
-def _plan(rows: int, hidden_size: int, element_size: int, gpu: plans.Gpu) -> Plan:
-    """That of the norm alone, whose rows are summed alike, but for rows too long to be streamed with their residuals."""
-    plan = launch_plan(rows, hidden_size, element_size, gpu)
-    too_long = plan.streamed and row_size(hidden_size, element_size) > _MAX_STREAMED_BYTES
-    return kept_plan(rows, hidden_size) if too_long else plan
-
 
 @functools.cache
 def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan: Plan, device) -> launch.Launcher:
@@ -129,7 +117,7 @@ def _forward(
         plan: another one than that for `rows`: a proof runs the very kernel of a larger call.
     """
     if plan is None:
-        plan = _plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
+        plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
     launcher = _launcher(variant.scale, *dtypes, hidden_size, row_class(rows), plan, device.index or 0)
     return launcher.bind(-(-rows // launcher.constants["ROWS"]), rows, int(store_rstd), eps)
@@ -303,7 +291,7 @@ def _gradients(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, 
 
 def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> bool:
     """Whether the kernel for such rows has proved to return the bits of the sum and of `owner.forward` of it."""
-    plan = _plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
+    plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
     rows = row_class(rows)
     key = ("add_rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", of a sum")

@@ -33,6 +33,7 @@ def _powers_of_two(least: int, most: int) -> tuple[int, ...]:
 
 
 _WARPS = _powers_of_two(1, 32)
+_FORWARD = {"rows_per_program": _powers_of_two(1, 64), "num_warps": _WARPS, "streamed": (False, True)}
 _BACKWARD = {
     "fused": (False, True),
     "rows_per_program": _powers_of_two(1, 64),
@@ -50,7 +51,8 @@ _ACTIVATION = {"block": _powers_of_two(128, 8192), "num_warps": _WARPS}
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "new_gelu", "fast_gelu", "quick_gelu")
 # For each op the fields of its plan and the values that they may take.
 FIELDS = {
-    "rms_norm": {"rows_per_program": _powers_of_two(1, 64), "num_warps": _WARPS, "streamed": (False, True)},
+    "rms_norm": _FORWARD,
+    "add_rms_norm": _FORWARD,
     "rms_norm_backward": _BACKWARD,
     "add_rms_norm_backward": _BACKWARD,
     **{name + direction: _ACTIVATION for name in _ACTIVATIONS for direction in ("", "_backward")},

@@ -130,19 +130,28 @@ _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 
 
-def launch_plan(rows: int, hidden_size: int, element_size: int = 2, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:
+# By whether the rows are those of a residual's sum.
+_OPS = {False: "rms_norm", True: "add_rms_norm"}
+
+
+def launch_plan(
+    rows: int, hidden_size: int, element_size: int = 2, gpu: plans.Gpu = plans.UNKNOWN, added: bool = False
+) -> Plan:
     """The plan for `rows` rows: the tuned one, or `default_plan` where there is none.
 
     Args:
         element_size: bytes of an element of the activations.
+        added: whether they are rows of the sum with a residual.
     """
-    tuned = plans.tuned(gpu, "rms_norm", hidden_size, rows, element_size)
-    return default_plan(rows, hidden_size, element_size) if tuned is None else Plan(**tuned)
+    tuned = plans.tuned(gpu, _OPS[added], hidden_size, rows, element_size)
+    return default_plan(rows, hidden_size, element_size, added) if tuned is None else Plan(**tuned)
 
 
 def planned_rows(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
-    """The fewest rows of every `row_class` and plan: a proof for each is a proof for any number of rows."""
-    return tuple(sorted({*ROW_CLASSES, *plans.turning_points(gpu, "rms_norm", hidden_size, element_size)}))
+    """The fewest rows of every `row_class` and plan, those of a residual's sum included: a proof for each is a proof for any
+    number of rows."""
+    turns = {rows for op in _OPS.values() for rows in plans.turning_points(gpu, op, hidden_size, element_size)}
+    return tuple(sorted({*ROW_CLASSES, *turns}))
 
 
 # Fewer rows than a training step has, and more than one makes another plan for.
@@ -151,14 +160,14 @@ _LEAST_TRAINING_ROWS, _MOST_TRAINING_ROWS = 16, 1 << 17
 
 def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, both: bool) -> tuple[int, ...]:
     """The fewest rows, from 16 on, of everything that forward and backward kernels of training are proved for apart, those
-    that add a residual's gradient included.
+    that add a residual or its gradient included.
 
     Args:
         both: whether the weight's gradient is needed as well as the input's.
     """
     gpu, size = plans.gpu(device), dtype.itemsize
     every_edges = rms_norm_backward.edges_of(dtype), "added"
-    ops = ["rms_norm", *map(rms_norm_backward.op_of, every_edges)]
+    ops = [*_OPS.values(), *map(rms_norm_backward.op_of, every_edges)]
     turns = {rows for op in ops for rows in plans.turning_points(gpu, op, hidden_size, size)}
     powers = (1 << power for power in range(_MOST_TRAINING_ROWS.bit_length()))
     found = {}
@@ -167,25 +176,17 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
             proofs = (
                 rms_norm_backward.proof_class(rows, hidden_size, device, both, size, edges) for edges in every_edges
             )
-            found.setdefault((launch_plan(rows, hidden_size, size, gpu), *proofs), rows)
+            forwards = (launch_plan(rows, hidden_size, size, gpu, added) for added in _OPS)
+            found.setdefault((*forwards, *proofs), rows)
     return tuple(found.values())
 
 
-def row_size(hidden_size: int, element_size: int) -> int:
-    """The bytes of a row, up to the next power of two."""
-    return (1 << (hidden_size - 1).bit_length()) * element_size
-
-
-def default_plan(rows: int, hidden_size: int, element_size: int = 2) -> Plan:
-    """A sound plan for any GPU; rows of one `row_class` share it."""
-    size = row_size(hidden_size, element_size)
-    if size > _MAX_KEPT_BYTES:
+def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False) -> Plan:
+    """A sound plan for any GPU; rows of one `row_class` share it. The arguments are those of `launch_plan`."""
+    size = (1 << (hidden_size - 1).bit_length()) * element_size
+    # With residuals so long a row does not stay in a multiprocessor's L1 until it is read again (H200).
+    if size > _MAX_KEPT_BYTES and not added:
         return Plan(1, min(size // _STREAMED_BYTES_PER_WARP, _MAX_WARPS), streamed=True)
-    return kept_plan(rows, hidden_size)
-
-
-def kept_plan(rows: int, hidden_size: int) -> Plan:
-    """`default_plan` of rows that wait in registers, whatever their size."""
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
@@ -194,7 +195,7 @@ def kept_plan(rows: int, hidden_size: int) -> Plan:
 
 
 def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
-    """`kept_plan` for the sum of `F.rms_norm`, whose lanes are so few that more threads would have to exchange what they loaded."""
+    """The plan for the sum of `F.rms_norm`, whose lanes are so few that more threads would have to exchange what they loaded."""
     order = fused_row_reduction(hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))

@@ -37,8 +37,16 @@ def _load_weight(weight_ptr, column, in_row, SCALE: tl.constexpr, EVICTION: tl.c
 
 
 @triton.jit
-def _sum_of_squares(
-    h,
+def _mean_factor(rows, HIDDEN_SIZE: tl.constexpr):
+    """What ATen multiplies a sum by: a quotient of two fp32 numbers, beyond 2**24 elements not always fp32(1 / hidden_size)."""
+    return tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
+
+
+@triton.jit
+def _mean_of_squares(
+    x,
+    rows,
+    HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOG2_STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -46,11 +54,19 @@ def _sum_of_squares(
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
 ):
-    """Of each row of h [ROWS, STEPS, COLUMNS], as ATen's kernel for RMSNorm adds them with FUSED, as its reduction otherwise."""
+    """Of each row of x [ROWS, STEPS, COLUMNS], as ATen's kernel for RMSNorm adds them with FUSED, as its reduction otherwise."""
     if FUSED:
-        return fused_sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT)
+        total = fused_sum_of_squares(x.to(tl.float32), ROWS, LOG2_STEPS, WIDTH, HEIGHT)
+        return divide(total, tl.full([ROWS], HIDDEN_SIZE, tl.float32))
+    elif WIDTH > 32:
+        # At most 15 rows, whose time is latency: the division is done while x is on its way (and has a branch, before which
+        # the compiler also leaves the load of the weight), and warps exchange x before it is widened.
+        factor = _mean_factor(rows, HIDDEN_SIZE)
+        return row_sum(x, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, SQUARES=True) * factor
     else:
-        return row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+        h = x.to(tl.float32)
+        total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+        return total * _mean_factor(rows, HIDDEN_SIZE)
 
 
 @triton.jit
@@ -62,11 +78,12 @@ def _load_sum(x_ptr, residual_ptr, offset, mask, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def _streamed_sum_of_squares(
+def _streamed_mean_of_squares(
     x_ptr,
     residual_ptr,
     start,
     in_range,
+    rows,
     HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -97,18 +114,9 @@ def _streamed_sum_of_squares(
         for step in tl.static_range(AT_ONCE):
             h = steps[step].to(tl.float32)
             total += h * h
-    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED)
-
-
-@triton.jit
-def _rstd(total, rows, eps, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, FUSED: tl.constexpr):
-    """rsqrt(mean + eps) from a row's sum of squares: of each of [ROWS]."""
-    if FUSED:
-        mean = divide(total, tl.full([ROWS], HIDDEN_SIZE, tl.float32))
-    else:
-        # ATen multiplies by this quotient of two fp32 numbers; beyond 2**24 elements it is not always fp32(1 / hidden_size).
-        mean = total * tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
-    return rsqrt(mean + eps)
+    FEW_STEPS: tl.constexpr = STEPS > 1 and STEPS <= 4
+    squares = sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=FEW_STEPS)
+    return squares * _mean_factor(rows, HIDDEN_SIZE)
 
 
 @triton.jit
@@ -161,15 +169,15 @@ def rms_norm_forward(
     out_offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
 
     if STREAMED:
-        total = _streamed_sum_of_squares(
-            x_ptr, x_ptr, start, in_range, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
+        mean = _streamed_mean_of_squares(
+            x_ptr, x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
         )  # fmt: skip
     else:
         x = tl.load(x_ptr + x_offset, mask=mask, other=0.0)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
+        mean = _mean_of_squares(x, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
         h = x.to(tl.float32)
-        total = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
-    rstd = _rstd(total, rows, eps, HIDDEN_SIZE, ROWS, FUSED)
+    rstd = rsqrt(mean + eps)
     if STREAMED:
         h = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
@@ -211,16 +219,16 @@ def add_rms_norm_forward(
     offset = start[:, None, None] + column[None, :, :]
 
     if STREAMED:
-        squares = _streamed_sum_of_squares(
-            x_ptr, residual_ptr, start, in_range, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
+        mean = _streamed_mean_of_squares(
+            x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
         )  # fmt: skip
     else:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "")
         tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
-        squares = _sum_of_squares(h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
-    rstd = _rstd(squares, rows, eps, HIDDEN_SIZE, ROWS, False)
+        mean = _mean_of_squares(total, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
+    rstd = rsqrt(mean + eps)
     if STREAMED:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
         tl.store(sum_ptr + offset, total, mask=mask)
@@ -533,7 +541,7 @@ def rms_norm_backward_streamed(
                 if ADD and step == STEPS // 2:
                     # Not from the start: it would be in the way of what is waited for.
                     prefetch(d_sum_ptr + dx_row + line)
-            d_rstd = sum_of_columns(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True)
+            d_rstd = sum_of_columns(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True, EXCHANGE_ONCE=not ADD)
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
             longer = ()

@@ -19,6 +19,42 @@ def _sum_halves(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.const
 
 
 @triton.jit
+def _apart(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr):
+    """[ROWS, LENGTH, REST] -> LENGTH of [ROWS, REST], which lie in one thread: what is elsewhere is brought there.
+
+    After k splits, element j of `parts` holds what is j modulo 2**k.
+    """
+    parts = (tl.permute(values, [0, 2, 1]),)
+    for level in tl.static_range(10):
+        if (LENGTH >> level) > 1:
+            even = ()
+            odd = ()
+            for j in tl.static_range(1 << level):
+                pairs = tl.reshape(parts[j], [ROWS, REST, LENGTH >> (level + 1), 2])
+                first, second = tl.split(pairs)
+                even = even + (first,)
+                odd = odd + (second,)
+            parts = even + odd
+    found = ()
+    for j in tl.static_range(LENGTH):
+        found = found + (tl.reshape(parts[j], [ROWS, REST]),)
+    return found
+
+
+@triton.jit
+def _sum_halves_apart(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr):
+    """`_sum_halves` of lanes in different warps, which exchange once for all levels instead of once for each."""
+    parts = _apart(values, ROWS, LENGTH, REST)
+    for level in tl.static_range(10):
+        if (LENGTH >> level) > 1:
+            sums = ()
+            for j in tl.static_range(LENGTH >> (level + 1)):
+                sums = sums + (parts[j] + parts[j + (LENGTH >> (level + 1))],)
+            parts = sums
+    return tl.reshape(parts[0], [ROWS, 1, REST])
+
+
+@triton.jit
 def _sum_in_sequence(
     total,
     values,
@@ -26,39 +62,38 @@ def _sum_in_sequence(
     LOG2_STEPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SQUARES: tl.constexpr = False,
+    FMA: tl.constexpr = False,
 ):
     """total [ROWS, COLUMNS], values [ROWS, STEPS, COLUMNS] -> ((total + step 0) + step 1) + ...
 
-    With SQUARES the steps are squared, and each product and sum is one FMA.
-    The steps of one column are brought into one thread and taken apart there: after k splits, element j of `parts` holds
-    the steps that are j modulo 2**k.
+    With SQUARES the steps are squared in fp32, with FMA each square and its sum in one rounding.
     """
-    parts = (tl.permute(values, [0, 2, 1]),)
-    for level in tl.static_range(LOG2_STEPS):
-        even = ()
-        odd = ()
-        for j in tl.static_range(1 << level):
-            pairs = tl.reshape(parts[j], [ROWS, COLUMNS, 1 << (LOG2_STEPS - level - 1), 2])
-            first, second = tl.split(pairs)
-            even = even + (first,)
-            odd = odd + (second,)
-        parts = even + odd
+    steps = _apart(values, ROWS, 1 << LOG2_STEPS, COLUMNS)
     for j in tl.static_range(1 << LOG2_STEPS):
-        step = tl.reshape(parts[j], [ROWS, COLUMNS])
-        if SQUARES:
+        step = steps[j].to(tl.float32)
+        if FMA:
             total = tl.fma(step, step, total)
+        elif SQUARES:
+            total = total + step * step
         else:
             total = total + step
     return total
 
 
 @triton.jit
-def _sum_of_lanes(lanes, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr):
+def _sum_of_lanes(lanes, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, EXCHANGE_ONCE: tl.constexpr):
     """[ROWS, HEIGHT * WIDTH] -> [ROWS]. Lane t is thread (t % WIDTH, t // WIDTH) of ATen's block, which reduces along x and
     then along y."""
     by_x = tl.permute(tl.reshape(lanes, [ROWS, HEIGHT, WIDTH]), [0, 2, 1])
-    by_y = tl.reshape(_sum_halves(by_x, ROWS, WIDTH, HEIGHT), [ROWS, HEIGHT, 1])
-    return tl.reshape(_sum_halves(by_y, ROWS, HEIGHT, 1), [ROWS])
+    if EXCHANGE_ONCE:
+        IN_WARP: tl.constexpr = WIDTH if WIDTH < 32 else 32
+        warps = tl.reshape(by_x, [ROWS, WIDTH // IN_WARP, IN_WARP * HEIGHT])
+        warp = tl.reshape(_sum_halves_apart(warps, ROWS, WIDTH // IN_WARP, IN_WARP * HEIGHT), [ROWS, IN_WARP, HEIGHT])
+        by_y = tl.reshape(_sum_halves(warp, ROWS, IN_WARP, HEIGHT), [ROWS, HEIGHT, 1])
+        return tl.reshape(_sum_halves_apart(by_y, ROWS, HEIGHT, 1), [ROWS])
+    else:
+        by_y = tl.reshape(_sum_halves(by_x, ROWS, WIDTH, HEIGHT), [ROWS, HEIGHT, 1])
+        return tl.reshape(_sum_halves(by_y, ROWS, HEIGHT, 1), [ROWS])
 
 
 @triton.jit
@@ -69,30 +104,44 @@ def row_sum(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    SQUARES: tl.constexpr = False,
 ):
     """Sum of each row of a tile as ATen's reduction over the last, contiguous dimension computes it.
 
-    values: [ROWS, STEPS, COLUMNS] fp32, in memory order and zero beyond the row's end. ATen gives each of LANES = WIDTH *
-    HEIGHT lanes four accumulators. With vectorised loads lane t's take the elements 4t .. 4t+3 of every step, and COLUMNS is
-    4 * LANES; without (fewer than 128 elements) a step is what one accumulator of every lane takes, and COLUMNS is LANES.
-    Returns [ROWS] fp32.
+    values: [ROWS, STEPS, COLUMNS], in memory order and zero beyond the row's end: fp32, or with SQUARES what is squared in
+    fp32. ATen gives each of LANES = WIDTH * HEIGHT lanes four accumulators. With vectorised loads lane t's take the elements
+    4t .. 4t+3 of every step, and COLUMNS is 4 * LANES; without (fewer than 128 elements) a step is what one accumulator of
+    every lane takes, and COLUMNS is LANES. Returns [ROWS] fp32.
     """
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     # From an explicit zero, as ATen does: negative zeros sum to +0.
     zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, COLUMNS)
-    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED)
+    total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, COLUMNS, SQUARES)
+    FEW_STEPS: tl.constexpr = LOG2_STEPS == 1 or LOG2_STEPS == 2
+    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=FEW_STEPS)
 
 
 @triton.jit
-def sum_of_columns(total, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, VECTORIZED: tl.constexpr):
-    """The rest of `row_sum`, from the sums of all steps: [ROWS, COLUMNS] -> [ROWS]."""
+def sum_of_columns(
+    total,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    VECTORIZED: tl.constexpr,
+    EXCHANGE_ONCE: tl.constexpr,
+):
+    """The rest of `row_sum`, from the sums of all steps: [ROWS, COLUMNS] -> [ROWS].
+
+    With EXCHANGE_ONCE warps exchange lanes once for all levels of a dimension, otherwise once for each: the former takes
+    fewer barriers. Where a column has one step or more than four, the compiler takes that exchange back into the row itself,
+    which costs more than it saves (H200).
+    """
     if VECTORIZED:
         even, odd = tl.split(tl.reshape(total, [ROWS, WIDTH * HEIGHT, 2, 2]))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         total = ((first + second) + third) + fourth
-    return _sum_of_lanes(total, ROWS, WIDTH, HEIGHT)
+    return _sum_of_lanes(total, ROWS, WIDTH, HEIGHT, EXCHANGE_ONCE)
 
 
 @triton.jit
@@ -110,9 +159,9 @@ def fused_sum_of_squares(
     by_lane = tl.permute(tl.reshape(values, [ROWS, STEPS, LANES, 4]), [0, 1, 3, 2])
     zero = tl.zeros([ROWS, LANES], dtype=tl.float32)
     lanes = _sum_in_sequence(
-        zero, tl.reshape(by_lane, [ROWS, 4 * STEPS, LANES]), ROWS, LOG2_STEPS + 2, LANES, SQUARES=True
+        zero, tl.reshape(by_lane, [ROWS, 4 * STEPS, LANES]), ROWS, LOG2_STEPS + 2, LANES, SQUARES=True, FMA=True
     )
-    return _sum_of_lanes(lanes, ROWS, WIDTH, HEIGHT)
+    return _sum_of_lanes(lanes, ROWS, WIDTH, HEIGHT, EXCHANGE_ONCE=False)
 
 
 @triton.jit
