@@ -984,3 +984,27 @@ def test_launch_stands_in_for_tensors_that_are_left_out(module):
         family._forward(variant, x.dtype, weight.dtype, 64, 16, 64, CPU, 1e-5, store_rstd)(x, weight, *tensors)
     assert_bits_equal(outs[0], outs[1])
     assert outs[0].all() and rstd.all()
+
+
+@pytest.mark.parametrize(
+    "shortage",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_proof_without_memory_refuses_nothing_for_good(module, monkeypatch, shortage):
+    proof, domain = module("proof"), module("domain")
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+
+    def comparisons():
+        if short:
+            raise shortage
+        yield "the output", torch.ones(3), torch.ones(3)
+
+    key, subject, calls = object(), proof.Subject(torch.nn.Identity.forward, torch.device("cpu"), "here"), {}
+    short = True
+    assert not proof.admits(key, subject, comparisons)
+    assert domain.remember(calls, "a call", None) is None and not calls
+    short = False
+    assert proof.admits(key, subject, comparisons)
+    domain.remember(calls, "another", None)
+    assert calls == {"another": None}

@@ -1,6 +1,7 @@
 """What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
 
 import re
+import threading
 from types import MethodType
 
 import torch
@@ -111,17 +112,22 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
 # Calls that are not in the table yet; a None there means that the original forward runs.
 UNSEEN = object()
 _MAX_CALLS = 4096
+# Of this thread: `found_no_memory` is whether its last proof did not.
+proofs = threading.local()
 
 
 def remember(calls: dict, key, call):
     """Puts what a call resolved to into the family's table and returns it.
 
-    A refusal inside a CUDA graph's capture is not kept: a proof could not run there. Nor is what nothing was proved for.
+    A refusal inside a CUDA graph's capture is not kept: a proof could not run there. Nor is one for which a proof found no
+    memory, nor what nothing was proved for.
     """
     if launch.is_asking():
         return call
-    if call is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return None
+    if call is None:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if capturing or getattr(proofs, "found_no_memory", False):
+            return None
     if len(calls) >= _MAX_CALLS:
         calls.clear()
     calls[key] = call

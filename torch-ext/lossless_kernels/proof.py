@@ -24,6 +24,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import launch
+from .domain import proofs
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -101,6 +102,11 @@ def differing(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     bits = _BIT_VIEWS[actual.element_size()]
     same = (actual.view(bits) == expected.view(bits)) | (actual.isnan() & expected.isnan())
     return same.logical_not().sum()
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether the GPU's memory was full. Triton and CUDA, which load a kernel at its first launch, say so in words alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def no_saved_tensor_hooks():
@@ -223,8 +229,12 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
         start, compiling, held = time.perf_counter(), launch.seconds_compiling, []
         try:
             chosen, reason = _first_equal(subject.device, candidates, held)
-        except torch.OutOfMemoryError:  # It may pass: the next call tries again.
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            proofs.found_no_memory = True  # It may pass: the next call tries again.
             return None
+        proofs.found_no_memory = False
         seconds = time.perf_counter() - start - (launch.seconds_compiling - compiling)
         verdict = Verdict(subject, reason, chosen, seconds, max(held, default=0))
         if reason is not None:
@@ -260,9 +270,9 @@ def _disproof(device, comparisons, held) -> Optional[str]:
                 held.append(memory(device) - before)
                 found.setdefault(what, []).append(differing(actual, expected))
             wrong = {what: sum(int(count) for count in counts) for what, counts in found.items()}
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # No C compiler, out of resources, another assembler: whatever it is, eager still works.
+        if is_shortage(error):
+            raise
         return f"{type(error).__name__}: {error}".strip()
     wrong = {what: count for what, count in wrong.items() if count}
     return ", ".join(f"{count} elements of {what} differ" for what, count in wrong.items()) or None
