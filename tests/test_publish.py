@@ -356,8 +356,8 @@ def test_card(published):
 
 def test_figures_of_the_card_are_those_of_the_readme():
     readme, card = (ROOT / "README.md").read_text(), (ROOT / "CARD.md").read_text()
-    rows = [line for line in card.splitlines() if re.match(r"\| (baseline|only|both)", line)]
-    assert len(rows) == 4
+    rows = [line for line in card.splitlines() if re.match(r"\| (baseline|only|both|all)", line)]
+    assert len(rows) == 5
     for row in rows:
         assert row in readme
     assert re.search(r"NVIDIA H200.*torch 2\.11.*Triton 3\.6", card, re.DOTALL)
