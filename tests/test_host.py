@@ -994,8 +994,12 @@ def test_launch_stands_in_for_tensors_that_are_left_out(module):
 def test_a_proof_without_memory_refuses_nothing_for_good(module, monkeypatch, shortage):
     proof, domain = module("proof"), module("domain")
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    monkeypatch.setattr(proof, "_full_until", {})
+    monkeypatch.setattr(domain.proofs, "no_memory_until", 0.0)
+    tries = []
 
     def comparisons():
+        tries.append(short)
         if short:
             raise shortage
         yield "the output", torch.ones(3), torch.ones(3)
@@ -1005,6 +1009,11 @@ def test_a_proof_without_memory_refuses_nothing_for_good(module, monkeypatch, sh
     assert not proof.admits(key, subject, comparisons)
     assert domain.remember(calls, "a call", None) is None and not calls
     short = False
+    assert not proof.admits(key, subject, comparisons)
+    assert domain.remember(calls, "a call", None) is None and not calls
+    assert tries == [True], "not at every call"
+    proof._full_until.clear()
+    domain.proofs.no_memory_until = 0.0
     assert proof.admits(key, subject, comparisons)
     domain.remember(calls, "another", None)
     assert calls == {"another": None}

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from types import MethodType
 
 import torch
@@ -112,21 +113,28 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
 # Calls that are not in the table yet; a None there means that the original forward runs.
 UNSEEN = object()
 _MAX_CALLS = 4096
-# Of this thread: `found_no_memory` is whether its last proof did not.
-proofs = threading.local()
+
+
+class _Proofs(threading.local):
+    """Of this thread: until when a refusal may be for want of memory for a proof, by `time.monotonic()`."""
+
+    no_memory_until = 0.0
+
+
+proofs = _Proofs()
 
 
 def remember(calls: dict, key, call):
     """Puts what a call resolved to into the family's table and returns it.
 
-    A refusal inside a CUDA graph's capture is not kept: a proof could not run there. Nor is one for which a proof found no
+    A refusal inside a CUDA graph's capture is not kept: a proof could not run there. Nor is one that may be for want of
     memory, nor what nothing was proved for.
     """
     if launch.is_asking():
         return call
     if call is None:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if capturing or getattr(proofs, "found_no_memory", False):
+        if capturing or time.monotonic() < proofs.no_memory_until:
             return None
     if len(calls) >= _MAX_CALLS:
         calls.clear()

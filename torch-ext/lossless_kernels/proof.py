@@ -77,6 +77,9 @@ _relying: dict[Callable, set[Callable]] = {}
 # Forward functions that met tensors no kernel takes: the reasons.
 _outside: dict[Callable, set[str]] = {}
 _warned: set[Callable] = set()
+# Devices whose memory was full, and until when nothing is proved there: each try has the allocator give up what it keeps.
+_full_until: dict[torch.device, float] = {}
+_PAUSE_SECONDS = 10.0
 _lock = threading.RLock()
 
 
@@ -226,15 +229,18 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
     with _lock:
         if key in _verdicts:
             return _verdicts[key]
+        if time.monotonic() < _full_until.get(subject.device, 0.0):
+            proofs.no_memory_until = time.monotonic() + _PAUSE_SECONDS
+            return None
         start, compiling, held = time.perf_counter(), launch.seconds_compiling, []
         try:
             chosen, reason = _first_equal(subject.device, candidates, held)
         except Exception as error:
             if not is_shortage(error):
                 raise
-            proofs.found_no_memory = True  # It may pass: the next call tries again.
+            # It may pass: a later call tries again.
+            proofs.no_memory_until = _full_until[subject.device] = time.monotonic() + _PAUSE_SECONDS
             return None
-        proofs.found_no_memory = False
         seconds = time.perf_counter() - start - (launch.seconds_compiling - compiling)
         verdict = Verdict(subject, reason, chosen, seconds, max(held, default=0))
         if reason is not None:
