@@ -30,8 +30,9 @@ build: $(READY) ## build/torch-{cuda,rocm,cpu}, what the Hub ships
 test: lint build ## everything that needs no GPU
 	$(PY) -m pytest -n 2 --dist worksteal -m "not gpu and not gpu2"
 
-test-gpu: build ## everything that needs a GPU
-	$(PY) -m pytest -m "gpu or gpu2"
+test-gpu: build ## everything that needs a GPU, and the sweep over transformers on it
+	$(PY) -m pytest -n 6 --dist worksteal -m "(gpu or either) and not alone"
+	$(PY) -m pytest -m "alone or gpu2"
 
 demo: build ## kernelize a Llama and compare, then from a local Hub: make demo ARGS="--help"
 	$(PY) examples/kernelize_llama.py $(ARGS)

@@ -43,6 +43,11 @@ def pytest_runtest_setup(item):
     for marker, needed in (("gpu", 1), ("gpu2", 2)):
         if item.get_closest_marker(marker) and gpus < needed:
             pytest.skip(f"needs {needed} CUDA device{'s' * (needed > 1)}, torch sees {gpus or 'no CUDA device'}")
+    alone = item.get_closest_marker("alone")
+    if alone and gpus and (needed := alone.kwargs.get("gib", 0)) > (
+        has := torch.cuda.get_device_properties(0).total_memory >> 30
+    ):
+        pytest.skip(f"needs {needed} GiB of a GPU's memory, this one has {has}")
 
 
 @pytest.fixture(scope="session")

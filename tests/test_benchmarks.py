@@ -384,6 +384,7 @@ def test_kernels_benchmark_finds_the_classes_and_demands_bits(build, run_python)
 # On a GPU
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_quick_run_on_a_gpu(build, tmp_path):
     files = ["--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md", "--plots", tmp_path / "plots"]

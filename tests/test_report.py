@@ -10,6 +10,8 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+pytestmark = pytest.mark.either
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

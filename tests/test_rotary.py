@@ -510,6 +510,7 @@ def test_special_values(rotary, seed, dtype):
             assert_same(*found, "gradients of special values")
 
 
+@pytest.mark.alone(gib=90)
 @gpu
 def test_beyond_two_to_the_31_elements(rotary):
     q = torch.empty(1, 70_000, 32, 1024, dtype=torch.bfloat16, device=DEVICE).normal_().transpose(1, 2)

@@ -15,6 +15,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+pytestmark = pytest.mark.either
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What may keep its original forward, by class name; each has its reason in docs/replaced.md.
 KEPT = {

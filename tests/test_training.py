@@ -145,6 +145,7 @@ def test_training_is_the_same(kernel, seed, case):
     train_and_compare(llama(seed, dtype), kernel, random_batches(seed, steps, batch=4), step=step, **options)
 
 
+@pytest.mark.alone
 def test_training_70m_is_the_same_and_faster(kernel, seed):
     model = llama(seed, BF16, hidden_size=1024, intermediate_size=4096, heads=16)
     batches = random_batches(seed, STEPS, batch=8)

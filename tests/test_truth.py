@@ -106,6 +106,7 @@ def test_rms_norm_of_tiny_rows(kernel, refusals, seed):
                 assert_same(kernel.rms_norm(x, weight, 0.0), eager(x, weight, 0.0), f"2**{exponent} {dtype}")
 
 
+@pytest.mark.alone(gib=90)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rms_norm_beyond_two_to_the_31_elements(kernel, refusals, dtype):
     rows, hidden_size = (70_000, 32_768) if dtype == torch.bfloat16 else (530_000, 4_096)
@@ -321,6 +322,7 @@ def test_gated_activation_of_many_fp32_triples(kernel, refusals, seed, name):
             assert_same(found, expected, f"scale {scale}")
 
 
+@pytest.mark.alone(gib=90)
 @each_gated
 def test_gated_activation_beyond_two_to_the_31_elements(kernel, refusals, name):
     ours, eagers = gated(kernel, name)
@@ -402,6 +404,7 @@ def test_add_rms_norm(kernel, module, refusals, seed):
     assert backward._resolved and None not in backward._resolved.values()
 
 
+@pytest.mark.alone(gib=90)
 @pytest.mark.parametrize("shape", [(70_000, 32_768), (300_000, 4096)], ids=str)
 def test_add_rms_norm_beyond_two_to_the_31(kernel, refusals, shape):
     """Elements in inference; bytes in training, where ATen sums dweight in parts."""
@@ -678,6 +681,7 @@ def test_proof_finds_every_wrong_formula(module, monkeypatch):
     assert caught == 1000
 
 
+@pytest.mark.alone
 def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
     """Compilation apart, up to a hidden size of 4096: beyond, ATen's own sum over 1024 rows takes more than 64 MB."""
     proof, family, llama = module("proof"), module("rms_norm"), module("variants").LLAMA
@@ -707,6 +711,7 @@ def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
     assert max(held for _, held in costs) < 64, costs
 
 
+@pytest.mark.alone
 def test_a_known_verdict_costs_a_lookup(kernel, module):
     proof = module("proof")
     kernel.rms_norm(torch.randn(16, 1024, device="cuda"), torch.ones(1024, device="cuda"), EPS)
@@ -730,6 +735,7 @@ def test_rms_norm_gradients_of_rows_that_lie_apart(kernel, refusals, padding, hi
 
 
 # Exactly 2 GiB is summed at once, one row more in two parts; then four parts, and long rows.
+@pytest.mark.alone(gib=90)
 @pytest.mark.parametrize(
     "shape", [(262_144, 4096), (262_145, 4096), (300_000, 4096), (1_200_000, 2048), (33_000, 32_768)], ids=str
 )
@@ -743,6 +749,7 @@ def test_rms_norm_gradients_beyond_two_to_the_31_bytes(kernel, refusals, shape):
             assert_bits_equal(a, b, f"{name}, part {part}")
 
 
+@pytest.mark.alone(gib=90)
 @pytest.mark.parametrize("shape, dtype", [((29_000, 32_768), torch.bfloat16), ((29_100, 20_480), torch.float16)])
 def test_rms_norm_gradients_beyond_the_registers(kernel, module, refusals, seed, shape, dtype):
     """So many long rows are streamed."""
@@ -787,6 +794,7 @@ def test_inference_allocates_the_output_and_nothing_else(kernel, refusals):
         assert torch.cuda.max_memory_allocated() - start == out.numel() * out.element_size()
 
 
+@pytest.mark.alone
 def test_host_time_is_not_above_the_native_operator(kernel, module, refusals):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -820,6 +828,7 @@ def test_host_time_is_not_above_the_native_operator(kernel, module, refusals):
     assert layer <= operator
 
 
+@pytest.mark.alone
 def test_backward_is_not_slower_than_torch_compile(kernel, refusals):
     from triton.testing import do_bench
 

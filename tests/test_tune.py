@@ -256,6 +256,7 @@ def test_without_a_gpu_it_says_so():
     assert done.returncode == 2 and done.stderr == "tune: error: an NVIDIA GPU is needed and torch sees none\n"
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_quick_run_on_a_gpu(build, tmp_path):
     output = tmp_path / "plans.json"
