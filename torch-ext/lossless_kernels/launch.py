@@ -23,8 +23,11 @@ except ImportError:  # The package loads without Triton; the eager formulas run.
 # Older ones have no `knobs`, and are not worth a second way of doing everything.
 AVAILABLE = hasattr(triton, "knobs")
 INTERPRETED = AVAILABLE and bool(triton.knobs.runtime.interpret)
-# The compiled kernel's launcher takes its arguments in an order that is Triton's own business: known for these versions.
-_KNOWN_INTERFACE = AVAILABLE and triton.__version__.startswith("3.6.")
+# How the launcher of a compiled kernel takes its arguments is Triton's own business: known for CUDA and these versions.
+_VERSION = ".".join(triton.__version__.split(".")[:2]) if AVAILABLE else ""
+_KNOWN_INTERFACE = _VERSION in ("3.6", "3.7") and torch.version.hip is None
+# Before 3.7 the kernel's arguments follow one by one, since then in a tuple.
+_ONE_BY_ONE = _VERSION == "3.6"
 
 # Triton compiles for pointers that are multiples of 16 bytes where it meets such.
 _ALIGNMENT_MASK = 15
@@ -139,16 +142,14 @@ class Launcher:
         aligned = not any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
         if aligned and _KNOWN_INTERFACE and hasattr(run, "launch"):
             if run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+                kernel = compiled.function, run.launch_cooperative_grid, run.launch_pdl
                 no_scratch = (None, None)
                 no_metadata_no_hooks = (None, None, None)
-                self.fixed = (
-                    compiled.function,
-                    run.launch_cooperative_grid,
-                    run.launch_pdl,
-                    *no_scratch,
-                    compiled.packed_metadata,
-                    *no_metadata_no_hooks,
-                )
+                if _ONE_BY_ONE:
+                    self.fixed = (*kernel, *no_scratch, compiled.packed_metadata, *no_metadata_no_hooks)
+                else:
+                    kinds = run.arg_annotations, run.kernel_signature
+                    self.fixed = (*kernel, compiled.packed_metadata, *no_metadata_no_hooks, *no_scratch, *kinds)
                 self.launch = run.launch
 
 
@@ -219,5 +220,6 @@ class Launch:
             launch, before = launcher.launch, (self._blocks, 1, 1, stream, *launcher.fixed)
             self._kept = (stream, launch, before)
         # Tuples that exist are joined faster than their items are passed one by one.
-        launch(*(before + pointers + self._arguments_after[len(pointers)]))
+        arguments = pointers + self._arguments_after[len(pointers)]
+        launch(*(before + (arguments if _ONE_BY_ONE else (arguments,))))
         return True

@@ -1,0 +1,159 @@
+"""What reaches the CUDA driver: by the short path what Triton's own call sends, on any machine with a C compiler.
+
+A driver that launches nothing stands in for NVIDIA's; everything above it is real.
+"""
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's own driver launches here"),
+    pytest.mark.skipif(
+        not Path(sysconfig.get_path("include"), "Python.h").exists(),
+        reason="Triton builds its way to the driver in C, and Python's headers are not installed",
+    ),
+]
+
+LAUNCHES = """
+    import contextlib, ctypes, importlib, json, os, sys
+    from pathlib import Path
+
+    os.environ["LOSSLESS_PROOF"] = "off"
+    driver = ctypes.CDLL(os.environ["FAKE_DRIVER"], mode=ctypes.RTLD_GLOBAL)
+    import torch, triton
+    from kernels import get_local_kernel
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class Driver(CudaDriver):
+        get_current_device = lambda self: 0
+        get_current_stream = lambda self, device: stream
+        get_device_capability = lambda self, device: (9, 0)
+        set_current_device = lambda self, device: None
+
+        def __init__(self):
+            # What torch knows of a GPU is not asked for.
+            from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+
+            self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+
+    class Launch(ctypes.Structure):
+        _fields_ = [
+            ("function", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("grid", ctypes.c_uint32 * 3),
+            ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_uint32), ("attributes", ctypes.c_uint32),
+            ("parameters", ctypes.c_uint64 * 64),
+        ]
+
+    stream = 7
+    triton.runtime.driver.set_active(Driver())
+    torch.cuda.device = lambda index: contextlib.nullcontext()
+    kernel = get_local_kernel(Path("build"))
+    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+    launch, domain, proof = map(module, ("launch", "domain", "proof"))
+    domain._KERNEL_DEVICE = "cpu"
+    launch._current_stream = lambda device: stream
+    through_triton, found = launch.Launcher.through_triton, {}
+    BITS = {"i32": 32, "fp32": 32, "i64": 64}
+
+    def launched(call, widths):
+        before = ctypes.c_int.in_dll(driver, "launches").value
+        ctypes.c_int.in_dll(driver, "parameters_of_a_launch").value = len(widths)
+        result = call()
+        last = Launch.in_dll(driver, "last_launch")
+        seen = {name: getattr(last, name) for name in ("function", "stream", "shared", "attributes")}
+        seen.update(grid=list(last.grid), block=list(last.block))
+        seen["parameters"] = [value & ((1 << bits) - 1) for value, bits in zip(last.parameters, widths)]
+        return result, ctypes.c_int.in_dll(driver, "launches").value - before, seen
+
+    def twice(self, blocks, tensors, scalars):
+        global stream
+        parameters = [p for p in self.kernel.params if not p.is_constexpr]
+        pointers = len(parameters) - len(scalars)
+        widths = [64] * pointers + [BITS[p.annotation_type] for p in parameters[pointers:]]
+        _, times, triton_sent = launched(lambda: through_triton(self, blocks, tensors, scalars), widths)
+        assert times == 1
+        one = self.bind(blocks, *scalars)
+        short = []
+        for stream in (7, 7, 8):
+            values = tuple(tensor.data_ptr() for tensor in tensors)
+            taken, times, sent = launched(lambda: one._enqueue(values, 0), widths)
+            short.append({"taken": taken, "times": times, "sent": sent})
+        stream = 7
+        # What is left out is an empty tensor there and a null pointer here: neither is looked at.
+        given = [True] * len(tensors) + [False] * (pointers - len(tensors)) + [True] * len(scalars)
+        name = f"{self.kernel.__name__} of {len(tensors)}"
+        found.setdefault(name, {"triton": triton_sent, "short": short, "given": given})
+        self.launch = None
+
+    launch.Launcher.through_triton = twice
+    x, residual, dy = torch.randn(3, 64, 1024).bfloat16()
+    weight = torch.randn(1024).bfloat16()
+    kernel.rms_norm(x, weight, 1e-6)
+    kernel.rms_norm(x.requires_grad_(), weight.requires_grad_(), 1e-6).backward(dy)
+    normed, total = kernel.fused_add_rms_norm(x, residual, weight, 1e-6)
+    torch.autograd.backward((normed, total), (dy, dy))
+    kernel.silu(x).backward(dy)
+    kernel.silu_and_mul(x, residual.requires_grad_()).backward(dy)
+    with torch.no_grad():
+        kernel.silu(x), kernel.silu_and_mul(x, residual), kernel.fused_add_rms_norm(x, residual, weight, 1e-6)
+    q = torch.randn(2, 4, 16, 64).bfloat16().requires_grad_()
+    cos, sin = torch.randn(2, 2, 16, 64).bfloat16()
+    turned, _ = kernel.apply_rotary_pos_emb(q, q, cos, sin)
+    turned.backward(torch.randn_like(turned))
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("driver")
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    library = folder / "libcuda.so.1"
+    command = [os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1", "-I"]
+    subprocess.run([*command, headers, Path(__file__).with_name("fake_driver.c"), "-o", library], check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def launches(fake_driver, build, run_python, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("triton")
+    done = run_python(LAUNCHES, FAKE_DRIVER=fake_driver, TRITON_LIBCUDA_PATH=fake_driver.parent, TRITON_CACHE_DIR=cache)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_short_path_sends_what_triton_sends(launches):
+    assert launches
+    for name, found in launches.items():
+        expected = found["triton"]
+        for short, stream in zip(found["short"], (7, 7, 8), strict=True):
+            sent = short["sent"]
+            assert (short["taken"], short["times"]) == (True, 1), name
+            assert sent["stream"] == stream and expected["stream"] == 7, name
+            for part in ("function", "shared", "attributes", "grid", "block"):
+                assert sent[part] == expected[part], (name, part)
+            pairs = zip(sent["parameters"], expected["parameters"], found["given"], strict=True)
+            for number, (one, another, given) in enumerate(pairs):
+                assert one == (another if given else 0), (name, number)
+
+
+def test_every_kernel_is_launched(launches):
+    """But those that take long rows or many, in the same way."""
+    print(sorted(launches))
+    assert {name.split()[0] for name in launches} == {
+        "activation_forward",
+        "activation_backward",
+        "add_rms_norm_forward",
+        "gated_activation_forward",
+        "gated_activation_backward",
+        "rms_norm_forward",
+        "rms_norm_backward",
+        "rms_norm_sum_blocks",
+        "rms_norm_sum_chains",
+        "rotary",
+    }
