@@ -32,11 +32,11 @@ test: lint build ## everything that needs no GPU
 
 test-gpu: build ## everything that needs a GPU, and the sweep over transformers on it
 	$(PY) -m pytest -n 6 --dist worksteal -m "(gpu or either) and not alone"
-	$(PY) -m pytest -m "alone or gpu2"
+	$(PY) -m pytest -rP -m "alone or gpu2"
 
-demo: build ## kernelize a Llama and compare, then from a local Hub: make demo ARGS="--help"
+demo: build ## kernelize a Llama and compare, and without ARGS from a local Hub too: make demo ARGS="--help"
 	$(PY) examples/kernelize_llama.py $(ARGS)
-	$(PY) examples/hub_round_trip.py
+	$(if $(ARGS),,$(PY) examples/hub_round_trip.py)
 
 publish: build ## send build/ and the card to the Hub: make publish ARGS="--dry-run"
 	$(PY) scripts/publish.py $(ARGS)

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Seconds from import to the first results in this process, as JSON: {stage: seconds}.
 
-    first_call.py BUILD [--warmup]
-
 TRITON_CACHE_DIR decides whether Triton compiles anew. The shape is 2048x4096, bf16; the stages follow one another, and
 the proofs that the first calls carry out are in them. With --warmup the kernel's `warmup`, for every number of rows and
 for training, comes before them. `benchmarks/peers.py` runs this with an empty cache and with a full one.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -82,4 +81,10 @@ def main(build, warmup=False):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--warmup" in sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "build", type=Path, metavar="BUILD", help="folder with the built kernel, on a machine with a GPU"
+    )
+    parser.add_argument("--warmup", action="store_true", help="compile and prove ahead")
+    options = parser.parse_args()
+    main(options.build, options.warmup)

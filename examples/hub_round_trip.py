@@ -4,7 +4,8 @@
 Every step is the command that a user would run, in a process of its own. The Hub (scripts/local_hub.py) speaks to the
 real `kernels` and `huggingface_hub` over HTTP; nothing leaves the machine, and nothing stays behind.
 
-Exit status: 0 if every step did what it says; 1 if not.
+Exit status: 0 if every step did what it says, or a package is missing for them (which is said); 1 if not; 130 if it was
+interrupted.
 """
 
 import argparse
@@ -130,6 +131,9 @@ def main():
     except (StepError, OSError) as error:
         print(f"hub_round_trip: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("hub_round_trip: interrupted", file=sys.stderr)
+        return 130
     if options.json:
         print(json.dumps({"steps": rows, "requests": requests}, indent=2))
         return 0

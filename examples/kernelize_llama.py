@@ -7,7 +7,8 @@ replaced module by module through `kernels`, as any user of transformers does it
 Without a GPU the layers stay the original ones, which is shown first. Then the same kernels run in Triton's interpreter,
 against the arithmetic of PyTorch's CUDA kernels in plain torch operations (tests/aten_model.py): about bits, not speed.
 
-Exit status: 0 if all is as promised; 1 if bits differ, or on a GPU nothing was replaced; 2 if it could not be tried.
+Exit status: 0 if all is as promised; 1 if bits differ, or on a GPU nothing was replaced; 2 if it could not be tried; 130 if
+it was interrupted, and then --json has the rows that were finished.
 """
 
 import argparse
@@ -57,6 +58,24 @@ def positive(text):
     return number
 
 
+def seed(text):
+    number = int(text)
+    if not 0 <= number < 1 << 64:
+        raise argparse.ArgumentTypeError(f"expected a number of 64 bits, found {text}")
+    return number
+
+
+def check_writable(path):
+    """Raises DemoError unless a file can be written there; leaves it as it is."""
+    existed = path.exists()
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise DemoError(f"--json: {path}: {error.strerror}") from None
+    if not existed:
+        path.unlink()
+
+
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
@@ -67,7 +86,7 @@ def parse(arguments=None):
     model.add_argument(
         "--dtype", choices=DTYPES, nargs="+", help="one or more (default: bf16; fp32 fp16 without a GPU)"
     )
-    model.add_argument("--seed", type=int, help="for weights and tokens (default: a new one, printed)")
+    model.add_argument("--seed", type=seed, metavar="N", help="for weights and tokens (default: a new one, printed)")
     work = parser.add_argument_group("work")
     work.add_argument(
         "--tokens",
@@ -358,8 +377,8 @@ def peak_memory(run, tokens, device):
 # On a GPU
 
 
-def on_gpu(options, kernel, console):
-    """All tables; returns their rows and what is not as promised."""
+def on_gpu(options, kernel, console, rows, failures):
+    """All tables; `rows` takes theirs, and `failures` what is not as promised."""
     import torch
 
     device_type = "rocm" if torch.version.hip else "cuda"
@@ -371,7 +390,6 @@ def on_gpu(options, kernel, console):
         torch.use_deterministic_algorithms(True)
         # Found by debuggers, and a launch for every tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False
-    rows, failures = [], []
     for dtype in options.dtype:
         with tempfile.TemporaryDirectory(prefix="kernelize-llama-") as folder:
             parameters = save_model(options, torch_dtype(dtype), folder)
@@ -414,7 +432,6 @@ def on_gpu(options, kernel, console):
             rows += table
     if not bits_promised:
         console.print("Compared with eager: Inductor rounds the rest of the graph in its own way, in every row.")
-    return rows, failures
 
 
 def quartiles(values):
@@ -426,9 +443,8 @@ def quartiles(values):
 # Without a GPU
 
 
-def on_cpu(options, kernel, console):
+def on_cpu(options, kernel, console, rows, failures):
     """First that a CPU model keeps its layers, then the kernels in Triton's interpreter."""
-    rows, failures = [], []
     with tempfile.TemporaryDirectory(prefix="kernelize-llama-") as folder:
         for dtype in options.dtype:
             save_model(options, torch_dtype(dtype), Path(folder, dtype))
@@ -459,7 +475,6 @@ def on_cpu(options, kernel, console):
             failures.append(f"{where}: {row['layers_replaced']} layers replaced instead of {wanted}")
         if not row["bits_equal"]:
             failures.append(f"{where}: not bit-equal")
-    return rows, failures
 
 
 def cpu_row(options, kernel, kind, dtype, length, configuration, folder):
@@ -585,6 +600,7 @@ def environment(options):
 
 def main():
     options = parse()
+    rows, failures, setting, interrupted = [], [], None, False
     try:
         from rich.console import Console
 
@@ -593,8 +609,8 @@ def main():
             # A file or a pipe has no width of its own, and 80 columns would wrap the table.
             console.width = 120
         # Before the minutes that the passes may take, not after.
-        if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
-            raise DemoError(f"--json: no folder {Path(options.json).parent}")
+        if options.json not in (None, "-"):
+            check_writable(Path(options.json))
         settle(options)
         import transformers
 
@@ -609,13 +625,16 @@ def main():
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RuntimeWarning)
-            rows, failures = (on_gpu if options.device.type == "cuda" else on_cpu)(options, kernel, console)
+            (on_gpu if options.device.type == "cuda" else on_cpu)(options, kernel, console, rows, failures)
         refusals = sorted({str(warning.message) for warning in caught if "lossless-kernels" in str(warning.message)})
         failures += refusals
     except (DemoError, ImportError) as error:
         print(f"kernelize_llama: error: {error}", file=sys.stderr)
         return 2
-    if options.json:
+    except KeyboardInterrupt:
+        interrupted = True
+        failures.append("interrupted")
+    if options.json and setting:
         written = {"environment": setting, "options": vars(options), "results": rows, "failures": failures}
         # The device and the path of the build are no JSON.
         text = json.dumps(written, indent=2, default=str)
@@ -625,7 +644,7 @@ def main():
             Path(options.json).write_text(text + "\n", encoding="utf-8")
     for failure in failures:
         print(f"kernelize_llama: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return 130 if interrupted else 1 if failures else 0
 
 
 if __name__ == "__main__":

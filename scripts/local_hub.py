@@ -546,6 +546,8 @@ def main() -> int:
             except OSError as error:
                 print(f"local_hub: error: {options.command[0]}: {error.strerror}", file=sys.stderr)
                 return 1
+            except KeyboardInterrupt:  # The command had it too, and has said what there is to say.
+                return 130
         print(f"export HF_ENDPOINT={hub.url}  # repositories in {root}; interrupt to stop", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()

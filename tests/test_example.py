@@ -69,7 +69,7 @@ def test_json_to_stdout_is_nothing_but_json(build):
         (["--hidden-size", "100"], "--hidden-size: expected a multiple of"),
         (["--device", "cpu", "--build", "/nowhere"], "--build: /nowhere is no folder"),
         (["--device", "cpu", "--build", "tests"], "--build: no kernel for this torch in tests"),
-        (["--json", "/nowhere/results.json"], "--json: no folder /nowhere"),
+        (["--json", "/nowhere/results.json"], "--json: /nowhere/results.json: No such file or directory"),
         (["--tokens", "0"], "--tokens: expected a number from 1 on, found 0"),
         (["--model", "8b"], "--model: invalid choice: '8b'"),
     ],

@@ -154,7 +154,7 @@ def _layer_report(layer, source, count) -> LayerReport:
     original = proof.function_behind(layer.forward)
     entry = LayerReport(layer.__name__ if original is layer.forward else original.__name__, count, "original")
     if not source:
-        entry.reasons.append("not kernelized")
+        entry.reasons.append("not kernelized, or no kernel for its device")
         return entry
     if source.split(".")[0] != _PACKAGE.split(".")[0]:
         entry.path = "another kernel"
