@@ -278,7 +278,8 @@ def markdown(report: Report) -> str:
         f"A device-to-device copy moved {report.copy_gb_per_s:.0f} GB/s in this run (quartiles "
         f"{report.copy_quartiles[0]:.0f}, {report.copy_quartiles[1]:.0f}). Floor: the bytes that a case must move over that. "
         "Cells: median ± half the distance between the quartiles. x floor, GB/s, bits equal and verdict are of "
-        f"{OURS}; bars are set for bf16 on an H200.",
+        f"{OURS}; bars are set for bf16 on an H200. A copy is a "
+        f"measure and no limit: some take less than 1 x floor. The build measured: `{environment['kernel']}`.",
     ]
     for op in dict.fromkeys(case.op for case in report.cases if case.op in OPS):
         parts += [
@@ -304,18 +305,20 @@ def markdown(report: Report) -> str:
 # Plots
 
 
-def series(report: Report, op: str) -> dict[str, dict[Case, float]]:
-    """Peer -> case -> GB/s by events, by hidden size; of several cases with one hidden size the one with the most rows."""
-    chosen = {}
-    for case in (case for case in report.cases if case.op == op):
-        if case.hidden_size not in chosen or chosen[case.hidden_size].rows < case.rows:
-            chosen[case.hidden_size] = case
+# What moves less is over before its bandwidth means anything.
+LEAST_BYTES = 1 << 20
+
+
+def series(report: Report, op: str) -> dict[str, dict[Case, tuple[float, float, float]]]:
+    """Peer -> case -> GB/s of device time (lower quartile, median, upper quartile), by hidden size and rows."""
+    cases = [case for case in report.cases if case.op == op and case.bytes(report.dtype) >= LEAST_BYTES]
     found = {}
-    for hidden_size in sorted(chosen):
-        case = chosen[hidden_size]
+    for case in sorted(cases, key=lambda case: (case.hidden_size, case.rows, case.shape)):
+        gigabytes = case.bytes(report.dtype) / 1e9
         for peer, result in report.of(case).items():
-            if result.gb_per_s is not None:
-                found.setdefault(peer, {})[case] = result.gb_per_s
+            if result.device_ms:
+                low, high = result.device_quartiles_ms
+                found.setdefault(peer, {})[case] = tuple(gigabytes / ms * 1e3 for ms in (high, result.device_ms, low))
     return {peer: found[peer] for peer in report.peers if peer in found}
 
 
@@ -334,50 +337,52 @@ def plot(report: Report, folder: Path) -> list[Path]:
     where = f"{report.environment['gpu']}, {report.dtype}, {report.environment['date'][:10]}"
     paths = []
 
-    def save(figure, name):
+    def save(figure, axes, name):
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(folder / name, dpi=150, bbox_inches="tight")
         plt.close(figure)
         paths.append(folder / name)
+
+    def bars(axes, groups, values):
+        """A group of bars for each of `groups`; values: peer -> group -> (low, median, high)."""
+        width = 0.8 / len(values)
+        for place, (peer, found) in enumerate(values.items()):
+            lefts = [groups.index(group) + (place - (len(values) - 1) / 2) * width for group in found]
+            lows, medians, highs = zip(*found.values())
+            spreads = [[m - low for low, m in zip(lows, medians)], [high - m for m, high in zip(medians, highs)]]
+            drawn = axes.bar(lefts, medians, width, color=colours[peer], label=peer)
+            axes.errorbar(lefts, medians, spreads, fmt="none", ecolor="grey", elinewidth=0.8)
+            yield peer, drawn
 
     for op in OPS:
         found = series(report, op)
         if not found:
             continue
-        figure, axes = plt.subplots(figsize=(8, 4.5))
-        measured = sorted({case for speeds in found.values() for case in speeds}, key=lambda case: case.hidden_size)
-        for peer, speeds in found.items():
-            if len(measured) > 1:
-                places = [measured.index(case) for case in speeds]
-                width = 2.5 if peer == OURS else 1.2
-                axes.plot(places, list(speeds.values()), marker="o", linewidth=width, color=colours[peer], label=peer)
-            else:
-                axes.bar(peer, *speeds.values(), color=colours[peer])
+        measured = list(dict.fromkeys(case for speeds in found.values() for case in speeds))
+        measured.sort(key=lambda case: (case.hidden_size, case.rows, case.shape))
+        figure, axes = plt.subplots(figsize=(max(5, 2 + 0.9 * len(measured)), 4.5))
+        list(bars(axes, measured, found))
         axes.axhline(report.copy_gb_per_s, color="grey", linestyle="--", linewidth=1, label="copy")
-        if len(measured) > 1:
-            axes.set_xticks(range(len(measured)), [f"{case.hidden_size}\n{case.rows}" for case in measured], fontsize=8)
-            axes.set_xlabel("hidden size, and rows below it")
-        else:
-            axes.set_xlabel(f"hidden size {measured[0].hidden_size}, {measured[0].rows} rows")
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("GB/s")
+        labels = [f"{shape_text(case.shape[:-1])}\nx {case.hidden_size}" for case in measured]
+        axes.set_xticks(range(len(measured)), labels, fontsize=8)
+        axes.set_xlabel("batch x tokens x heads x head_dim" if OPS[op].tables else "rows x hidden size")
+        axes.set_ylabel("GB/s, device time in a CUDA graph")
         axes.set_title(f"{OPS[op].title}\n{where}", fontsize=10)
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        save(figure, f"{op}.png")
+        save(figure, axes, f"{op}.png")
 
     host = [case for case in report.cases if case.op in HOST_OPS]
     if host:
+        times = {}
+        for case in host:
+            for peer, result in report.of(case).items():
+                if result.median_ms:
+                    low, high = result.quartiles_ms
+                    times.setdefault(peer, {})[case] = tuple(ms * 1e3 for ms in (low, result.median_ms, high))
         figure, axes = plt.subplots(figsize=(8, 4.5))
-        peers = [peer for peer in report.peers if any(peer in report.of(case) for case in host)]
-        width = 0.8 / len(peers)
-        for place, peer in enumerate(peers):
-            results = [report.of(case).get(peer) for case in host]
-            heights = [(result.median_ms or 0) * 1e3 if result else 0 for result in results]
-            lefts = [group + (place - (len(peers) - 1) / 2) * width for group in range(len(host))]
-            bars = axes.bar(lefts, heights, width, color=colours[peer], label=peer)
-            axes.bar_label(bars, fmt="%.1f", fontsize=7)
+        for _, drawn in bars(axes, host, {peer: times[peer] for peer in report.peers if peer in times}):
+            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2)
         axes.set_xticks(range(len(host)), [HOST_TITLES[case.op] for case in host])
-        axes.set_ylabel("us a call")
+        axes.set_ylabel("us a call, bars from quartile to quartile")
         axes.set_title(f"Host time of one RMSNorm call, {shape_text(host[0].shape)}\n{where}", fontsize=10)
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        save(figure, "host_time.png")
+        save(figure, axes, "host_time.png")
     return paths
