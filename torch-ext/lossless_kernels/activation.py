@@ -460,11 +460,14 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, input, *again):
         ctx.save_for_backward(input)
+        ctx.set_materialize_grads(False)
         ctx.activation = call.activation
         return call(input)
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:  # Who took the output sent nothing back, which is not the same as zeros.
+            return None, *(None,) * ctx.activation.paths
         (input,) = ctx.saved_tensors
         if is_grad_enabled():  # Somebody differentiates the gradients.
             return None, *ctx.activation.gradients(dy, input)

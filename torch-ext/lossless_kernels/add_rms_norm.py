@@ -185,7 +185,7 @@ def replacement(
             are_dense(hidden_states, residual)
             and same(hidden_states, residual, weight)
             and replaced is owner
-            and added == eps
+            and added is eps
             and grad == is_grad_enabled()
             and forward_ad._current_level < 0
             and not dispatch_modes()
@@ -213,10 +213,10 @@ def replacement(
 def _call(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
     try:
         layouts = tuple((t.dtype, t.shape, t.stride(), t.get_device()) for t in (x, residual, weight))
-    except RuntimeError:  # Sparse and nested tensors have no strides.
+        key = (proof.code(owner), needs, eps, layouts)
+        call = _calls.get(key, UNSEEN)
+    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
         return None
-    key = (proof.code(owner), needs, eps, layouts)
-    call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
         call = remember(_calls, key, _resolve(x, residual, weight, eps, owner, needs))
     return call
@@ -254,11 +254,15 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, call):
         normed, total, rstd = call.with_rstd(x, residual, weight)
-        ctx.save_for_backward(total, weight, rstd)
+        if x.requires_grad or residual.requires_grad:
+            ctx.save_for_backward(total, weight, rstd)
+        else:
+            ctx.mark_non_differentiable(total)
+            # Its values are not needed, and as with eager they may change until then.
+            ctx.save_for_backward(total, None, rstd)
+            ctx.weight = weight.detach()
         ctx.set_materialize_grads(False)
         ctx.call = call
-        if not (x.requires_grad or residual.requires_grad):
-            ctx.mark_non_differentiable(total)
         return normed, total
 
     @staticmethod
@@ -268,6 +272,8 @@ class _Differentiable(torch.autograd.Function):
         dx, dweight = d_total, None
         if d_normed is not None:
             total, weight, rstd = ctx.saved_tensors
+            if weight is None:
+                weight = ctx.weight
             again = torch.is_grad_enabled()  # Somebody differentiates the gradients.
             if again:
                 rstd = eager_rstd(total.to(torch.float32), ctx.call.eps)

@@ -6,16 +6,18 @@ which is longer than the operations are where a model waits for the host.
 
 import builtins
 import functools
+import itertools
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from . import proof
-from .domain import is_bare
+from .domain import is_bare, is_checkpointed
 from .rotary import replacement as rotary_replacement
 
 
@@ -55,7 +57,9 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
         arguments: as the decoder layer hands them on.
     """
     owner = type(module)
-    variant = admitted(owner, hidden_states) if is_bare(module) else None
+    modules, variant = module._modules, None
+    if is_bare(module) and "q_proj" in modules and "k_proj" in modules and "v_proj" in modules and "o_proj" in modules:
+        variant = admitted(owner, hidden_states)
     if variant is None:
         return module(hidden_states=hidden_states, **arguments)[0]
     found = owner.forward.__globals__
@@ -112,12 +116,13 @@ def _rotated(rotate, query, key, cos, sin):
     return rotate(query, key, cos, sin)
 
 
-_LINEAR_FORWARD = nn.Linear.forward
+_LINEAR_FORWARD, _LINEAR_CALL = nn.Linear.forward, nn.Linear.__call__
 
 
 def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """`module(hidden_states)`, for a linear layer that is nothing but that without the call of a module."""
-    if type(module) is nn.Linear and nn.Linear.forward is _LINEAR_FORWARD:
+    linear = type(module)
+    if linear is nn.Linear and linear.forward is _LINEAR_FORWARD and linear.__call__ is _LINEAR_CALL:
         state = module.__dict__
         if not (
             state["_forward_hooks"]
@@ -129,8 +134,8 @@ def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         ):
             parameters = state["_parameters"]
             weight = parameters.get("weight")
-            if weight is not None:
-                return functional.linear(hidden_states, weight, parameters.get("bias"))
+            if weight is not None and "bias" in parameters:
+                return functional.linear(hidden_states, weight, parameters["bias"])
     return module(hidden_states)
 
 
@@ -150,22 +155,34 @@ _admitted: dict = {}
 
 def admitted(owner: type, hidden_states: torch.Tensor) -> Optional[Variant]:
     """The variant that `owner.forward` has proved to be, on the device of `hidden_states`; None if it is none."""
-    key = (owner, hidden_states.get_device())
+    if is_dynamo_compiling():
+        number = _number_for_compile(owner.forward, hidden_states.device.index or 0) if hidden_states.is_cuda else None
+        return None if number is None else _VARIANTS[number]
+    forward = owner.forward
+    key = (forward, hidden_states.get_device())
     if key in _admitted:
         return _admitted[key]
-    forward = owner.forward
-    variant = None
-    if _looks_known(forward):
-        subject = proof.Subject(forward, hidden_states.device, "any dtype")
-        candidates = {
-            variant: functools.partial(_comparisons, forward, variant, hidden_states.device) for variant in _VARIANTS
-        }
-        verdict_key = ("attention", forward, hidden_states.device)
-        variant = proof.recognize(verdict_key, subject, candidates)
-        if proof.recognized(verdict_key) is None:
-            return None  # No verdict is possible inside a CUDA graph's capture.
-    _admitted[key] = variant
+    variant, final = _recognized(forward, hidden_states.device)
+    if final or is_checkpointed():
+        _admitted[key] = variant
     return variant
+
+
+def _recognized(forward, device) -> tuple[Optional[Variant], bool]:
+    """The variant, and whether that is a verdict: inside a CUDA graph's capture, say, none is possible."""
+    if not _looks_known(forward):
+        return None, True
+    subject = proof.Subject(forward, device, "any dtype")
+    candidates = {variant: functools.partial(_comparisons, forward, variant, device) for variant in _VARIANTS}
+    key = ("attention", forward, device)
+    variant = proof.recognize(key, subject, candidates)
+    return variant, proof.recognized(key) is not None
+
+
+@torch.compiler.assume_constant_result
+def _number_for_compile(forward, device_index) -> Optional[int]:
+    variant, _ = _recognized(forward, torch.device("cuda", device_index))
+    return None if variant is None else _VARIANTS.index(variant)
 
 
 def _looks_known(forward) -> bool:
@@ -225,18 +242,20 @@ def _comparisons(forward, variant, device):
     mask, window, implementation = object(), object(), object()
     named = {"position_ids": object(), "use_cache": object(), "another": object()}
 
-    def run(ours, training, cached, window_in_config):
+    def run(ours, training, cached, window_in_config, absent):
         recorder, config = _Recorder(), SimpleNamespace(_attn_implementation=implementation)
         module = nn.Module()
         for name, weight in weights.items():
             setattr(module, name, _Scaled(weight))
         module.head_dim, module.layer_idx, module.scaling = _HEAD_DIM, 7, 0.3
-        module.attention_dropout, module.sliding_window, module.config = 0.25, (window, "module"), config
+        module.attention_dropout, module.config = 0.25, config
+        module.sliding_window = None if absent else (window, "module")
         if window_in_config:
-            config.sliding_window = (window, "config")
+            config.sliding_window = None if absent else (window, "config")
         module.train(training)
         hidden_states = data.clone().requires_grad_()
-        arguments = {"attention_mask": mask, "past_key_values": recorder if cached else None, **named}
+        arguments = {"attention_mask": None if absent else mask, **(dict.fromkeys(named) if absent else named)}
+        arguments["past_key_values"] = recorder if cached else None
         functions = Functions(recorder, _rotate, _rotate)
         with torch.enable_grad():
             if ours:
@@ -250,6 +269,13 @@ def _comparisons(forward, variant, device):
                 )
                 copied.__kwdefaults__ = forward.__kwdefaults__
                 out = copied(module, hidden_states=hidden_states, position_embeddings=(cos, sin), **arguments)[0]
+                calls = list(recorder.calls)
+                try:
+                    copied(module, hidden_states=hidden_states, position_embeddings=None, **arguments)
+                except TypeError:
+                    recorder.calls = calls
+                else:
+                    raise ValueError("it goes without a rotary embedding, too")
             inputs = (hidden_states, *module.parameters())
             roots = ((out, hidden_states * 1.0), inputs, (dy, other))
             gradients = torch.autograd.grad(*roots, allow_unused=True)
@@ -258,13 +284,11 @@ def _comparisons(forward, variant, device):
             *(torch.zeros(1, device=device) if each is None else each for each in gradients),
         ]
 
-    for training in (False, True):
-        for cached in (False, True):
-            for window_in_config in (False, True):
-                (calls, found), (their_calls, expected) = (
-                    run(ours, training, cached, window_in_config) for ours in (True, False)
-                )
-                if calls != their_calls:
-                    raise ValueError("the attention function or the cache is called in another way")
-                for number, (one, another) in enumerate(zip(found, expected)):
-                    yield f"gradient {number}" if number else "the output", one, another
+    for training, cached, window_in_config in itertools.product((False, True), repeat=3):
+        # What may be absent is absent in half of all pairs of cases.
+        case = training, cached, window_in_config, training ^ cached ^ window_in_config
+        (calls, found), (their_calls, expected) = (run(ours, *case) for ours in (True, False))
+        if calls != their_calls:
+            raise ValueError("the attention function or the cache is called in another way")
+        for number, (one, another) in enumerate(zip(found, expected)):
+            yield f"gradient {number}" if number else "the output", one, another

@@ -8,10 +8,11 @@ from torch.compiler import is_dynamo_compiling
 
 from . import add_rms_norm, proof
 from .attention import attend
-from .domain import is_bare, runs_kernels
+from .domain import is_bare, is_checkpointed, runs_kernels
+from .rms_norm import EPS_NAMES
 
-# Layer names of the norms that `add_rms_norm` knows the formulas of.
-_NORMS = frozenset(("RMSNorm", "RMSNormZeroCentered"))
+# All that the forward of a known decoder layer asks for.
+_MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
 _FORMULA = "norm, attention, sum and norm, MLP, sum"
 _LAYERS = f"{__package__}.layers"
 
@@ -52,9 +53,9 @@ def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
 def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
     """The same from one kernel, where the norm is one that it knows."""
     owner = type(norm)
-    if getattr(owner, "kernel_layer_name", None) in _NORMS and is_bare(norm):
-        state = norm.__dict__
-        eps = state.get("variance_epsilon", state.get("eps"))
+    name_of_eps = EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
+    if name_of_eps is not None and is_bare(norm):
+        eps = norm.__dict__.get(name_of_eps)
         added = add_rms_norm.replacement(hidden_states, residual, norm._parameters.get("weight"), eps, owner)
         if added is not None:
             return added
@@ -73,12 +74,12 @@ def admits(owner: type, hidden_states: Any) -> bool:
         return False
     if is_dynamo_compiling():
         return _admits_for_compile(owner, hidden_states.device.index or 0)
-    key = (owner, hidden_states.get_device())
+    key = (owner.forward, hidden_states.get_device())
     admitted = _admitted.get(key)
     if admitted is None:
         admitted = _recognized(owner, hidden_states.device)
-        if admitted is not None:
-            _admitted[key] = admitted
+        if admitted is not None or is_checkpointed():
+            _admitted[key] = bool(admitted)
     return bool(admitted)
 
 
@@ -90,8 +91,8 @@ def _admits_for_compile(owner, device_index) -> bool:
 def _recognized(owner, device) -> Optional[bool]:
     """None where no verdict is possible now, inside a CUDA graph's capture."""
     code = proof.code(owner)
-    # A layer of this package used by itself; a forward that looks at what its modules are or return.
-    if owner.__module__ == _LAYERS or code is None or "isinstance" in code[0].__code__.co_names:
+    # A layer of this package used by itself; a forward that asks for more than its modules.
+    if owner.__module__ == _LAYERS or code is None or not _MODULES.issuperset(code[0].__code__.co_names):
         return False
     key = ("decoder", code, device)
     subject = proof.Subject(owner.forward, device, "any dtype", _FORMULA)
@@ -127,11 +128,18 @@ class _Attention(torch.nn.Module):
 
 
 def _comparisons(owner, device):
-    generator = proof.generator(device, seed=3)
-    make = functools.partial(torch.randn, 2, 3, 8, dtype=torch.float32, device=device, generator=generator)
     # Whatever these are, the layer hands them on to its attention.
     names = ("attention_mask", "position_ids", "past_key_values", "position_embeddings", "another")
-    arguments = {"use_cache": True, **{name: object() for name in names}}
+    yield from _of_arguments(owner, device, torch.float32, {"use_cache": True, **{name: object() for name in names}})
+    yield from _of_arguments(owner, device, torch.bfloat16, {"use_cache": False, **dict.fromkeys(names)})
+
+
+def _of_arguments(owner, device, dtype, arguments):
+    generator = proof.generator(device, seed=3)
+
+    def make():
+        return torch.randn(2, 3, 8, device=device, generator=generator).to(dtype)
+
     data, weights, dy, other = make(), [make() for _ in range(4)], make(), make()
 
     def run(compute, returns_tuple=False):

@@ -20,6 +20,7 @@ _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 _tracing_state = torch._C._get_tracing_state
 dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 # `torch.autograd.grad(is_grads_batched=True)` is older than functorch and does not show on its stack.
 _legacy_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -68,12 +69,24 @@ def under_transform() -> bool:
     return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
+def is_watched() -> bool:
+    """Whether functorch, forward-mode AD or torch.jit.trace would take part in a proof made now: no time for a verdict."""
+    return under_transform() or _tracing_state() is not None
+
+
+def is_checkpointed() -> bool:
+    """Whether autograd hands what it saves to hooks, as in a block that is computed again in the backward pass.
+
+    Both times the same tensors have to be saved, so what was refused the first time stays refused.
+    """
+    return _saved_tensor_hooks(True) is not None
+
+
 def is_bare(module: torch.nn.Module) -> bool:
     """Whether calling the module is calling its class's forward, or that of this package in its place, and nothing else.
 
     Not with hooks, not if it is compiled by itself, and not if somebody else put a forward of his own there.
     """
-    state = module.__dict__
     if (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -87,7 +100,12 @@ def is_bare(module: torch.nn.Module) -> bool:
         or type(module).__call__ is not torch.nn.Module.__call__
     ):
         return False
-    bound = state.get("forward")
+    return has_own_forward(module)
+
+
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Whether the forward that runs is the class's own, or that of this package in its place."""
+    bound = vars(module).get("forward")
     if bound is None:
         return True
     if not isinstance(bound, MethodType):
@@ -128,13 +146,13 @@ def remember(calls: dict, key, call):
     """Puts what a call resolved to into the family's table and returns it.
 
     A refusal inside a CUDA graph's capture is not kept: a proof could not run there. Nor is one that may be for want of
-    memory, nor what nothing was proved for.
+    memory, unless a checkpoint relies on it, nor what nothing was proved for.
     """
     if launch.is_asking():
         return call
     if call is None:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if capturing or time.monotonic() < proofs.no_memory_until:
+        if capturing or (time.monotonic() < proofs.no_memory_until and not is_checkpointed()):
             return None
     if len(calls) >= _MAX_CALLS:
         calls.clear()

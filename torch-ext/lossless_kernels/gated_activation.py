@@ -360,7 +360,7 @@ def _outside(gate, up, layout) -> Optional[str]:
     if gate.dtype not in FLOAT_DTYPES or not runs_kernels(gate.device):
         return f"gate {gate.dtype} on {gate.device}"
     if (up.dtype, up.shape, up.device) != (gate.dtype, gate.shape, gate.device):
-        return f"up {up.dtype} {list(up.shape)} on {up.device}, gate {gate.dtype} {list(gate.shape)}"
+        return f"up {up.dtype} on {up.device}, gate {gate.dtype}" + ", of another shape" * (up.shape != gate.shape)
     if gate.numel() and layout(gate, up) is None:
         return "gate and up that do not lie in memory alike, dense or as equally spaced rows"
     return None
@@ -491,11 +491,14 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, up, gate):
         ctx.save_for_backward(gate, up)
+        ctx.set_materialize_grads(False)
         ctx.activation = call.activation
         return call(gate, up)
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:  # Who took the output sent nothing back, which is not the same as zeros.
+            return None, None, None
         gate, up = ctx.saved_tensors
         if is_grad_enabled():  # Somebody differentiates the gradients.
             d_gate, d_up = _eager_gradients(ctx.activation, dy, gate, up)
@@ -511,11 +514,14 @@ class _PackedDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, packed):
         ctx.save_for_backward(packed)
+        ctx.set_materialize_grads(False)
         ctx.activation = call.activation
         return call.packed(packed)
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:
+            return None, None
         (packed,) = ctx.saved_tensors
         function = _packed_eager_gradient if is_grad_enabled() else packed_gradient
         return None, function(ctx.activation, dy, packed)

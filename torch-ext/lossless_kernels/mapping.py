@@ -1,5 +1,6 @@
 """The mapping from transformers' layer names to the layers of this package."""
 
+import functools
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Optional, Union
 import torch
 
 from . import layers
+from .domain import has_own_forward
 
 # Layer name -> ours.
 LAYERS = {
@@ -43,8 +45,9 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     """Gives layer names to the decoder layers, MLPs and rotary embeddings of `model`, which transformers leaves without.
 
     `kernels.replace_kernel_forward_from_hub` for every class whose modules (or buffers) are called as those of
-    `LlamaDecoderLayer`, `LlamaMLP` or `LlamaRotaryEmbedding` are and whose forward takes the same arguments. The names are the classes', in all models of the process, and
-    replace nothing by themselves.
+    `LlamaDecoderLayer`, `LlamaMLP` or `LlamaRotaryEmbedding` are and whose forward takes the same arguments. The names are the
+    classes', in all models of the process, and replace nothing by themselves. With kernels 0.17 and later `kernelize` then
+    leaves a module alone that has a forward or a hook of its own, as accelerate gives it, or a class of other arguments.
 
     Args:
         model: the module to look through.
@@ -58,6 +61,7 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     """
     from kernels import replace_kernel_forward_from_hub
 
+    has_conditions = "condition" in inspect.signature(replace_kernel_forward_from_hub).parameters
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     named = {}
@@ -68,14 +72,21 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
         if name not in LEVELS["decoder"] or hasattr(layer_class, "kernel_layer_name"):
             continue
         ours = getattr(layers, LEVELS["decoder"][name])
-        parameters = [
-            [(each.name, each.kind) for each in inspect.signature(forward).parameters.values()]
-            for forward in (ours.forward, layer_class.forward)
-        ]
-        if parameters[0] == parameters[1]:
-            replace_kernel_forward_from_hub(layer_class, name)
+        if _arguments(layer_class) == _arguments(ours):
+            # Subclasses inherit the name, whatever their forward takes.
+            conditions = {"condition": functools.partial(_is_replaceable, ours)} if has_conditions else {}
+            replace_kernel_forward_from_hub(layer_class, name, **conditions)
             named[layer_class.__name__] = name
     return named
+
+
+def _arguments(layer_class: type) -> list:
+    return [(each.name, each.kind) for each in inspect.signature(layer_class.forward).parameters.values()]
+
+
+def _is_replaceable(ours: type, module: torch.nn.Module) -> bool:
+    """Whether the module's forward is its class's or one of this package, and takes the arguments of ours."""
+    return has_own_forward(module) and "_hf_hook" not in vars(module) and _arguments(type(module)) == _arguments(ours)
 
 
 def kernel_mapping(

@@ -109,22 +109,33 @@ def _formulas(owner, subject, activation, dtype, device):
         "down_proj": (hidden_size, intermediate_size),
     }
     data = {name: torch.randn(shape, device=device, generator=generator).to(dtype) for name, shape in shapes.items()}
-    dy, other = (torch.randn(rows, hidden_size, device=device, generator=generator).to(dtype) for _ in range(2))
-    results = []
-    for ours in (False, True):
-        x, *weights = leaves = [tensor.clone().requires_grad_() for tensor in data.values()]
-        linears = [functools.partial(nn.functional.linear, weight=weight) for weight in weights]
-        with torch.enable_grad():
-            if ours:
-                out = _formula(x, *linears, functools.partial(activation.forward, None))
-            else:
-                layer = nn.Module.__new__(owner)
-                nn.Module.__init__(layer)
-                layer.gate_proj, layer.up_proj, layer.down_proj = linears
-                layer.act_fn = original_of(subject)
-                out = owner.forward(layer, x)
-            # A gradient that is there already shows in which order the others reach x.
-            results.append((out.detach(), *torch.autograd.grad((out, x * 1.0), leaves, (dy, other))))
-    names = ("the output", *(f"the gradient of {name}" for name in data))
-    for what, expected, found in zip(names, *results):
-        yield what, found, expected
+    gradients = [torch.randn(rows, hidden_size, device=device, generator=generator).to(dtype) for _ in range(2)]
+    # Under autocast the projections return another dtype than that of x.
+    for projected in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
+        results = [
+            _run(owner, subject, activation, data.values(), projected, *gradients, ours) for ours in (False, True)
+        ]
+        names = ("the output", *(f"the gradient of {name}" for name in data))
+        for what, expected, found in zip(names, *results):
+            yield what, found, expected
+
+
+def _run(owner, subject, activation, data, projected, dy, other, ours):
+    """The output of one or the other formula, and its gradients, with projections that return the dtype `projected`."""
+    x, *weights = leaves = [tensor.clone().requires_grad_() for tensor in data]
+
+    def projection(weight):
+        return lambda x: nn.functional.linear(x.to(weight.dtype), weight).to(projected)
+
+    linears = [projection(weight) for weight in weights]
+    with torch.enable_grad():
+        if ours:
+            out = _formula(x, *linears, functools.partial(activation.forward, None))
+        else:
+            layer = nn.Module.__new__(owner)
+            nn.Module.__init__(layer)
+            layer.gate_proj, layer.up_proj, layer.down_proj = linears
+            layer.act_fn = original_of(subject)
+            out = owner.forward(layer, x)
+        # A gradient that is there already shows in which order the others reach x.
+        return out.detach(), *torch.autograd.grad((out, x * 1.0), leaves, (dy.to(out.dtype), other))

@@ -24,7 +24,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import launch
-from .domain import proofs
+from .domain import is_watched, proofs
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -112,20 +112,19 @@ def is_shortage(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
-def no_saved_tensor_hooks():
-    """A context in which autograd saves tensors as they are, whatever hooks are set outside."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Neither the caller's grad mode, autocast, modes nor saved-tensor hooks (checkpointing) reach into a proof."""
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Neither the caller's grad mode, autocast, modes, saved-tensor hooks (checkpointing) nor anomaly mode reach into a proof."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(no_saved_tensor_hooks())
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+            # Tensors are saved as they are, whatever hooks are set outside.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        # NaNs are among the inputs.
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
 
 
@@ -138,14 +137,19 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 _UNSEEN_BY_A_STAND_IN = frozenset(("training", "getattr", "hasattr", "vars", "__dict__", "super"))
 
 
-@functools.cache
 def code(owner: type) -> Optional[tuple[Callable, ...]]:
     """`owner.forward` and the methods of the class that it calls: what a verdict on the class is about.
 
-    By functions and not by class, since FSDP2 makes a class of its own for every one it wraps. None where a stand-in of
-    the class need not compute what its instances do: the forward asks for more than attributes every instance must have.
+    By functions and not by class, since FSDP2 makes a class of its own for every one it wraps, and somebody may give a class
+    another forward. None where a stand-in of the class need not compute what its instances do: the forward asks for more
+    than attributes every instance must have.
     """
-    found = [owner.forward]
+    return _code(owner, owner.forward)
+
+
+@functools.cache
+def _code(owner, forward):
+    found = [forward]
     for function in found:
         if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
             return None
@@ -180,7 +184,8 @@ def admits(key: Hashable, subject: Subject, comparisons: Comparisons) -> bool:
         subject: what reports and the warning name.
         comparisons: yields `(what, kernel's tensor, eager's tensor)`, every one of which must be equal bit for bit.
 
-    A verdict needs synchronisation, so inside a CUDA graph's capture an unproved kernel is refused for this call only.
+    A verdict needs synchronisation, so inside a CUDA graph's capture an unproved kernel is refused for this call only, and so
+    it is where a transform or a trace would reach into the proof.
     """
     verdict = _verdicts.get(key)
     if verdict is None:
@@ -224,9 +229,12 @@ def outside(original: Callable, reason: str) -> None:
 
 
 def _judge(key, subject, candidates) -> Optional[Verdict]:
-    if subject.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_watched() or (subject.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
-    with _lock:
+    # Other threads wait for the proof, but not in a backward pass: the proof may need the thread that this one is.
+    waits = torch._C._current_graph_task_id() == -1
+    locked = _lock.acquire(blocking=waits)
+    try:
         if key in _verdicts:
             return _verdicts[key]
         if time.monotonic() < _full_until.get(subject.device, 0.0):
@@ -250,8 +258,10 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
             if subject.original not in _warned:
                 _warned.add(subject.original)
                 warnings.warn(message, RuntimeWarning, stacklevel=4)
-        _verdicts[key] = verdict
-        return verdict
+        return _verdicts.setdefault(key, verdict)
+    finally:
+        if locked:
+            _lock.release()
 
 
 def _first_equal(device, candidates, held) -> tuple[Any, Optional[str]]:
@@ -269,7 +279,7 @@ def _disproof(device, comparisons, held) -> Optional[str]:
     """Why the kernel may not replace the original, or None if it may; `held` takes the bytes in use at each comparison."""
     memory = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
     try:
-        with _undisturbed(device):
+        with undisturbed(device):
             before = memory(device)
             found = {}
             for what, actual, expected in comparisons():

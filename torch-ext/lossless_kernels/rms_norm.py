@@ -366,7 +366,7 @@ def replacement(
             and not hidden_states.is_nested
             and same(hidden_states, weight)
             and replaced is owner
-            and added == eps
+            and added is eps
             and grad == is_grad_enabled()
             and forward_ad._current_level < 0
             and not dispatch_modes()
@@ -412,9 +412,9 @@ def _call(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, N
             weight.stride(),
             weight.get_device(),
         )
-    except RuntimeError:  # Sparse and nested tensors have no strides.
+        call = _calls.get(key, UNSEEN)
+    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
         return None
-    call = _calls.get(key, UNSEEN)
     if call is UNSEEN:
         call = remember(_calls, key, _resolve(x, weight, eps, owner, needs, fused))
     return call
@@ -425,12 +425,20 @@ _MAX_ELEMENTS_OF_TORCH = 1 << 32
 _SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
 
 
+# Where the layers for these names look for eps.
+EPS_NAMES = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
+
+
 def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
     """Why no kernel takes these tensors or this class, None if one may."""
     if owner.forward.__module__ == f"{__package__}.layers":
         return "a layer of this package used by itself"
     if proof.code(owner) is None:
         return "the forward reads more of its layer than weight and eps"
+    name_of_eps = EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
+    names = {name for function in proof.code(owner) for name in function.__code__.co_names}
+    if name_of_eps and names & {*EPS_NAMES.values()} and name_of_eps not in names:
+        return f"the forward does not take its eps from {name_of_eps}"
     if x.dim() == 0 or x.numel() == 0:
         return "there are no rows"
     if not runs_kernels(x.device) or weight.device != x.device:
@@ -495,14 +503,23 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, x_again, weight, call):
         out, rstd = call.with_rstd(x, weight)
-        ctx.save_for_backward(x, weight, rstd)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(x, weight, rstd)
+        else:  # Its values are not needed, and as with eager they may change until then.
+            ctx.save_for_backward(x, None, rstd)
+            ctx.weight = weight.detach()
+        ctx.set_materialize_grads(False)
         ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:  # Who took the output sent nothing back, which is not the same as zeros.
+            return None, None, None, None
         x, weight, rstd = ctx.saved_tensors
         needs_dx, _, needs_dweight, _ = ctx.needs_input_grad
+        if weight is None:
+            weight = ctx.weight
         variant = ctx.call.variant
         if torch.is_grad_enabled():  # Somebody differentiates the gradients.
             rstd = eager_rstd(x.to(torch.float32), ctx.call.eps)
@@ -518,11 +535,14 @@ class _FusedDifferentiable(torch.autograd.Function):
     def forward(ctx, x, weight, call):
         out, rstd = call.with_rstd(x, weight)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.set_materialize_grads(False)
         ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:
+            return None, None, None
         x, weight, rstd = ctx.saved_tensors
         arguments, needs = (ctx.call.variant, dy, x, weight), ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or not dy.is_cuda:

@@ -406,11 +406,8 @@ def _resolve(q, k, cos, sin, unsqueeze_dim, function, needs) -> Optional[_Call]:
         proof.outside(function, reason)
         return None
     if not isinstance(unsqueeze_dim, int) or _walk(q, k, cos, sin, unsqueeze_dim, q.stride(), k.stride()) is None:
-        proof.outside(
-            function,
-            f"query {list(q.shape)}, strides {q.stride()}, key {list(k.shape)}, strides {k.stride()}, cos "
-            f"{list(cos.shape)}, strides {cos.stride()}, unsqueeze_dim {unsqueeze_dim}",
-        )
+        shapes = f"query and key of {q.dim()} dimensions, heads of {list(q.shape[-1:])}, cos of {cos.dim()} dimensions"
+        proof.outside(function, f"{shapes}, unsqueeze_dim {unsqueeze_dim}: in a layout that no kernel takes")
         return None
     variant = _variant(function, unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device)
     if variant is None:

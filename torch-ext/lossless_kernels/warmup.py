@@ -165,7 +165,7 @@ class _Call:
         self.name = type(module).__name__
 
     def __call__(self):
-        with proof._undisturbed(self.device), torch.set_grad_enabled(self.training):
+        with proof.undisturbed(self.device), torch.set_grad_enabled(self.training):
             layer = self._stand_in()
             # The tensors that the layer takes are all of one shape.
             _, *names = inspect.signature(self.forward).parameters
@@ -222,7 +222,9 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
     """What the model's layers need; why layers were left out goes into `skipped`."""
     layers = [(module, replaced(module)) for module in model.modules() if replaced(module) is not None]
     if not layers:
-        skipped["all: no layer carries a forward of this package: kernelize the model first, on the device of its kernels"] = None
+        skipped[
+            "all: no layer carries a forward of this package: kernelize the model first, on the device of its kernels"
+        ] = None
     weights = [weight for module, _ in layers for weight in module._parameters.values() if weight is not None]
     # Those without a weight are where the others are.
     example = next(iter(weights), next(model.parameters(), None))
