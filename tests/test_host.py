@@ -819,6 +819,74 @@ def test_threads_wait_for_one_proof(proof):
     assert answers == [True] * 8 and comparisons.calls == 1
 
 
+def test_a_backward_pass_does_not_wait_for_another_threads_proof(proof):
+    """That proof may need the very thread in which the engine runs this backward pass."""
+    proving, finish, answers = threading.Event(), threading.Event(), []
+
+    def slow():
+        proving.set()
+        assert finish.wait(60)
+        yield "the output", X, X
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            answers.append(proof.admits("another key", subject(proof), Comparisons()))
+            finish.set()
+            return dy
+
+    thread = threading.Thread(target=lambda: answers.append(proof.admits("key", subject(proof), slow)))
+    thread.start()
+    assert proving.wait(60)
+    Asks.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    thread.join()
+    assert answers == [True, True]
+
+
+def test_no_proof_where_a_transform_would_reach_into_it(proof):
+    comparisons = Comparisons((1.0,), (2.0,))
+
+    def asks(x):
+        assert not proof.admits("key", subject(proof), comparisons)
+        return x
+
+    torch.vmap(asks)(torch.ones(2, 3))
+    torch.func.grad(lambda x: asks(x).sum())(torch.ones(3))
+    with forward_ad.dual_level():
+        asks(X)
+    torch.jit.trace(asks, (torch.ones(3),), check_trace=False)
+    assert not comparisons.calls and not proof._verdicts
+    assert proof.admits("key", subject(proof), Comparisons())
+
+
+def test_anomaly_mode_and_forbidden_hooks_do_not_reach_into_a_proof(proof):
+    def comparisons():
+        x = torch.tensor([float("nan"), 1.0], requires_grad=True)
+        with torch.enable_grad():
+            (dx,) = torch.autograd.grad(torch.nn.functional.silu(x).sum(), x)
+        yield "the gradient", dx, dx.clone()
+
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        assert proof.admits("key", subject(proof), comparisons)
+        assert torch.is_anomaly_enabled()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert proof.admits("another key", subject(proof), comparisons)
+
+
+def test_another_forward_of_a_class_is_another_subject(proof):
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    before = proof.code(Layer)
+    Layer.forward = lambda self, x: 2 * x
+    assert proof.code(Layer) == (Layer.forward,) != before
+
+
 def test_without_proof_the_formula_runs(kernel, module, monkeypatch):
     """CPU eager sums in another order than the kernel: in the interpreter the real proof refuses, and nothing is lost."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
@@ -1017,3 +1085,106 @@ def test_a_proof_without_memory_refuses_nothing_for_good(module, monkeypatch, sh
     assert proof.admits(key, subject, comparisons)
     domain.remember(calls, "another", None)
     assert calls == {"another": None}
+    # What a checkpoint saw refused in the forward pass it must see refused when it computes the block again.
+    calls.clear()
+    domain.proofs.no_memory_until = math.inf
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        domain.remember(calls, "in a checkpoint", None)
+    assert calls == {"in a checkpoint": None}
+
+
+class Ignored(torch.autograd.Function):
+    """Its result does not depend on its input, as far as autograd is told."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_no_gradient_is_not_a_gradient_of_zeros(kernel, module, proof_off):
+    """Weight decay moves a parameter whose gradient is 0, and none whose gradient is None."""
+    torch_norm = functools.partial(module("rms_norm").replacement, owner=torch.nn.RMSNorm, fused=True)
+    functions = {
+        "rms_norm": lambda x, w: kernel.rms_norm(x, w, 1e-6),
+        "torch.nn.RMSNorm": lambda x, w: torch_norm(x, w, 1e-6),
+        "silu": lambda x, w: kernel.silu(x + w),
+        "quick_gelu": lambda x, w: kernel.quick_gelu(x + w),
+        "silu_and_mul": lambda x, w: kernel.silu_and_mul(x, w + torch.zeros_like(x)),
+        "packed": lambda x, w: kernel.silu_and_mul(x + w),
+        "fused_add_rms_norm": lambda x, w: torch.cat(
+            [*map(Ignored.apply, kernel.fused_add_rms_norm(x, x + w, w, 1e-6))]
+        ),
+        "rotary": lambda x, w: kernel.apply_rotary_pos_emb(
+            x.view(1, 2, 4, 64), x.view(1, 2, 4, 64) + w, *torch.randn(2, 1, 4, 64)
+        )[1],
+    }
+    for name, function in functions.items():
+        x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+        (Ignored.apply(function(x, weight)).sum() + torch.zeros((), requires_grad=True)).backward()
+        assert x.grad is None and weight.grad is None, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_weight_may_change_when_no_gradient_needs_its_values(kernel, proof_off, dtype):
+    x, residual = torch.randn(2, 8, 64).to(dtype)
+    calls = {
+        "rms_norm": lambda weight: kernel.rms_norm(x, weight, 1e-6),
+        "fused_add_rms_norm": lambda weight: kernel.fused_add_rms_norm(x, residual, weight, 1e-6)[0],
+    }
+    for call in calls.values():
+        found = []
+        for change in (False, True):
+            weight = torch.ones(64, dtype=dtype, requires_grad=True)
+            out = call(weight)
+            if change:
+                with torch.no_grad():
+                    weight.mul_(3.0)
+            found.append(torch.autograd.grad(out.float().square().sum(), weight)[0])
+        assert_bits_equal(*found)
+
+
+def test_eps_of_any_kind(kernel, proof_off):
+    """The original forward decides what it can do with it."""
+    numpy = pytest.importorskip("numpy", reason="an eps from numpy needs it")
+    norm = modeling_llama.LlamaRMSNorm(64)
+    norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
+    original, x = modeling_llama.LlamaRMSNorm(64), torch.randn(4, 64)
+    norm(x)
+    for eps in (torch.tensor(1e-5, requires_grad=True), torch.full((4, 1), 1e-5), numpy.array(1e-5)):
+        norm.variance_epsilon = original.variance_epsilon = eps
+        for _ in range(2):
+            found, expected = norm(x), original(x)
+            assert_bits_equal(found, expected)
+            assert found.requires_grad == expected.requires_grad
+
+
+@pytest.mark.parametrize("name, read", [("RMSNorm", "eps"), ("RMSNormZeroCentered", "variance_epsilon")])
+def test_eps_is_the_one_that_the_forward_reads(kernel, module, monkeypatch, proof_off, name, read):
+    class Norm(torch.nn.Module):
+        kernel_layer_name = name
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(64))
+            self.eps = self.variance_epsilon = 1e-6
+            setattr(self, read, 0.5)
+
+        def _normalized(self, x, eps):
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+    def reads_eps(self, x):
+        return self._normalized(x, self.eps)
+
+    def reads_variance_epsilon(self, x):
+        return self._normalized(x, self.variance_epsilon)
+
+    Norm.forward = reads_eps if read == "eps" else reads_variance_epsilon
+    norm, x = Norm(), torch.randn(4, 64)
+    expected = norm(x)
+    layer = getattr(kernel.layers, kernel.kernel_mapping.__globals__["LAYERS"][name])
+    norm.forward = MethodType(layer.forward, norm)
+    assert_bits_equal(norm(x), expected)
