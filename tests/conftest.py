@@ -44,8 +44,10 @@ def pytest_runtest_setup(item):
         if item.get_closest_marker(marker) and gpus < needed:
             pytest.skip(f"needs {needed} CUDA device{'s' * (needed > 1)}, torch sees {gpus or 'no CUDA device'}")
     alone = item.get_closest_marker("alone")
-    if alone and gpus and (needed := alone.kwargs.get("gib", 0)) > (
-        has := torch.cuda.get_device_properties(0).total_memory >> 30
+    if (
+        alone
+        and gpus
+        and (needed := alone.kwargs.get("gib", 0)) > (has := torch.cuda.get_device_properties(0).total_memory >> 30)
     ):
         pytest.skip(f"needs {needed} GiB of a GPU's memory, this one has {has}")
 
@@ -90,6 +92,7 @@ def own_names(monkeypatch):
     named, give = {}, kernels.replace_kernel_forward_from_hub
     names = ("kernel_layer_name", "kernel_condition")
 
+    @functools.wraps(give)
     def record(layer_class, *arguments, **options):
         named.setdefault(layer_class, {name: vars(layer_class)[name] for name in names if name in vars(layer_class)})
         give(layer_class, *arguments, **options)

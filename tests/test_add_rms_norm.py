@@ -63,6 +63,24 @@ def test_gradients(kernel, seed, dtypes, used):
                 assert_bits_equal(ours, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("which", ["normed", "total"])
+def test_gradients_lie_as_the_two_operations_leave_them(kernel, seed, dtype, which):
+    """How a gradient lies decides the order in which the next sum over its rows adds."""
+    x, residual, weight, d_total, d_normed = make(seed, (3, 5, 64), dtype, dtype)
+    gradients = {"normed": d_normed.to(dtype), "total": d_total}
+    gradients[which] = gradients[which].transpose(0, 1).contiguous().transpose(0, 1)
+    found = []
+    for call in (kernel.fused_add_rms_norm, lambda *arguments: unfused(kernel, *arguments)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, residual, weight)]
+        outs = call(leaves[0] * 1.0, leaves[1] * 1.0, leaves[2], EPS)
+        found.append(torch.autograd.grad(outs, leaves, tuple(gradients.values())))
+    for ours, expected in zip(*found, strict=True):
+        assert ours.stride() == expected.stride()
+        # torch computes these here, and a CPU adds in another order than CUDA.
+        torch.testing.assert_close(ours, expected)
+
+
 def test_what_needs_no_gradient_gets_none(kernel, seed):
     x, residual, weight, _, d_normed = make(seed, (4, 128), torch.float32, torch.float32)
     for needs in itertools.product((False, True), repeat=3):

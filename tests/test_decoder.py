@@ -2,6 +2,7 @@
 else changes. The norm's kernel sums in CUDA's order there, so the comparison is with the same layers, norms kernelized, apart."""
 
 import copy
+import importlib
 import inspect
 
 import pytest
@@ -96,8 +97,6 @@ def test_logits_and_gradients(kernel, seed, name):
 
 
 def test_the_fused_kernel_runs(kernel, seed, monkeypatch):
-    import importlib
-
     family = importlib.import_module(f"{kernel.__name__}.add_rms_norm")
     calls = []
     original = family.replacement
@@ -204,13 +203,39 @@ def bodies(owner):
             return scale * owner.forward(self, hidden_states, attention_mask, position_ids, past_key_values, use_cache,
                                          position_embeddings, **kwargs)  # fmt: skip
 
-    return Scaled, WithoutMask, OtherOrder, Training
+    class WideResidual(owner):
+        """The same in fp32."""
+
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                    position_embeddings=None, **kwargs):  # fmt: skip
+            residual = hidden_states.float()
+            hidden_states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), attention_mask=attention_mask,
+                position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
+                position_embeddings=position_embeddings, **kwargs)  # fmt: skip
+            residual = (residual + hidden_states).to(hidden_states.dtype)
+            return residual + self.mlp(self.post_attention_layernorm(residual))
+
+    class AsksForTheCache(owner):
+        def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                    position_embeddings=None, **kwargs):  # fmt: skip
+            residual = hidden_states
+            hidden_states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), attention_mask=attention_mask,
+                position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
+                position_embeddings=position_embeddings, **kwargs)  # fmt: skip
+            if past_key_values is None:
+                hidden_states = 0.5 * hidden_states
+            residual = residual + hidden_states
+            return residual + self.mlp(self.post_attention_layernorm(residual))
+
+    return Scaled, WithoutMask, OtherOrder, Training, WideResidual, AsksForTheCache
 
 
-@pytest.mark.parametrize("number", range(4), ids=["scaled", "without mask", "other order", "training"])
+@pytest.mark.parametrize(
+    "number", range(6), ids=["scaled", "without mask", "other order", "training", "wide residual", "asks for the cache"]
+)
 @pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
 def test_a_layer_that_looks_alike_keeps_its_forward(kernel, seed, number):
-    model = make("Llama", seed)
+    model = make("Llama", seed, use_cache=False).half()
     owner = type(model.model.layers[0])
     layer_class = bodies(owner)[number]
     for layer in model.model.layers:
@@ -240,3 +265,71 @@ def test_bad_input(kernel):
         kernel.name_layers("model")
     with pytest.raises(ValueError, match="level: expected one of layer, decoder, found 'all'"):
         kernel.kernel_mapping(level="all")
+
+
+def test_attentions_that_depend_on_what_may_be_absent(kernel):
+    """Cohere2's layers without a window have no rotary embedding; GraniteMoeHybrid's have none if none is given."""
+    from transformers.models.cohere2.modeling_cohere2 import Cohere2Attention
+    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridAttention
+    from transformers.models.llama.modeling_llama import LlamaAttention
+    from transformers.models.mistral.modeling_mistral import MistralAttention
+
+    attention, x = importlib.import_module(f"{kernel.__name__}.attention"), torch.zeros(1)
+    assert attention.admitted(LlamaAttention, x).window == "" and attention.admitted(MistralAttention, x).window
+    with pytest.warns(RuntimeWarning, match="lossless-kernels: .* none of the known formulas"):
+        assert attention.admitted(Cohere2Attention, x) is None
+    with pytest.warns(RuntimeWarning, match="lossless-kernels: .* without a rotary embedding"):
+        assert attention.admitted(GraniteMoeHybridAttention, x) is None
+
+
+def test_children_that_are_no_modules(kernel, seed):
+    """Somebody took a projection away and put a function there, or made a plain tensor of its bias."""
+    model = make("Llama", seed)
+
+    def change(model):
+        attention = model.model.layers[0].self_attn
+        weight = attention.q_proj.weight
+        del attention.q_proj
+        attention.q_proj = lambda x: torch.nn.functional.linear(x, weight)
+        linear = model.model.layers[1].self_attn.o_proj
+        del linear.bias
+        linear.register_buffer("bias", torch.ones(SIZES["hidden_size"]))
+        return model
+
+    layers, decoder = (change(kernelized(kernel, model, level)) for level in ("layer", "decoder"))
+    assert_bits_equal(decoder(tokens(seed)).logits, layers(tokens(seed)).logits)
+
+
+def test_another_call_of_linear_layers_is_called(kernel, seed, monkeypatch):
+    model = kernelized(kernel, make("Llama", seed), "decoder")
+    model(tokens(seed))
+    called, call = [], torch.nn.Linear.__call__
+    monkeypatch.setattr(torch.nn.Linear, "__call__", lambda self, *a: called.append(self) or call(self, *a))
+    model(tokens(seed))
+    assert len(called) == 2 * 7 + 1
+
+
+def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed):
+    """`name_layers` names classes; what is not simply of that class `kernelize` must leave alone."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    class Louder(LlamaMLP):
+        def forward(self, x, factor):
+            return factor * super().forward(x)
+
+    model = make("Llama", seed)
+    kernel.name_layers(model)
+    model.louder = Louder(model.config)
+    mine, hooked = model.model.layers
+    mine.mlp.forward = lambda x: 0.0 * x
+    hooked._hf_hook, original = object(), hooked.forward
+    hooked.forward = lambda *a, **k: original(*a, **k)
+    with use_kernel_mapping(kernel.kernel_mapping(devices=("cpu",), level="decoder"), inherit_mapping=False):
+        found = kernelize(model, mode=Mode.INFERENCE, device="cpu")
+    assert "forward" not in vars(found.louder) and mine.mlp.forward(torch.ones(2)).sum() == 0
+    assert len(replaced(found, "LlamaDecoderLayer")) == 1 and vars(hooked)["forward"].__name__ == "<lambda>"
+    # Once more, in another mode, and back.
+    with use_kernel_mapping(kernel.kernel_mapping(devices=("cpu",), level="decoder"), inherit_mapping=False):
+        assert len(replaced(kernelize(model, mode=Mode.TRAINING, device="cpu"), "LlamaDecoderLayer")) == 1
+    with use_kernel_mapping({}, inherit_mapping=False):
+        assert not replaced(kernelize(model, mode=Mode.INFERENCE, device="cpu"), "LlamaDecoderLayer")

@@ -178,7 +178,15 @@ class Scaled(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2.0)
 
 
-@pytest.mark.parametrize("layer_class", (UpFirst, Sliced, Dropout, Scaled), ids=lambda c: c.__name__)
+class WidensTheGate(LlamaMLP):
+    """The others' formula in fp32, but not of the 16 bits that its projections return under autocast."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj((self.act_fn(gate.float()) * up.float()).to(gate.dtype))
+
+
+@pytest.mark.parametrize("layer_class", (UpFirst, Sliced, Dropout, Scaled, WidensTheGate), ids=lambda c: c.__name__)
 def test_other_formulas_keep_their_forward(kernel, fresh, products, monkeypatch, seed, layer_class):
     name_layer(monkeypatch, layer_class)
     original = mlp(seed, layer_class).eval()
@@ -189,6 +197,8 @@ def test_other_formulas_keep_their_forward(kernel, fresh, products, monkeypatch,
         warnings.filterwarnings("ignore", message="lossless-kernels")
         for each in (x, x.requires_grad_()):
             assert_bits_equal(replaced(each), original(each))
+            with torch.autocast(DEVICE, dtype=torch.bfloat16):
+                assert_bits_equal(replaced(each), original(each))
     (entry, *_) = kernel.replacement_report(replaced, verbose=False).layers
     assert not products and entry.path == "original" and entry.reasons != ["no proof yet: no call that a kernel takes"]
 

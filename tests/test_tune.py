@@ -181,7 +181,9 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     same_bits = measure.same_bits
     # Two warps have other bits in the forward pass.
     monkeypatch.setattr(
-        measure, "same_bits", lambda found, expected: (len(found), launched[-1]) != (1, 2) and same_bits(found, expected)
+        measure,
+        "same_bits",
+        lambda found, expected: (len(found), launched[-1]) != (1, 2) and same_bits(found, expected),
     )
     output = tmp_path / "plans.json"
     options = tune.parse(
