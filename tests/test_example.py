@@ -89,6 +89,13 @@ def test_help():
         assert option in done.stdout
 
 
+def test_the_first_program_of_the_readme(build, run_python):
+    """As it stands there: on a CPU the original layers stay."""
+    _, program, *_ = (ROOT / "README.md").read_text().split("```python\n")
+    done = run_python(program.split("```")[0])
+    assert "LlamaRMSNorm" in done.stdout and "proofs in this process" in done.stdout
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(build):
     arguments = ["--layers", 2, "--tokens", 1, 118, "--dtype", "bf16", "fp16", "--repeats", 5, "--json", "-"]
