@@ -3,6 +3,7 @@
 All of it runs without a GPU. Without one the kernels that a call reaches run in Triton's interpreter, with proof off.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -18,6 +19,8 @@ import torch
 from bits import assert_bits_equal
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama import modeling_llama
 
 INTERPRETED = not torch.cuda.is_available()
@@ -1188,3 +1191,39 @@ def test_eps_is_the_one_that_the_forward_reads(kernel, module, monkeypatch, proo
     layer = getattr(kernel.layers, kernel.kernel_mapping.__globals__["LAYERS"][name])
     norm.forward = MethodType(layer.forward, norm)
     assert_bits_equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward", "both", "neither"])
+def test_a_mode_may_watch_half_of_a_checkpoint(kernel, module, proof_off, watched):
+    """Both computations of the block must save the same tensors, as they do without kernels."""
+    torch_norm = torch.nn.RMSNorm(128, eps=1e-6)
+    # Not called as a module: a FLOP counter follows those, and stumbles over leaves in a checkpoint.
+    torch_norm = MethodType(kernel.layers.TorchRMSNorm.forward, torch_norm)
+    functions = {
+        "rms_norm": lambda x, w: kernel.rms_norm(x, w, 1e-6),
+        "torch.nn.RMSNorm": lambda x, w: torch_norm(x) * w,
+        "quick_gelu": lambda x, w: kernel.quick_gelu(x) * w,
+        "silu_and_mul": lambda x, w: kernel.silu_and_mul(x, x.cos()) * w,
+        "packed": lambda x, w: kernel.silu_and_mul(x) * w[:64],
+        "fused_add_rms_norm": lambda x, w: sum(kernel.fused_add_rms_norm(x, x.sin(), w, 1e-6)),
+        "rotary": lambda x, w: sum(kernel.apply_rotary_pos_emb(*(x * w).view(2, 1, 2, 4, 128), *cos_and_sin)),
+    }
+    cos_and_sin = torch.randn(2, 1, 4, 128)
+
+    def mode(part):
+        return FlopCounterMode(display=False) if watched in (part, "both") else contextlib.nullcontext()
+
+    for name, function in functions.items():
+        found = []
+        for block in (function, functools.partial(checkpoint, function, use_reentrant=False)):
+            x, weight = (
+                torch.linspace(-2, 2, 16 * 128).view(16, 128).requires_grad_(),
+                torch.ones(128, requires_grad=True),
+            )
+            with mode("forward"):
+                loss = block(x, weight).square().sum()
+            with mode("backward"):
+                loss.backward()
+            found.append((loss, x.grad, weight.grad))
+        # What a mode sees is computed in torch, and a CPU adds in another order than CUDA.
+        torch.testing.assert_close(*found, msg=functools.partial("{}: {}".format, name))

@@ -8,6 +8,7 @@ import functools
 import importlib
 import statistics
 import time
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from bits import assert_bits_equal
 from kernels import Mode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from training import (
     DEVICE,
     TOKENS,
@@ -553,6 +555,27 @@ def test_peak_memory_is_not_above_ligers(kernel, large):
         f"peak of forward and backward of {list(x.shape)}: Liger {theirs / 2**20:.2f} MiB, ours {ours / 2**20:.2f} MiB"
     )
     assert ours <= theirs
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+def test_a_flop_counter_may_watch_half_of_a_checkpointed_step(kernel, seed, watched):
+    model = llama(seed, BF16)
+    ours = kernelized(model, kernel)
+    (tokens,) = random_batches(seed, 1, batch=2)
+    found = []
+    for each in (ours, model):
+        each.gradient_checkpointing_enable({"use_reentrant": False})
+        each.train()
+        modes = [
+            FlopCounterMode(display=False) if watched == part else nullcontext() for part in ("forward", "backward")
+        ]
+        with modes[0]:
+            loss = language_model_loss(each, tokens)
+        with modes[1]:
+            loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in each.parameters())])
+    for ours, expected in zip(*found, strict=True):
+        assert_bits_equal(ours, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -19,6 +19,7 @@ from .domain import (
     UNSEEN,
     apply_of,
     are_plain,
+    are_saved,
     check_floating,
     dispatch_modes,
     remember,
@@ -348,7 +349,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
             and not dispatch_modes()
         ):
             return call(input)
-    if not are_plain(input, input) or _is_widened(activation, input):
+    if not (are_plain(input, input) or (needs_grad and are_saved(input))) or _is_widened(activation, input):
         return None
     try:
         key = (by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
@@ -462,7 +463,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(input)
         ctx.set_materialize_grads(False)
         ctx.activation = call.activation
-        return call(input)
+        return call.activation.forward(None, input) if dispatch_modes() else call(input)
 
     @staticmethod
     def backward(ctx, dy):

@@ -16,6 +16,7 @@ from .domain import (
     apply_of,
     are_dense,
     are_plain,
+    are_saved,
     dispatch_modes,
     remember,
     runs_kernels,
@@ -156,6 +157,10 @@ class _Training:
 
     def with_rstd(self, x, residual, weight):
         """The outputs and rstd, `[..., 1]`."""
+        if dispatch_modes():
+            total = residual + x
+            normed, rstd = self.variant.with_rstd(total, weight, self.eps)
+            return normed, total, rstd
         normed = self.out.empty(x)
         total = empty_like(x)
         rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -194,11 +199,12 @@ def replacement(
     tensors = (hidden_states, residual, weight)
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or weight.numel() == 0:
         return None
-    if not are_plain(hidden_states, residual) or not are_plain(weight, weight):
-        return None
     needs = NO_GRADIENTS
     if is_grad_enabled():
         needs = (hidden_states.requires_grad or residual.requires_grad, weight.requires_grad)
+    if not (are_plain(hidden_states, residual) and are_plain(weight, weight)):
+        if needs == NO_GRADIENTS or not are_saved(*tensors):
+            return None
     if needs != NO_GRADIENTS and any(tensor.is_inference() for tensor in tensors):
         return None
     call = _call(hidden_states, residual, weight, eps, owner, needs)

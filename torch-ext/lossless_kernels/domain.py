@@ -34,6 +34,19 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
     Not on subclasses or lazily negated tensors, and not while somebody watches or rewrites every operation: functorch,
     forward-mode AD, torch.jit.trace and dispatch modes do not see a kernel, so the operations they know must run.
     """
+    return _are_plain(first, second) and not dispatch_modes()
+
+
+def are_saved(*tensors: torch.Tensor) -> bool:
+    """Whether a call that needs gradients must save what a kernel's would although a dispatch mode is to see its operations.
+
+    In a checkpoint, where the mode may watch one of both computations alone: in a FLOP counter's `with`, say, there is often
+    the forward pass and not the backward pass, which computes the block again. Our autograd functions then compute the formula.
+    """
+    return bool(dispatch_modes()) and is_checkpointed() and all(_are_plain(tensor, tensor) for tensor in tensors)
+
+
+def _are_plain(first, second) -> bool:
     return (
         type(first) in PLAIN_TYPES
         and type(second) in PLAIN_TYPES
@@ -46,7 +59,6 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
         and _functorch_level() is None
         and forward_ad._current_level < 0
         and _tracing_state() is None
-        and not dispatch_modes()
     )
 
 

@@ -35,6 +35,7 @@ from .domain import (
     apply_of,
     are_dense,
     are_plain,
+    are_saved,
     check_floating,
     dispatch_modes,
     remember,
@@ -289,7 +290,7 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
             and not dispatch_modes()
         ):
             return call(gate, up)
-    if not are_plain(gate, up):
+    if not are_plain(gate, up) and not (needs_grad and are_saved(gate, up)):
         return None
     try:
         key = (
@@ -337,7 +338,7 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
             and not dispatch_modes()
         ):
             return call(packed)
-    if not are_plain(packed, packed):
+    if not are_plain(packed, packed) and not (needs_grad and are_saved(packed)):
         return None
     try:
         key = (subject, needs_grad, packed.dtype, packed.shape, packed.stride(), packed.get_device())
@@ -493,7 +494,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.set_materialize_grads(False)
         ctx.activation = call.activation
-        return call(gate, up)
+        return _eager(call.activation, gate, up) if dispatch_modes() else call(gate, up)
 
     @staticmethod
     def backward(ctx, dy):
@@ -516,7 +517,7 @@ class _PackedDifferentiable(torch.autograd.Function):
         ctx.save_for_backward(packed)
         ctx.set_materialize_grads(False)
         ctx.activation = call.activation
-        return call.packed(packed)
+        return _packed_eager(call.activation, packed) if dispatch_modes() else call.packed(packed)
 
     @staticmethod
     def backward(ctx, dy):

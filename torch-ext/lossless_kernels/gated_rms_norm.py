@@ -7,7 +7,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import proof, rms_norm
-from .domain import are_plain, runs_kernels
+from .domain import are_plain, are_saved, runs_kernels
 from .variants import FP32_OUTPUT, LLAMA, Variant
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
@@ -38,7 +38,7 @@ def replacement(
     """
     if is_dynamo_compiling() or not isinstance(gate, torch.Tensor) or activation not in _ACTIVATIONS:
         return None
-    if not isinstance(weight, torch.Tensor) or not are_plain(hidden_states, gate):
+    if not isinstance(weight, torch.Tensor) or not (are_plain(hidden_states, gate) or are_saved(hidden_states, gate)):
         return None
     if not runs_kernels(hidden_states.device) or proof.code(owner) is None:
         return None

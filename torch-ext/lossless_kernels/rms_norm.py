@@ -18,6 +18,7 @@ from .domain import (
     UNSEEN,
     apply_of,
     are_plain,
+    are_saved,
     check_floating,
     dispatch_modes,
     remember,
@@ -293,6 +294,8 @@ class _Training:
 
     def with_rstd(self, x, weight):
         """The output and rstd, `[..., 1]`."""
+        if dispatch_modes():
+            return self.variant.with_rstd(x, weight, self.eps)
         out = empty_like(x) if self.like_input else self.out.empty(x)
         rstd = self.empty_rstd()
         self.launch(x, weight, out, rstd)
@@ -377,9 +380,9 @@ def replacement(
         weight = hidden_states.new_empty(0)
     elif not isinstance(weight, torch.Tensor) or weight.numel() == 0:
         return None
-    if not are_plain(hidden_states, weight):
-        return None
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
+    if not are_plain(hidden_states, weight) and (needs == NO_GRADIENTS or not are_saved(hidden_states, weight)):
+        return None
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
         return None  # Autograd does not save them; eager saves what it makes of them.
     call = _call(hidden_states, weight, eps, owner, needs, fused)

@@ -18,6 +18,7 @@ from .domain import (
     apply_of,
     are_dense,
     are_plain,
+    are_saved,
     check_floating,
     dispatch_modes,
     remember,
@@ -360,10 +361,10 @@ def replacement(
         ):
             return call(q, k, cos, sin)
     try:
-        if not are_plain(q, k) or not are_plain(cos, sin):
-            return None
         grad = is_grad_enabled()
         needs = (grad and q.requires_grad, grad and k.requires_grad)
+        if not (are_plain(q, k) and are_plain(cos, sin)) and not (any(needs) and are_saved(q, k, cos, sin)):
+            return None
         if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
             return None
         key = (subject, unsqueeze_dim, needs, *map(_told, (q, k, cos, sin)))
@@ -441,7 +442,10 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.call, ctx.dtype, ctx.paths = call, q.dtype, 1 if q_again is None else 2
         ctx.set_materialize_grads(False)
-        q_embed, k_embed = call(q, k, cos, sin)
+        if dispatch_modes():
+            q_embed, k_embed = call.variant.eager(q, k, cos, sin, call.unsqueeze_dim)
+        else:
+            q_embed, k_embed = call(q, k, cos, sin)
         unneeded = [out for out, needed in zip((q_embed, k_embed), call.needs) if not needed]
         ctx.mark_non_differentiable(*unneeded)
         return q_embed, k_embed
