@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from bits import assert_bits_equal
-from kernels import Mode, kernelize, use_kernel_mapping
+from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -311,6 +311,8 @@ def test_another_call_of_linear_layers_is_called(kernel, seed, monkeypatch):
 
 def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed):
     """`name_layers` names classes; what is not simply of that class `kernelize` must leave alone."""
+    if "condition" not in inspect.signature(replace_kernel_forward_from_hub).parameters:
+        pytest.skip("kernels 0.16 asks for no condition")
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     class Louder(LlamaMLP):
