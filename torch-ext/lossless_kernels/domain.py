@@ -99,6 +99,7 @@ def is_bare(module: torch.nn.Module) -> bool:
 
     Not with hooks, not if it is compiled by itself, and not if somebody else put a forward of his own there.
     """
+    state = module.__dict__
     if (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -112,12 +113,7 @@ def is_bare(module: torch.nn.Module) -> bool:
         or type(module).__call__ is not torch.nn.Module.__call__
     ):
         return False
-    return has_own_forward(module)
-
-
-def has_own_forward(module: torch.nn.Module) -> bool:
-    """Whether the forward that runs is the class's own, or that of this package in its place."""
-    bound = vars(module).get("forward")
+    bound = state.get("forward")
     if bound is None:
         return True
     if not isinstance(bound, MethodType):

@@ -4,12 +4,12 @@ import functools
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Optional, Union
 
 import torch
 
 from . import layers
-from .domain import has_own_forward
 
 # Layer name -> ours.
 LAYERS = {
@@ -85,8 +85,12 @@ def _arguments(layer_class: type) -> list:
 
 
 def _is_replaceable(ours: type, module: torch.nn.Module) -> bool:
-    """Whether the module's forward is its class's or one of this package, and takes the arguments of ours."""
-    return has_own_forward(module) and "_hf_hook" not in vars(module) and _arguments(type(module)) == _arguments(ours)
+    """Whether the module's forward is its class's or one that `kernelize` bound onto it, and takes the arguments of ours."""
+    bound = vars(module).get("forward")
+    name = getattr(bound.__func__, "__qualname__", "") if isinstance(bound, MethodType) else ""
+    if bound is not None and not name.endswith(".forward"):
+        return False
+    return "_hf_hook" not in vars(module) and _arguments(type(module)) == _arguments(ours)
 
 
 def kernel_mapping(
