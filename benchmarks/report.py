@@ -371,13 +371,13 @@ def plot(report: Report, folder: Path) -> list[Path]:
         save(figure, axes, f"{op}.png")
 
     host = [case for case in report.cases if case.op in HOST_OPS]
-    if host:
-        times = {}
-        for case in host:
-            for peer, result in report.of(case).items():
-                if result.median_ms:
-                    low, high = result.quartiles_ms
-                    times.setdefault(peer, {})[case] = tuple(ms * 1e3 for ms in (low, result.median_ms, high))
+    times = {}
+    for case in host:
+        for peer, result in report.of(case).items():
+            if result.median_ms:
+                low, high = result.quartiles_ms
+                times.setdefault(peer, {})[case] = tuple(ms * 1e3 for ms in (low, result.median_ms, high))
+    if times:
         figure, axes = plt.subplots(figsize=(8, 4.5))
         for _, drawn in bars(axes, host, {peer: times[peer] for peer in report.peers if peer in times}):
             axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2)

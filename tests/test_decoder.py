@@ -4,6 +4,7 @@ else changes. The norm's kernel sums in CUDA's order there, so the comparison is
 import copy
 import importlib
 import inspect
+from types import MethodType
 
 import pytest
 import torch
@@ -309,6 +310,11 @@ def test_another_call_of_linear_layers_is_called(kernel, seed, monkeypatch):
     assert len(called) == 2 * 7 + 1
 
 
+class AnotherKernel(torch.nn.Module):
+    def forward(self, x):
+        return x
+
+
 def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed):
     """`name_layers` names classes; what is not simply of that class `kernelize` must leave alone."""
     if "condition" not in inspect.signature(replace_kernel_forward_from_hub).parameters:
@@ -324,11 +330,14 @@ def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed):
     model.louder = Louder(model.config)
     mine, hooked = model.model.layers
     mine.mlp.forward = lambda x: 0.0 * x
+    # As `kernelize` binds what another repository, or another version of this one, has.
+    hooked.mlp.forward = MethodType(AnotherKernel.forward, hooked.mlp)
     hooked._hf_hook, original = object(), hooked.forward
     hooked.forward = lambda *a, **k: original(*a, **k)
     with use_kernel_mapping(kernel.kernel_mapping(devices=("cpu",), level="decoder"), inherit_mapping=False):
         found = kernelize(model, mode=Mode.INFERENCE, device="cpu")
     assert "forward" not in vars(found.louder) and mine.mlp.forward(torch.ones(2)).sum() == 0
+    assert len(replaced(found, "LlamaMLP")) == 1
     assert len(replaced(found, "LlamaDecoderLayer")) == 1 and vars(hooked)["forward"].__name__ == "<lambda>"
     # Once more, in another mode, and back.
     with use_kernel_mapping(kernel.kernel_mapping(devices=("cpu",), level="decoder"), inherit_mapping=False):

@@ -880,6 +880,18 @@ def test_anomaly_mode_and_forbidden_hooks_do_not_reach_into_a_proof(proof):
         assert proof.admits("another key", subject(proof), comparisons)
 
 
+def test_anomaly_mode_is_as_it_was_after_proofs_that_overlap(proof):
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly(check_nan=False):
+        first.enter_context(proof._without_anomaly_mode())
+        second.enter_context(proof._without_anomaly_mode())
+        assert not torch.is_anomaly_enabled()
+        first.close()
+        assert not torch.is_anomaly_enabled()
+        second.close()
+        assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
+
+
 def test_another_forward_of_a_class_is_another_subject(proof):
     class Layer(torch.nn.Module):
         def forward(self, x):
@@ -1227,3 +1239,84 @@ def test_a_mode_may_watch_half_of_a_checkpoint(kernel, module, proof_off, watche
             found.append((loss, x.grad, weight.grad))
         # What a mode sees is computed in torch, and a CPU adds in another order than CUDA.
         torch.testing.assert_close(*found, msg=functools.partial("{}: {}".format, name))
+
+
+@pytest.fixture
+def full_memory(module, monkeypatch):
+    """A switch: while it is on, every proof finds the memory full; off, the pause after it is over as well."""
+    proof, domain = module("proof"), module("domain")
+    tables = [("proof", "_verdicts"), ("proof", "_full_until"), ("mlp", "_activations"), ("decoder", "_admitted")]
+    tables += [
+        ("attention", "_admitted"),
+        ("rms_norm", "_calls"),
+        ("rms_norm", "_recent"),
+        ("gated_rms_norm", "_refused"),
+    ]
+    for owner, table in tables:
+        monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
+    monkeypatch.setattr(domain.proofs, "no_memory_until", 0.0)
+    found, full = proof._disproof, []
+
+    def disproof(*arguments):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found(*arguments)
+
+    def switch(on):
+        full[:] = [None] * on
+        if not on:
+            proof._full_until.clear()
+            domain.proofs.no_memory_until = 0.0
+
+    monkeypatch.setattr(proof, "_disproof", disproof)
+    return switch
+
+
+@pytest.mark.parametrize("name", ["LlamaMLP", "Qwen3NextRMSNormGated", "LlamaDecoderLayer"])
+def test_a_checkpoint_whose_proofs_found_no_memory(kernel, proof_off, full_memory, name):
+    """When the block is computed again there may be memory: it has to save the same tensors nevertheless."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    config = modeling_llama.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4
+    )
+    config._attn_implementation = "eager"
+    x, tables = torch.randn(1, 4, 64, requires_grad=True), (torch.ones(1, 4, 16), torch.zeros(1, 4, 16))
+    if name == "LlamaMLP":
+        layer, ours, call = modeling_llama.LlamaMLP(config), kernel.layers.LlamaMLP, lambda x: layer(x)
+    elif name == "LlamaDecoderLayer":
+        layer, ours = modeling_llama.LlamaDecoderLayer(config, 0), kernel.layers.LlamaDecoderLayer
+        call = lambda x: layer(x, position_embeddings=tables)  # noqa: E731
+    else:
+        layer, ours = Qwen3NextRMSNormGated(64, eps=1e-6), kernel.layers.RMSNormGated
+        call = lambda x: layer(x, x.sin())  # noqa: E731
+    expected = torch.autograd.grad(call(x).square().sum(), x)
+    layer.forward = MethodType(ours.forward, layer)
+    full_memory(True)
+    out = checkpoint(lambda x: call(x) * 1.0, x, use_reentrant=False)
+    full_memory(False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), expected)
+
+
+def test_a_warmup_without_memory_refuses_nothing_for_good(kernel, module, proof_off, full_memory):
+    norm = modeling_llama.LlamaRMSNorm(64)
+    norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
+    full_memory(True)
+    kernel.warmup(norm, rows=[4], dtypes=[torch.float32], verbose=False)
+    full_memory(False)
+    norm(torch.randn(1, 4, 64))
+    calls = module("rms_norm")._calls
+    assert calls and None not in calls.values()
+
+
+def test_the_default_eps_of_torchs_norm_is_recognised(kernel, module, proof_off, monkeypatch):
+    """Without the key of the whole call, which costs more than the launch."""
+    norm, family, asked = torch.nn.RMSNorm(128), module("rms_norm"), []
+    call = family._call
+    monkeypatch.setattr(family, "_call", lambda *arguments: asked.append(arguments) or call(*arguments))
+    monkeypatch.setattr(family, "_recent_fused", {})
+    norm.forward = MethodType(kernel.layers.TorchRMSNorm.forward, norm)
+    with torch.no_grad():
+        for _ in range(3):
+            norm(torch.ones(4, 128))
+    assert len(asked) == 1

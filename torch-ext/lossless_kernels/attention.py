@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from . import proof
-from .domain import is_bare, is_checkpointed
+from .domain import is_bare, stays_refused
 from .rotary import replacement as rotary_replacement
 
 
@@ -163,7 +163,7 @@ def admitted(owner: type, hidden_states: torch.Tensor) -> Optional[Variant]:
     if key in _admitted:
         return _admitted[key]
     variant, final = _recognized(forward, hidden_states.device)
-    if final or is_checkpointed():
+    if final or stays_refused():
         _admitted[key] = variant
     return variant
 

@@ -8,7 +8,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import add_rms_norm, proof
 from .attention import attend
-from .domain import is_bare, is_checkpointed, runs_kernels
+from .domain import is_bare, runs_kernels, stays_refused
 from .rms_norm import EPS_NAMES
 
 # All that the forward of a known decoder layer asks for.
@@ -78,7 +78,7 @@ def admits(owner: type, hidden_states: Any) -> bool:
     admitted = _admitted.get(key)
     if admitted is None:
         admitted = _recognized(owner, hidden_states.device)
-        if admitted is not None or is_checkpointed():
+        if admitted is not None or stays_refused():
             _admitted[key] = bool(admitted)
     return bool(admitted)
 

@@ -86,12 +86,21 @@ def is_watched() -> bool:
     return under_transform() or _tracing_state() is not None
 
 
-def is_checkpointed() -> bool:
-    """Whether autograd hands what it saves to hooks, as in a block that is computed again in the backward pass.
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """The saved-tensor hook of proofs, which no hook outside is to reach into."""
+    return tensor
 
-    Both times the same tensors have to be saved, so what was refused the first time stays refused.
-    """
-    return _saved_tensor_hooks(True) is not None
+
+def is_checkpointed() -> bool:
+    """Whether autograd hands what it saves to hooks, as in a block that is computed again in the backward pass."""
+    hooks = _saved_tensor_hooks(True)
+    return hooks is not None and hooks[0] is not as_it_is
+
+
+def stays_refused() -> bool:
+    """Whether what has no verdict for want of memory must be refused from now on: a checkpoint's block is computed twice, and
+    has to save the same tensors both times."""
+    return time.monotonic() < proofs.no_memory_until and is_checkpointed()
 
 
 def is_bare(module: torch.nn.Module) -> bool:
@@ -160,7 +169,7 @@ def remember(calls: dict, key, call):
         return call
     if call is None:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if capturing or (time.monotonic() < proofs.no_memory_until and not is_checkpointed()):
+        if capturing or (time.monotonic() < proofs.no_memory_until and not stays_refused()):
             return None
     if len(calls) >= _MAX_CALLS:
         calls.clear()

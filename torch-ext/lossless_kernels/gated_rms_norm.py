@@ -7,7 +7,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import proof, rms_norm
-from .domain import are_plain, are_saved, runs_kernels
+from .domain import are_plain, are_saved, runs_kernels, stays_refused
 from .variants import FP32_OUTPUT, LLAMA, Variant
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
@@ -51,17 +51,25 @@ def replacement(
     return None if scaled is None else _times_gate(scaled, activation, gate, hidden_states.dtype)
 
 
+# What a checkpoint relies on to stay refused, without a verdict.
+_refused: set = set()
+
+
 def _variant(owner, activation, dtypes, device) -> Optional[Variant]:
     """The variant whose gated formula has the bits of `owner.forward`, and its gradients."""
     key = ("formula of gated rms_norm", proof.code(owner), activation, dtypes, device)
     verdict = proof.recognized(key)
     if verdict is not None:
         return verdict.chosen
+    if key in _refused:
+        return None
     where = f"activations {dtypes[0]}, gate {dtypes[1]}, weight {dtypes[2]}, {activation}"
     candidates = {
         variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
     }
     variant = proof.recognize(key, proof.Subject(owner.forward, device, where), candidates)
+    if proof.recognized(key) is None and stays_refused():
+        _refused.add(key)
     if variant is not None:
         proof.relies(owner.forward, rms_norm.EAGER[variant].forward)
     return variant

@@ -90,13 +90,17 @@ class TorchRMSNorm(nn.Module):
         if _fused(x, weight, getattr(self, "normalized_shape", None)):
             eps = getattr(self, "eps", None)
             if eps is None and owner.forward is nn.RMSNorm.forward:
-                eps = torch.finfo(torch.float32).eps  # PyTorch's default, for 16 bits too.
+                eps = _TORCH_EPS
             out = rms_norm_replacement(x, weight, eps, owner, fused=True)
             if out is not None:
                 return out
         if isinstance(self, TorchRMSNorm):
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return owner.forward(self, x)
+
+
+# PyTorch's default, for 16 bits too. One object: calls are recognised by it.
+_TORCH_EPS = torch.finfo(torch.float32).eps
 
 
 def _fused(x, weight, normalized_shape) -> bool:

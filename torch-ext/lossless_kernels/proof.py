@@ -24,7 +24,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import launch
-from .domain import is_watched, proofs
+from .domain import as_it_is, is_watched, proofs
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -112,6 +112,28 @@ def is_shortage(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
+_anomaly_lock = threading.Lock()
+# Proofs under way, and whether anomaly mode was on, and checked for NaN, when the first of them began.
+_anomaly = {"proofs": 0, "before": (False, True)}
+
+
+@contextlib.contextmanager
+def _without_anomaly_mode() -> Iterator[None]:
+    """NaNs are among the inputs of proofs. The mode is the process's, and proofs of several threads may overlap."""
+    with _anomaly_lock:
+        if _anomaly["proofs"] == 0:
+            _anomaly["before"] = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            torch.set_anomaly_enabled(False)
+        _anomaly["proofs"] += 1
+    try:
+        yield
+    finally:
+        with _anomaly_lock:
+            _anomaly["proofs"] -= 1
+            if _anomaly["proofs"] == 0:
+                torch.set_anomaly_enabled(*_anomaly["before"])
+
+
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Neither the caller's grad mode, autocast, modes, saved-tensor hooks (checkpointing) nor anomaly mode reach into a proof."""
@@ -121,10 +143,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         if torch._C._autograd._saved_tensors_hooks_is_enabled():
-            # Tensors are saved as they are, whatever hooks are set outside.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-        # NaNs are among the inputs.
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is))
+        stack.enter_context(_without_anomaly_mode())
         yield
 
 
