@@ -1,6 +1,7 @@
 """Every class and function of the installed transformers that a kernel of this package may replace, compared bit for bit.
 
-python tests/sweep.py --table docs/replaced.md    on a GPU: writes the table of docs/
+python tests/sweep.py --table docs/replaced.md       on a GPU: writes the table of docs/
+python tests/sweep.py --decoders docs/decoders.md    anywhere: which decoder layers are recognised by their formula
 """
 
 import argparse
@@ -8,6 +9,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import itertools
+import os
 import re
 import warnings
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 import transformers
 from bits import bits_equal
 from kernels import Mode, get_local_kernel, kernelize, use_kernel_mapping
+from transformers.activations import ACT2FN
 
 ROOT = Path(__file__).parent.parent
 # Activations and weight.
@@ -218,11 +221,76 @@ def reason(problem: str) -> str:
     return refusal.removesuffix(" no kernel ran").split(" no kernel ran;")[0] if refusal else first
 
 
+# Decoder layers, which transformers gives no layer name
+
+
+def decoder_layers(kernel, device) -> list[tuple]:
+    """Of every model file with a decoder layer that is recognised: the file, and its decoder layers, attentions and MLPs."""
+    decoder, attention, mlp, mapping = (
+        importlib.import_module(f"{kernel.__name__}.{name}") for name in ("decoder", "attention", "mlp", "mapping")
+    )
+    like, states = mapping._arguments(kernel.layers.LlamaDecoderLayer), torch.zeros(1, device=device)
+    silu = mlp.subject_of(ACT2FN["silu"])
+
+    def recognised(found, kind):
+        for layer_class in found:
+            name = layer_class.__name__
+            if kind == "DecoderLayer" and mapping._arguments(layer_class) == like:
+                yield name * bool(decoder._recognized(layer_class, device))
+            elif kind == "Attention":
+                variant = attention.admitted(layer_class, states)
+                yield "" if variant is None else f"{name}: {variant.formula}"
+            elif kind == "MLP":
+                yield name * (mlp.activation_of(layer_class, silu, states) is not None)
+
+    rows = []
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if "DecoderLayer" not in path.read_text():
+            continue
+        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+        cells = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Refusals.
+            for kind in ("DecoderLayer", "Attention", "MLP"):
+                found = recognised((each for each in own if each.__name__.endswith(kind)), kind)
+                cells.append(", ".join(filter(None, found)))
+        if cells[0]:
+            rows.append((path.stem.removeprefix("modeling_"), *cells))
+    return rows
+
+
+def decoder_table(rows) -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "kernels"))
+    lines = [
+        "# Decoder layers",
+        "",
+        f"The models of {versions} whose decoder layers are of Llama's kind: these forwards are recognised by their formula, which",
+        '`kernel.name_layers(model)` and `kernel.kernel_mapping(level="decoder")` need. Where a cell is empty the attention or',
+        "the MLP is another one, and is called as it is. The order of the kernels' sums is proved on the GPU at hand.",
+        "`python tests/sweep.py --decoders docs/decoders.md` writes this file.",
+        "",
+        "| model | decoder layer | attention | gated MLP |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(f"| {' | '.join(cell or '-' for cell in row)} |" for row in rows)]) + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there instead of printing it")
+    parser.add_argument(
+        "--decoders", type=Path, metavar="FILE", help="write that of decoder layers there, and no other"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.decoders:
+        # Formulas are compared in torch operations, on a CPU as well.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        arguments.decoders.write_text(
+            decoder_table(decoder_layers(get_local_kernel(ROOT / "build"), torch.device("cpu")))
+        )
+        return
     if not torch.cuda.is_available():
         parser.exit(2, "sweep: needs a GPU\n")
     from rich.progress import track

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.metadata
 import sys
 import warnings
 
@@ -88,6 +89,22 @@ def test_every_rotary_embedding(kernel, found, seed):
             for what, ours, expected in tables._kernel(sample, equal[0]):
                 assert_bits_equal(ours, expected, f"{what} of {layer_class}")
     assert refused <= REFUSED_ROTARY_EMBEDDINGS
+
+
+def test_every_decoder_layer(kernel, monkeypatch):
+    """By their formulas, in torch operations; docs/decoders.md lists them."""
+    if DEVICE == "cpu":  # What runs kernels is asked of gated MLPs.
+        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cpu")
+    rows = sweep.decoder_layers(kernel, torch.device(DEVICE))
+    models = {name: cells for name, *cells in rows}
+    assert models["llama"] == ["LlamaDecoderLayer", "LlamaAttention: attention", "LlamaMLP"]
+    assert models["mistral"][1] == "MistralAttention: attention, a sliding window"
+    assert models["qwen3"][1] == "Qwen3Attention: attention, q_norm and k_norm, a sliding window"
+    assert len(models) > 60 and not models.keys() & {"gemma2", "olmo2", "cohere", "cohere2", "phi"}
+    listed = (sweep.ROOT / "docs" / "decoders.md").read_text()
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "kernels"))
+    if versions in listed:
+        assert sweep.decoder_table(rows) == listed
 
 
 # Classes that nobody decorated: the README tells how to replace them.
