@@ -100,7 +100,7 @@ def test_every_decoder_layer(kernel, monkeypatch):
     assert models["llama"] == ["LlamaDecoderLayer", "LlamaAttention: attention", "LlamaMLP"]
     assert models["mistral"][1] == "MistralAttention: attention, a sliding window"
     assert models["qwen3"][1] == "Qwen3Attention: attention, q_norm and k_norm, a sliding window"
-    assert len(models) > 60 and not models.keys() & {"gemma2", "olmo2", "cohere", "cohere2", "phi"}
+    assert len(models) > 50 and not models.keys() & {"gemma2", "olmo2", "cohere", "cohere2", "phi"}
     listed = (sweep.ROOT / "docs" / "decoders.md").read_text()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "kernels"))
     if versions in listed:
