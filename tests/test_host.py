@@ -1250,7 +1250,7 @@ def full_memory(module, monkeypatch):
         ("attention", "_admitted"),
         ("rms_norm", "_calls"),
         ("rms_norm", "_recent"),
-        ("gated_rms_norm", "_refused"),
+        ("gated_rms_norm", "_found"),
     ]
     for owner, table in tables:
         monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
@@ -1295,6 +1295,7 @@ def test_a_checkpoint_whose_proofs_found_no_memory(kernel, proof_off, full_memor
     full_memory(True)
     out = checkpoint(lambda x: call(x) * 1.0, x, use_reentrant=False)
     full_memory(False)
+    # Some of it comes from kernels, which add in CUDA's order: a few roundings, for which fp32's defaults leave ten.
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), expected)
 
 

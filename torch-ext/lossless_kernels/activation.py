@@ -18,8 +18,8 @@ from .domain import (
     PLAIN_TYPES,
     UNSEEN,
     apply_of,
+    are_ours,
     are_plain,
-    are_saved,
     check_floating,
     dispatch_modes,
     remember,
@@ -349,7 +349,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
             and not dispatch_modes()
         ):
             return call(input)
-    if not (are_plain(input, input) or (needs_grad and are_saved(input))) or _is_widened(activation, input):
+    if not are_ours(input, input, needs_grad) or _is_widened(activation, input):
         return None
     try:
         key = (by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.get_device())

@@ -15,8 +15,7 @@ from .domain import (
     UNSEEN,
     apply_of,
     are_dense,
-    are_plain,
-    are_saved,
+    are_ours,
     dispatch_modes,
     remember,
     runs_kernels,
@@ -202,10 +201,10 @@ def replacement(
     needs = NO_GRADIENTS
     if is_grad_enabled():
         needs = (hidden_states.requires_grad or residual.requires_grad, weight.requires_grad)
-    if not (are_plain(hidden_states, residual) and are_plain(weight, weight)):
-        if needs == NO_GRADIENTS or not are_saved(*tensors):
-            return None
-    if needs != NO_GRADIENTS and any(tensor.is_inference() for tensor in tensors):
+    with_grad = needs != NO_GRADIENTS
+    if not (are_ours(hidden_states, residual, with_grad) and are_ours(weight, weight, with_grad)):
+        return None
+    if with_grad and any(tensor.is_inference() for tensor in tensors):
         return None
     call = _call(hidden_states, residual, weight, eps, owner, needs)
     if call is None:

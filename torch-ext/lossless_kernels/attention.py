@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from . import proof
-from .domain import is_bare, stays_refused
+from .domain import is_bare
 from .rotary import replacement as rotary_replacement
 
 
@@ -163,20 +163,20 @@ def admitted(owner: type, hidden_states: torch.Tensor) -> Optional[Variant]:
     if key in _admitted:
         return _admitted[key]
     variant, final = _recognized(forward, hidden_states.device)
-    if final or stays_refused():
+    if final:
         _admitted[key] = variant
     return variant
 
 
 def _recognized(forward, device) -> tuple[Optional[Variant], bool]:
-    """The variant, and whether that is a verdict: inside a CUDA graph's capture, say, none is possible."""
+    """The variant, and whether that may be kept."""
     if not _looks_known(forward):
         return None, True
     subject = proof.Subject(forward, device, "any dtype")
     candidates = {variant: functools.partial(_comparisons, forward, variant, device) for variant in _VARIANTS}
     key = ("attention", forward, device)
     variant = proof.recognize(key, subject, candidates)
-    return variant, proof.recognized(key) is not None
+    return variant, proof.is_settled(key)
 
 
 @torch.compiler.assume_constant_result

@@ -8,7 +8,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import add_rms_norm, proof
 from .attention import attend
-from .domain import is_bare, runs_kernels, stays_refused
+from .domain import is_bare, runs_kernels
 from .rms_norm import EPS_NAMES
 
 # All that the forward of a known decoder layer asks for.
@@ -78,8 +78,8 @@ def admits(owner: type, hidden_states: Any) -> bool:
     admitted = _admitted.get(key)
     if admitted is None:
         admitted = _recognized(owner, hidden_states.device)
-        if admitted is not None or stays_refused():
-            _admitted[key] = bool(admitted)
+        if admitted is not None:
+            _admitted[key] = admitted
     return bool(admitted)
 
 
@@ -89,16 +89,15 @@ def _admits_for_compile(owner, device_index) -> bool:
 
 
 def _recognized(owner, device) -> Optional[bool]:
-    """None where no verdict is possible now, inside a CUDA graph's capture."""
+    """None where no verdict is possible now, as inside a CUDA graph's capture."""
     code = proof.code(owner)
     # A layer of this package used by itself; a forward that asks for more than its modules.
     if owner.__module__ == _LAYERS or code is None or not _MODULES.issuperset(code[0].__code__.co_names):
         return False
     key = ("decoder", code, device)
     subject = proof.Subject(owner.forward, device, "any dtype", _FORMULA)
-    proof.recognize(key, subject, {True: functools.partial(_comparisons, owner, device)})
-    verdict = proof.recognized(key)
-    return None if verdict is None else bool(verdict)
+    admitted = proof.recognize(key, subject, {True: functools.partial(_comparisons, owner, device)})
+    return bool(admitted) if proof.is_settled(key) else None
 
 
 class _Scaled(torch.nn.Module):

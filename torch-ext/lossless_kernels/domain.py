@@ -37,13 +37,14 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
     return _are_plain(first, second) and not dispatch_modes()
 
 
-def are_saved(*tensors: torch.Tensor) -> bool:
-    """Whether a call that needs gradients must save what a kernel's would although a dispatch mode is to see its operations.
+def are_ours(first: torch.Tensor, second: torch.Tensor, needs_grad: bool) -> bool:
+    """Whether a layer's call on these tensors is for us to compute: plain ones, and in a checkpoint also if modes watch.
 
-    In a checkpoint, where the mode may watch one of both computations alone: in a FLOP counter's `with`, say, there is often
-    the forward pass and not the backward pass, which computes the block again. Our autograd functions then compute the formula.
+    The mode may watch one of both computations of a checkpointed block alone (in a FLOP counter's `with` there is often the
+    forward pass and not the backward pass, which computes the block again), and both must save the same tensors. So our
+    autograd functions run, and compute the formula under a mode.
     """
-    return bool(dispatch_modes()) and is_checkpointed() and all(_are_plain(tensor, tensor) for tensor in tensors)
+    return _are_plain(first, second) and (not dispatch_modes() or (needs_grad and is_checkpointed()))
 
 
 def _are_plain(first, second) -> bool:

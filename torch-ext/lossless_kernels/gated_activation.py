@@ -34,8 +34,8 @@ from .domain import (
     UNSEEN,
     apply_of,
     are_dense,
+    are_ours,
     are_plain,
-    are_saved,
     check_floating,
     dispatch_modes,
     remember,
@@ -290,7 +290,7 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
             and not dispatch_modes()
         ):
             return call(gate, up)
-    if not are_plain(gate, up) and not (needs_grad and are_saved(gate, up)):
+    if not are_ours(gate, up, needs_grad):
         return None
     try:
         key = (
@@ -338,7 +338,7 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
             and not dispatch_modes()
         ):
             return call(packed)
-    if not are_plain(packed, packed) and not (needs_grad and are_saved(packed)):
+    if not are_ours(packed, packed, needs_grad):
         return None
     try:
         key = (subject, needs_grad, packed.dtype, packed.shape, packed.stride(), packed.get_device())

@@ -7,7 +7,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import proof, rms_norm
-from .domain import are_plain, are_saved, runs_kernels, stays_refused
+from .domain import are_ours, runs_kernels
 from .variants import FP32_OUTPUT, LLAMA, Variant
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
@@ -38,7 +38,7 @@ def replacement(
     """
     if is_dynamo_compiling() or not isinstance(gate, torch.Tensor) or activation not in _ACTIVATIONS:
         return None
-    if not isinstance(weight, torch.Tensor) or not (are_plain(hidden_states, gate) or are_saved(hidden_states, gate)):
+    if not isinstance(weight, torch.Tensor) or not are_ours(hidden_states, gate, True):
         return None
     if not runs_kernels(hidden_states.device) or proof.code(owner) is None:
         return None
@@ -51,25 +51,21 @@ def replacement(
     return None if scaled is None else _times_gate(scaled, activation, gate, hidden_states.dtype)
 
 
-# What a checkpoint relies on to stay refused, without a verdict.
-_refused: set = set()
+_found: dict = {}
 
 
 def _variant(owner, activation, dtypes, device) -> Optional[Variant]:
     """The variant whose gated formula has the bits of `owner.forward`, and its gradients."""
     key = ("formula of gated rms_norm", proof.code(owner), activation, dtypes, device)
-    verdict = proof.recognized(key)
-    if verdict is not None:
-        return verdict.chosen
-    if key in _refused:
-        return None
+    if key in _found:
+        return _found[key]
     where = f"activations {dtypes[0]}, gate {dtypes[1]}, weight {dtypes[2]}, {activation}"
     candidates = {
         variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
     }
     variant = proof.recognize(key, proof.Subject(owner.forward, device, where), candidates)
-    if proof.recognized(key) is None and stays_refused():
-        _refused.add(key)
+    if proof.is_settled(key):
+        _found[key] = variant
     if variant is not None:
         proof.relies(owner.forward, rms_norm.EAGER[variant].forward)
     return variant

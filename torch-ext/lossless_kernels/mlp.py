@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import proof
 from .activation import Activation, by_value, forward_of, original_of
-from .domain import FLOAT_DTYPES, UNSEEN, is_bare, remember, runs_kernels, stays_refused, under_transform
+from .domain import FLOAT_DTYPES, UNSEEN, is_bare, remember, runs_kernels, under_transform
 from .gated_activation import ACTIVATIONS, product_of
 
 # What the `act` of an activation layer may be: a function, which a proof can call without the module it comes from. A method
@@ -86,7 +86,7 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     }
     where = f"{dtype}, {original.__qualname__}"
     activation = proof.recognize(verdict_key, proof.Subject(owner.forward, device, where), candidates)
-    if proof.recognized(verdict_key) is None and not stays_refused():
+    if not proof.is_settled(verdict_key):
         return None  # No verdict was possible at this time.
     if activation is not None:
         # Who looks for the activation layer, which is not called, finds it there too.

@@ -24,7 +24,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import launch
-from .domain import as_it_is, is_watched, proofs
+from .domain import as_it_is, is_watched, proofs, stays_refused
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -229,6 +229,14 @@ def recognize(key: Hashable, subject: Subject, candidates: Mapping[Any, Comparis
 def recognized(key: Hashable) -> Optional[Verdict]:
     """The verdict of an earlier `recognize`."""
     return _verdicts.get(key)
+
+
+def is_settled(key: Hashable) -> bool:
+    """Whether what an earlier `recognize` returned holds for later calls too, and may be kept.
+
+    Inside a CUDA graph's capture, say, it was no verdict. For want of memory there was none either, but a checkpoint relies on it.
+    """
+    return key in _verdicts or stays_refused()
 
 
 def relies(original: Callable, other: Callable) -> None:

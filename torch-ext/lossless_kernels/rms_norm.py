@@ -17,8 +17,7 @@ from .domain import (
     PLAIN_TYPES,
     UNSEEN,
     apply_of,
-    are_plain,
-    are_saved,
+    are_ours,
     check_floating,
     dispatch_modes,
     remember,
@@ -381,7 +380,7 @@ def replacement(
     elif not isinstance(weight, torch.Tensor) or weight.numel() == 0:
         return None
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
-    if not are_plain(hidden_states, weight) and (needs == NO_GRADIENTS or not are_saved(hidden_states, weight)):
+    if not are_ours(hidden_states, weight, needs != NO_GRADIENTS):
         return None
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
         return None  # Autograd does not save them; eager saves what it makes of them.

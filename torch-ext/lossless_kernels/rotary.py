@@ -17,8 +17,8 @@ from .domain import (
     UNSEEN,
     apply_of,
     are_dense,
+    are_ours,
     are_plain,
-    are_saved,
     check_floating,
     dispatch_modes,
     remember,
@@ -363,7 +363,7 @@ def replacement(
     try:
         grad = is_grad_enabled()
         needs = (grad and q.requires_grad, grad and k.requires_grad)
-        if not (are_plain(q, k) and are_plain(cos, sin)) and not (any(needs) and are_saved(q, k, cos, sin)):
+        if not (are_ours(q, k, any(needs)) and are_ours(cos, sin, any(needs))):
             return None
         if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
             return None
