@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import re
+import sys
 
 import pytest
 import torch
@@ -179,6 +180,31 @@ def test_compiled(kernel, seed, monkeypatch):
         assert_bits_equal(one.grad, two.grad, name)
     with torch.no_grad():
         assert_bits_equal(run(ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", MODELS)
+def test_no_verdict_costs_50_ms_or_64_mb(kernel, seed, monkeypatch, name):
+    """All that a model's inference and training need, proved a second time: what CUDA loads once for all is loaded."""
+    model = make(name, seed, attn_implementation="eager").to("cuda", torch.bfloat16)
+    ours, ids = kernelized(kernel, model, Mode.TRAINING), tokens(seed).cuda()
+    tables = "_verdicts _calls _recent _gradient_calls _resolved _admitted _activations".split()
+    for _ in range(2):
+        for module in [module for name, module in sys.modules.items() if name.startswith(f"{kernel.__name__}.")]:
+            for table in tables:
+                if hasattr(module, table):
+                    monkeypatch.setattr(module, table, {})
+        with torch.no_grad():
+            ours(ids, use_cache=False)
+        ours(ids, labels=ids, use_cache=False).loss.backward()
+    verdicts = importlib.import_module(f"{kernel.__name__}.proof")._verdicts
+    for key, verdict in sorted(verdicts.items(), key=lambda item: item[1].seconds):
+        print(f"{1e3 * verdict.seconds:.1f} ms, {verdict.bytes / 1e6:.1f} MB: {key[0]}, {verdict.subject.where}")
+    assert {"decoder", "attention", "rms_norm", "add_rms_norm", "rotary", "formula of a gated MLP"} <= {
+        key[0] for key in verdicts
+    }
+    assert max(verdict.seconds for verdict in verdicts.values()) < 0.050
+    assert max(verdict.bytes for verdict in verdicts.values()) < 64e6
 
 
 def test_cuda_graph(kernel, seed):

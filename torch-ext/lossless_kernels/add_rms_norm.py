@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Optional, Union
+from typing import Callable, Optional, Union
 
 import torch
 from torch import empty_like, is_grad_enabled
@@ -143,12 +143,14 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "out", "eps")
+    __slots__ = ("variant", "launch", "out", "like_input", "empty_rstd", "eps")
 
-    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, eps):
+    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, empty_rstd: Callable, eps):
         self.variant = variant
-        self.launch = launch
+        self.launch = launch.on_six
         self.out = out
+        self.like_input = out.like_input
+        self.empty_rstd = empty_rstd
         self.eps = eps
 
     def __call__(self, x, residual, weight):
@@ -160,9 +162,9 @@ class _Training:
             total = residual + x
             normed, rstd = self.variant.with_rstd(total, weight, self.eps)
             return normed, total, rstd
-        normed = self.out.empty(x)
+        normed = empty_like(x) if self.like_input else self.out.empty(x)
         total = empty_like(x)
-        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        rstd = self.empty_rstd()
         self.launch(x, residual, weight, normed, total, rstd)
         return normed, total, rstd
 
@@ -252,7 +254,10 @@ def _resolve(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Train
         functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
     )
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, x.device, eps, with_rstd)
-    return _Training(variant, launch, out, eps) if with_rstd else _Inference(launch, out)
+    if with_rstd:
+        empty_rstd = functools.partial(torch.empty, (*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        return _Training(variant, launch, out, empty_rstd, eps)
+    return _Inference(launch, out)
 
 
 class _Differentiable(torch.autograd.Function):

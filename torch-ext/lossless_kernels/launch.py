@@ -190,6 +190,12 @@ class Launch:
         if not self._enqueue(pointers, pointers[0] | pointers[1] | pointers[2]):
             self(first, second, third)
 
+    def on_four(self, first, second, third, fourth) -> None:
+        """`self(first, second, third, fourth)`, sooner."""
+        pointers = first.data_ptr(), second.data_ptr(), third.data_ptr(), fourth.data_ptr()
+        if not self._enqueue(pointers, pointers[0] | pointers[1] | pointers[2] | pointers[3]):
+            self(first, second, third, fourth)
+
     def on_five(self, first, second, third, fourth, fifth) -> None:
         """`self(first, second, third, fourth, fifth)`, sooner."""
         a, b, c, d, e = first.data_ptr(), second.data_ptr(), third.data_ptr(), fourth.data_ptr(), fifth.data_ptr()

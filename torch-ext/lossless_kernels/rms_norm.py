@@ -280,7 +280,7 @@ class _Training:
 
     def __init__(self, variant: Variant, launch: launch.Launch, out: Output, empty_rstd: Callable, two_edges, eps):
         self.variant = variant
-        self.launch = launch
+        self.launch = launch.on_four
         self.out = out
         self.like_input = out.like_input
         self.empty_rstd = empty_rstd

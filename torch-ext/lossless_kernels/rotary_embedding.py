@@ -114,7 +114,8 @@ class _Call:
         dtypes = (self.dtype, inv_freq.dtype, position_ids.dtype)
         launcher = _launcher(*dtypes, half, variant.adds_zero(position_ids), self.device.index or 0)
         programs = -(-batch * length // _POSITIONS_PER_PROGRAM)
-        self.launch = launcher.bind(programs, batch * length, length, *position_ids.stride(), scaling)
+        launch = launcher.bind(programs, batch * length, length, *position_ids.stride(), scaling)
+        self.launch = launch.on_four
         self.shape = (batch, length, 2 * half)
 
     def __call__(self, position_ids, inv_freq) -> Tables:
