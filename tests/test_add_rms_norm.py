@@ -126,7 +126,11 @@ def test_outside_the_domain_the_two_operations_run(kernel, seed):
     ("change", "error", "message"),
     [
         ({"residual": None}, TypeError, "residual: expected a torch.Tensor, found NoneType"),
-        ({"residual": torch.zeros(3, 64)}, ValueError, "residual: expected shape torch.Size([2, 64]) of hidden_states"),
+        (
+            {"residual": torch.zeros(3, 64)},
+            ValueError,
+            "residual: expected shape [2, 64] of hidden_states, found [3, 64]",
+        ),
         ({"residual": torch.zeros(2, 64).half()}, ValueError, "residual: expected dtype torch.float32"),
         ({"weight": torch.zeros(32)}, ValueError, "weight: expected shape [64]"),
         ({"hidden_states": torch.zeros(2, 64).int()}, TypeError, "hidden_states: expected a real floating point dtype"),

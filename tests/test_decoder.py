@@ -315,6 +315,34 @@ class AnotherKernel(torch.nn.Module):
         return x
 
 
+def test_hooks_on_all_modules_see_none_of_a_proof(kernel, seed, monkeypatch):
+    for name in ("proof", "decoder", "attention"):
+        module = importlib.import_module(f"{kernel.__name__}.{name}")
+        for table in ("_verdicts", "_admitted"):
+            if hasattr(module, table):
+                monkeypatch.setattr(module, table, {})
+    ours, called = kernelized(kernel, make("Llama", seed), "decoder"), []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        ours(tokens(seed))
+    finally:
+        handle.remove()
+    assert called and {*called} <= {*ours.modules()} | {each for each in called if type(each).__name__ == "Func"}
+
+
+def test_another_call_of_all_modules_is_called(kernel, seed, monkeypatch):
+    ours, called = kernelized(kernel, make("Llama", seed), "decoder"), []
+    original = torch.nn.Module.__call__
+    monkeypatch.setattr(
+        torch.nn.Module, "__call__", lambda self, *a, **k: called.append(type(self).__name__) or original(self, *a, **k)
+    )
+    ours(tokens(seed))
+    layers = ours.config.num_hidden_layers
+    for name in ("LlamaAttention", "LlamaMLP", "SiLUActivation"):
+        assert called.count(name) == layers
+    assert called.count("LlamaRMSNorm") == 2 * layers + 1
+
+
 def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed):
     """`name_layers` names classes; what is not simply of that class `kernelize` must leave alone."""
     if "condition" not in inspect.signature(replace_kernel_forward_from_hub).parameters:

@@ -373,21 +373,6 @@ def test_gelu_names_the_wrong_approximation(kernel):
         kernel.gelu(X, approximate=None)
 
 
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        ({"repo_id": "a/b", "local_path": "/c"}, "repo_id, local_path: .* found 'a/b' and '/c'"),
-        ({"repo_id": "a/b", "version": 1, "revision": "main"}, "version, revision: .* found 1 and 'main'"),
-        ({"version": 1}, "repo_id: .* found None"),
-        ({"revision": "main"}, "repo_id: .* found None"),
-        ({"devices": "cuda"}, "devices: .* found the string 'cuda'"),
-    ],
-)
-def test_kernel_mapping_names_the_wrong_argument(kernel, arguments, named):
-    with pytest.raises(ValueError, match=f"^{named}$"):
-        kernel.kernel_mapping(**arguments)
-
-
 # Outside the domain: the formula runs, whoever ran before
 
 
@@ -743,6 +728,16 @@ def test_a_kernel_that_fails_is_refused_with_the_reason(proof):
 
     with pytest.warns(RuntimeWarning, match="f on cpu, fp32, keeps its original forward: OSError: no C compiler$"):
         assert not proof.admits("key", subject(proof), comparisons)
+
+
+def test_a_warning_that_is_an_error_is_raised_once(proof):
+    comparisons = Comparisons((1.0,), (2.0,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning):
+            proof.admits("key", subject(proof), comparisons)
+        assert not proof.admits("key", subject(proof), comparisons)
+    assert comparisons.calls == 1
 
 
 def test_strict_raises_every_time(proof, monkeypatch):
@@ -1177,6 +1172,7 @@ def test_eps_of_any_kind(kernel, proof_off):
             assert found.requires_grad == expected.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
 @pytest.mark.parametrize("name, read", [("RMSNorm", "eps"), ("RMSNormZeroCentered", "variance_epsilon")])
 def test_eps_is_the_one_that_the_forward_reads(kernel, module, monkeypatch, proof_off, name, read):
     class Norm(torch.nn.Module):
@@ -1203,6 +1199,111 @@ def test_eps_is_the_one_that_the_forward_reads(kernel, module, monkeypatch, proo
     layer = getattr(kernel.layers, kernel.kernel_mapping.__globals__["LAYERS"][name])
     norm.forward = MethodType(layer.forward, norm)
     assert_bits_equal(norm(x), expected)
+    # Of a sum with a residual, and compiled.
+    assert_bits_equal(module("decoder").fused(x - 1.0, torch.ones_like(x), norm)[0], norm(x - 1.0 + 1.0))
+    assert module("rms_norm").variant_of(Norm, x.dtype, x.dtype, CPU) is None
+
+
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
+def test_eps_of_a_gated_norm_is_the_one_that_the_forward_reads(kernel, proof_off):
+    class Gated(torch.nn.Module):
+        kernel_layer_name, activation = "RMSNormGated", "silu"
+
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon, self.eps = torch.nn.Parameter(torch.randn(64)), 1e-6, 0.5
+
+        def forward(self, hidden_states, gate=None):
+            normed = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * normed * torch.nn.functional.silu(gate)
+
+    norm, x, gate = Gated(), torch.randn(4, 64), torch.randn(4, 64)
+    assert_bits_equal(MethodType(kernel.layers.RMSNormGated.forward, norm)(x, gate), norm(x, gate))
+
+
+def test_a_sum_with_torchs_norm_is_left_apart(module, proof_off):
+    class Norm(torch.nn.RMSNorm):
+        kernel_layer_name = "RMSNorm"
+
+    norm, add = Norm(64, eps=1e-6).requires_grad_(False), module("add_rms_norm")
+    x, residual = torch.randn(2, 4, 64).half()
+    assert add.replacement(x, residual, norm.weight, norm.eps, Norm) is None
+    assert add._variant_for_compile(Norm, x.dtype, norm.weight.dtype, 64, 0, training=False) is None
+
+
+class MayScale(torch.nn.Module):
+    scale = 2.0
+
+    def forward(self, input):
+        return torch.nn.functional.silu(input * getattr(self, "scale", 1.0))
+
+
+class TriesToScale(MayScale):
+    def forward(self, input):
+        try:
+            input = input * self.scale
+        except AttributeError:
+            pass
+        return torch.nn.functional.silu(input)
+
+
+@pytest.mark.parametrize("layer_class", [MayScale, TriesToScale])
+def test_an_activation_that_may_go_without_an_attribute_is_no_known_one(module, layer_class):
+    """A stand-in has none."""
+    with pytest.raises(ValueError, match="may read more of its module"):
+        module("activation").original_of(layer_class.forward)
+    arguments = (modeling_llama.LlamaMLP, layer_class.forward, torch.float32, CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert module("mlp")._recognize("key", *arguments) is None
+
+
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
+def test_a_forward_that_somebody_replaces_is_replaced_for_every_shape(kernel, proof_off, monkeypatch):
+    class Norm(modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states)
+
+    monkeypatch.setattr(Norm, "forward", modeling_llama.LlamaRMSNorm.forward)
+    norm = Norm(64)
+    norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
+    few, many = torch.randn(2, 64), torch.randn(3, 64)
+    fused = importlib.import_module(f"{kernel.__name__}.decoder").fused
+    norm(few), fused(few, few, norm)
+    monkeypatch.setattr(Norm, "forward", lambda self, hidden_states: hidden_states + 1.0)
+    for x in (few, many):
+        assert_bits_equal(norm(x), x + 1.0)
+        assert_bits_equal(fused(x, x, norm)[0], x + x + 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_devices_that_know_no_autocast(kernel, dtype):
+    x = torch.empty(3, 64, device="meta", dtype=dtype)
+    norm = torch.nn.RMSNorm(64, device="meta", dtype=dtype)
+    for out in (kernel.new_gelu(x), MethodType(kernel.layers.TorchRMSNorm.forward, norm)(x)):
+        assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+
+
+def test_symbolic_traces_are_of_the_original_operations(kernel, proof_off):
+    """torch.fx calls forwards with what is no tensor."""
+    config = modeling_llama.LlamaConfig(hidden_size=64, intermediate_size=96)
+    for layer, replacement in (
+        (modeling_llama.LlamaRMSNorm(64), kernel.layers.LlamaRMSNorm),
+        (modeling_llama.LlamaMLP(config), kernel.layers.LlamaMLP),
+    ):
+        x = torch.randn(2, 64)
+        expected = layer(x)
+        layer.forward = MethodType(replacement.forward, layer)
+        # Of the module that it is asked to trace, torch.fx calls the class's forward.
+        assert_bits_equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), expected)
+
+
+def test_cuda_is_not_asked_where_it_was_never_used(module, monkeypatch):
+    """In a forked process it raises."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
+    assert module("domain").remember({}, "key", None) is None
 
 
 @pytest.mark.parametrize("watched", ["forward", "backward", "both", "neither"])

@@ -270,13 +270,23 @@ def test_mapping_of_a_hub_repository(kernel):
     [
         ({"repo_id": REPO_ID, "local_path": "/somewhere"}, "repo_id, local_path: .*'/somewhere'"),
         ({"repo_id": REPO_ID, "version": 1, "revision": "v1"}, "version, revision: .*1 and 'v1'"),
+        ({"repo_id": "name"}, "repo_id: expected ORG/NAME, found 'name'"),
+        ({"repo_id": 3}, "repo_id: expected ORG/NAME, found 3"),
+        ({"repo_id": REPO_ID, "version": "1"}, "version: expected a number from 1 on, found '1'"),
+        ({"repo_id": REPO_ID, "version": 0}, "version: expected a number from 1 on, found 0"),
         ({"version": 1}, "repo_id: .*None"),
         ({"revision": "v1", "local_path": "/somewhere"}, "repo_id: .*None"),
+        ({"local_path": "/somewhere"}, "local_path: expected a folder, found '/somewhere'"),
         ({"devices": "cuda"}, "devices: .*'cuda'"),
+        ({"devices": None}, "devices: .*found None"),
+        ({"devices": ()}, r"devices: .*found \(\)"),
+        ({"devices": ("gpu",)}, r"devices: .*cuda, rocm and cpu, found \('gpu',\)"),
+        ({"level": "layers"}, "level: expected one of layer, decoder, found 'layers'"),
+        ({"level": ["decoder"]}, r"level: expected one of layer, decoder, found \['decoder'\]"),
     ],
 )
 def test_mapping_refuses_arguments(kernel, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         kernel.kernel_mapping(**arguments)
 
 

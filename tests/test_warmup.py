@@ -121,11 +121,13 @@ def test_nothing_that_was_only_asked_for_is_remembered(fresh, module, monkeypatc
 
 def test_what_cannot_be_warmed_up_is_told(fresh, monkeypatch, capsys):
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
-    report = fresh.warmup(torch.nn.Linear(2, 2), verbose=True)
+    with pytest.warns(RuntimeWarning, match="nothing to warm up: .* kernelize the model first"):
+        report = fresh.warmup(torch.nn.Linear(2, 2), verbose=True)
     assert "no layer carries a forward of this package" in report.skipped[0]
     assert capsys.readouterr().err == f"{report}\n"
     layers = model(fresh).to("meta")
-    assert all("no kernel runs there, on meta" in text for text in fresh.warmup(layers).skipped)
+    with pytest.warns(RuntimeWarning, match="nothing to warm up: .* no kernel runs there, on meta"):
+        fresh.warmup(layers)
     layers = model(fresh)
     monkeypatch.setattr(type(layers[0]), "forward", lambda self, x: 1 / 0)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
@@ -141,6 +143,7 @@ def test_what_cannot_be_warmed_up_is_told(fresh, monkeypatch, capsys):
         (TypeError, {"rows": [True]}, "rows: expected integers, found True"),
         (ValueError, {"rows": [0]}, "rows: expected numbers from 1 on, found 0"),
         (ValueError, {"rows": []}, "rows: expected at least one, found none"),
+        (TypeError, {"progress": 3}, "progress: expected a function of .*, found 3"),
         (TypeError, {"dtypes": "bfloat16"}, "dtypes: expected a sequence, found 'bfloat16'"),
         (TypeError, {"dtypes": ["bfloat16"]}, "dtypes: expected torch dtypes, found 'bfloat16'"),
         (ValueError, {"dtypes": [torch.float64]}, "dtypes: expected float32, float16 or bfloat16, found torch.float64"),

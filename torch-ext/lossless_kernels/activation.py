@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Callable, Optional
 
 import torch
-from torch import empty_like, is_autocast_enabled, is_grad_enabled
+from torch import empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -22,6 +22,7 @@ from .domain import (
     are_plain,
     check_floating,
     dispatch_modes,
+    is_autocast,
     remember,
     runs_kernels,
     same_tensors,
@@ -236,7 +237,7 @@ _ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH, NEW_GELU, FA
 
 def _is_widened(activation, input) -> bool:
     """Whether autocast computes a part of the activation in another dtype than the input's: it does so for powers."""
-    return activation is NEW_GELU and input.dtype != torch.float32 and is_autocast_enabled(input.device.type)
+    return activation is NEW_GELU and input.dtype != torch.float32 and is_autocast(input.device)
 
 
 # Calls
@@ -382,7 +383,12 @@ def forward_of(subject):
 
 
 def original_of(subject):
-    """The function of an input that a subject, told by value, stands for: the forward on a stand-in for the module."""
+    """The function of an input that a subject, told by value, stands for: the forward on a stand-in for the module.
+
+    Raises ValueError if the stand-in may not show all that the forward reads.
+    """
+    if not proof.is_shown(forward_of(subject)):
+        raise ValueError("a forward that may read more of its module than every instance must have")
     if not isinstance(subject, tuple):
         return functools.partial(subject, None)
     forward, name, value = subject

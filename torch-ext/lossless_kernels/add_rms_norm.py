@@ -30,10 +30,12 @@ from .rms_norm import (
     PROOF_EPS,
     PROOF_ROWS,
     Plan,
+    calls_torch,
     check_arguments,
     gradients_proved,
     in_domain,
     launch_plan,
+    name_of_eps,
     original_output,
     planned_rows,
     random_weight,
@@ -79,6 +81,7 @@ def fused_add_rms_norm(
     for what in ("shape", "dtype", "device"):
         expected, found = getattr(hidden_states, what), getattr(residual, what)
         if found != expected:
+            expected, found = (list(each) if what == "shape" else each for each in (expected, found))
             raise ValueError(f"residual: expected {what} {expected} of hidden_states, found {found}")
     added = replacement(hidden_states, residual, weight, eps, EAGER[LLAMA])
     return _formula(LLAMA, hidden_states, residual, weight, eps) if added is None else added
@@ -186,11 +189,12 @@ def replacement(
         return _compiled(hidden_states, residual, weight, eps, owner)
     recent = _recent.get(id(weight))
     if recent is not None:
-        same, replaced, added, grad, call = recent
+        same, replaced, forward, added, grad, call = recent
         if (
             are_dense(hidden_states, residual)
             and same(hidden_states, residual, weight)
             and replaced is owner
+            and forward is owner.forward
             and added is eps
             and grad == is_grad_enabled()
             and forward_ad._current_level < 0
@@ -213,14 +217,14 @@ def replacement(
         return None
     same = same_tensors(*tensors)
     if same is not None:
-        remember(_recent, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
+        remember(_recent, id(weight), (same, owner, owner.forward, eps, is_grad_enabled(), call.__call__))
     return call(hidden_states, residual, weight)
 
 
 def _call(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
     try:
         layouts = tuple((t.dtype, t.shape, t.stride(), t.get_device()) for t in (x, residual, weight))
-        key = (proof.code(owner), needs, eps, layouts)
+        key = (proof.code(owner), name_of_eps(owner), needs, eps, layouts)
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
         return None
@@ -230,7 +234,7 @@ def _call(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training
 
 
 def _resolve(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
-    if proof.code(owner) is None or not isinstance(eps, (int, float)):
+    if proof.code(owner) is None or calls_torch(owner) or not isinstance(eps, (int, float)):
         return None
     if x.dim() < 2 or x.numel() == 0 or not runs_kernels(x.device):
         return None
@@ -242,7 +246,7 @@ def _resolve(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Train
     if not (x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
         return None
     variant = variant_of(owner, x.dtype, weight.dtype, x.device)
-    if variant is None or variant.fused:
+    if variant is None:
         return None
     rows, with_rstd = x.numel() // hidden_size, needs != NO_GRADIENTS
     subject = (variant, owner, x.dtype, weight.dtype, hidden_size)
@@ -425,10 +429,10 @@ _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_con
 def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
     """The name of the variant proved for any number of rows; None if the two operations are traced."""
     device = torch.device("cuda", device_index)
-    if under_transform() or proof.code(owner) is None:
+    if under_transform() or proof.code(owner) is None or calls_torch(owner):
         return None
     variant = variant_of(owner, dtype, weight_dtype, device)
-    if variant is None or variant.fused:
+    if variant is None:
         return None
     subject = (variant, owner, dtype, weight_dtype, hidden_size)
     all_rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))

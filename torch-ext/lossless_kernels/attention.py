@@ -204,7 +204,7 @@ def _candidates(forward) -> list[Variant]:
     return [Variant("q_norm" in names, window) for window in windows]
 
 
-class _Scaled(nn.Module):
+class _Scaled(proof.Part):
     def __init__(self, weight):
         super().__init__()
         self.weight = nn.Parameter(weight)

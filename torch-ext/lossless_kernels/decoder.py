@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 from . import add_rms_norm, proof
 from .attention import attend
 from .domain import is_bare, runs_kernels
-from .rms_norm import EPS_NAMES
+from .rms_norm import name_of_eps
 
 # All that the forward of a known decoder layer asks for.
 _MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
@@ -53,9 +53,9 @@ def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
 def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
     """The same from one kernel, where the norm is one that it knows."""
     owner = type(norm)
-    name_of_eps = EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
-    if name_of_eps is not None and is_bare(norm):
-        eps = norm.__dict__.get(name_of_eps)
+    name = name_of_eps(owner)
+    if name is not None and is_bare(norm):
+        eps = norm.__dict__.get(name)
         added = add_rms_norm.replacement(hidden_states, residual, norm._parameters.get("weight"), eps, owner)
         if added is not None:
             return added
@@ -73,7 +73,7 @@ def admits(owner: type, hidden_states: Any) -> bool:
     if not isinstance(hidden_states, torch.Tensor) or not runs_kernels(hidden_states.device):
         return False
     if is_dynamo_compiling():
-        return _admits_for_compile(owner, hidden_states.device.index or 0)
+        return hidden_states.is_cuda and _admits_for_compile(owner, hidden_states.device.index or 0)
     key = (owner.forward, hidden_states.get_device())
     admitted = _admitted.get(key)
     if admitted is None:
@@ -100,7 +100,7 @@ def _recognized(owner, device) -> Optional[bool]:
     return bool(admitted) if proof.is_settled(key) else None
 
 
-class _Scaled(torch.nn.Module):
+class _Scaled(proof.Part):
     """In the place of a norm and of the MLP."""
 
     def __init__(self, weight, returns_tuple=False):
@@ -113,7 +113,7 @@ class _Scaled(torch.nn.Module):
         return (out,) if self.returns_tuple else out
 
 
-class _Attention(torch.nn.Module):
+class _Attention(proof.Part):
     """Remembers what it was called with."""
 
     def __init__(self, weight):

@@ -18,6 +18,8 @@ PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _OUR_LAYERS = f"{__package__}.layers"
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
+# Whoever has put another one there since wants to see the calls.
+_MODULE_CALL = torch.nn.Module.__call__
 _tracing_state = torch._C._get_tracing_state
 dispatch_modes = torch._C._len_torch_dispatch_stack
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -120,7 +122,7 @@ def is_bare(module: torch.nn.Module) -> bool:
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
         or module._compiled_call_impl is not None
-        or type(module).__call__ is not torch.nn.Module.__call__
+        or type(module).__call__ is not _MODULE_CALL
     ):
         return False
     bound = state.get("forward")
@@ -136,6 +138,11 @@ def is_bare(module: torch.nn.Module) -> bool:
 def runs_kernels(device: torch.device) -> bool:
     """Whether kernels run on this device: CUDA (and ROCm), or the CPU in Triton's interpreter."""
     return launch.AVAILABLE and device.type == _KERNEL_DEVICE
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Whether autocast is on where kernels run. Other devices, "meta" for one, need not know of autocast."""
+    return runs_kernels(device) and torch.is_autocast_enabled(device.type)
 
 
 def check_floating(name: str, tensor: torch.Tensor) -> None:
@@ -169,7 +176,8 @@ def remember(calls: dict, key, call):
     if launch.is_asking():
         return call
     if call is None:
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        # In a forked process CUDA, asked, raises.
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if capturing or (time.monotonic() < proofs.no_memory_until and not stays_refused()):
             return None
     if len(calls) >= _MAX_CALLS:

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from . import attention, decoder, mlp, proof, rotary_embedding
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .activation import replacement as activation_replacement
+from .domain import is_autocast
 from .gated_activation import replacement as product_replacement
 from .gated_rms_norm import eager as gated_eager
 from .gated_rms_norm import replacement as gated_replacement
@@ -113,7 +114,7 @@ def _fused(x, weight, normalized_shape) -> bool:
     if normalized_shape[0] != x.shape[-1] or (is_dynamo_compiling() and not x.is_contiguous()):
         return False
     fp32 = x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32)
-    return fp32 or not torch.is_autocast_enabled(x.device.type)
+    return fp32 or not is_autocast(x.device)
 
 
 class RMSNormGated(nn.Module):

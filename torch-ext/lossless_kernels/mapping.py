@@ -32,6 +32,8 @@ LAYERS = {
 # What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer", "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}
 LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
+# For which there are builds.
+_DEVICES = ("cuda", "rocm", "cpu")
 # By what its modules are called, or its buffers if it has none, a class is known that may get a layer name; whether it is
 # one is for the proof to say.
 _NAMES_BY_CHILDREN = {
@@ -111,7 +113,7 @@ def kernel_mapping(
         version: the version of `repo_id` to load; 1 if neither it nor `revision` is given.
         revision: a branch, tag or commit of `repo_id`.
         local_path: a folder that holds `build/`, or a build itself.
-        devices: kernels' device types to register for.
+        devices: kernels' device types to register for: "cuda", "rocm", and "cpu" for Triton's interpreter.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
         level: "layer" for norms, activations and what else stands alone; "decoder" for whole decoder layers and the
             tables of their rotary embedding too (`name_layers` first).
@@ -121,7 +123,8 @@ def kernel_mapping(
         without TORCH_COMPILE.
 
     Raises:
-        ValueError: both `repo_id` and `local_path`, or `version` or `revision` without `repo_id`, both of these, or no such `level`.
+        ValueError: both `repo_id` and `local_path`, or `version` or `revision` without `repo_id`, both of these, or an argument
+            that is none of what is expected above.
         ImportError: `kernels` is not installed.
     """
     from kernels import LayerRepository, LocalLayerRepository, Mode
@@ -132,10 +135,16 @@ def kernel_mapping(
         raise ValueError(f"version, revision: expected one of them, found {version!r} and {revision!r}")
     if repo_id is None and (version is not None or revision is not None):
         raise ValueError("repo_id: expected the repository that version or revision belongs to, found None")
-    if level not in LEVELS:
+    if repo_id is not None and (not isinstance(repo_id, str) or repo_id.count("/") != 1):
+        raise ValueError(f"repo_id: expected ORG/NAME, found {repo_id!r}")
+    if version is not None and (not isinstance(version, int) or version < 1):
+        raise ValueError(f"version: expected a number from 1 on, found {version!r}")
+    if local_path is not None and not Path(local_path).is_dir():
+        raise ValueError(f"local_path: expected a folder, found {str(local_path)!r}")
+    if level not in tuple(LEVELS):
         raise ValueError(f"level: expected one of {', '.join(LEVELS)}, found {level!r}")
-    if isinstance(devices, str):
-        raise ValueError(f"devices: expected a sequence of device types, found the string {devices!r}")
+    if isinstance(devices, str) or not devices or any(device not in _DEVICES for device in devices):
+        raise ValueError(f"devices: expected a sequence of device types among cuda, rocm and cpu, found {devices!r}")
 
     def repository(layer_name):
         if repo_id is None:

@@ -51,12 +51,14 @@ def activation_of(owner: type, subject, x: torch.Tensor) -> Optional[Activation]
         name = _activation_for_compile(owner, subject, x.dtype, x.device.index or 0) if x.is_cuda else None
         return None if name is None else ACTIVATIONS[name]
     try:
-        key = (owner, subject, x.dtype, x.get_device())
+        key = (owner, owner.forward, subject, x.dtype, x.get_device())
         activation = _activations.get(key, UNSEEN)
     except (RuntimeError, TypeError):
         return None
     if activation is not UNSEEN:
         return activation
+    if not isinstance(x, torch.Tensor):  # torch.fx traces with something else.
+        return None
     return _recognize(key, owner, subject, x.dtype, x.device)
 
 
@@ -64,7 +66,9 @@ def activation_of(owner: type, subject, x: torch.Tensor) -> Optional[Activation]
 def _activation_for_compile(owner, subject, dtype, device_index) -> Optional[str]:
     device = torch.device("cuda", device_index)
     activation = (
-        None if under_transform() else _recognize((owner, subject, dtype, device_index), owner, subject, dtype, device)
+        None
+        if under_transform()
+        else _recognize((owner, owner.forward, subject, dtype, device_index), owner, subject, dtype, device)
     )
     return None if activation is None else activation.name
 

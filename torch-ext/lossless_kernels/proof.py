@@ -22,6 +22,7 @@ from types import FunctionType
 from typing import Any, Callable, Optional
 
 import torch
+from torch import nn
 
 from . import launch
 from .domain import as_it_is, is_watched, proofs, stays_refused
@@ -153,8 +154,24 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-# What a forward may read beside its arguments without a stand-in showing it.
-_UNSEEN_BY_A_STAND_IN = frozenset(("training", "getattr", "hasattr", "vars", "__dict__", "super"))
+# What a forward may read beside its arguments without a stand-in showing it, and how it may go without.
+_UNSEEN_BY_A_STAND_IN = frozenset(
+    "training getattr hasattr vars __dict__ super AttributeError Exception BaseException".split()
+)
+
+
+def is_shown(function: Callable) -> bool:
+    """Whether a stand-in for a module shows all that the function may ask of the module: attributes it must have."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    return _UNSEEN_BY_A_STAND_IN.isdisjoint(function.__code__.co_names)
+
+
+class Part(nn.Module):
+    """A module inside of a stand-in: whoever has hooks on the calls of all modules is not told of its calls."""
+
+    def __call__(self, *arguments, **named):
+        return self.forward(*arguments, **named)
 
 
 def code(owner: type) -> Optional[tuple[Callable, ...]]:
@@ -171,13 +188,13 @@ def code(owner: type) -> Optional[tuple[Callable, ...]]:
 def _code(owner, forward):
     found = [forward]
     for function in found:
-        if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        if not is_shown(function):
             return None
         for name in function.__code__.co_names:
             member = inspect.getattr_static(owner, name, None)
-            if member is inspect.getattr_static(torch.nn.Module, name, None):  # `to` and `float`, of tensors as well.
+            if member is inspect.getattr_static(nn.Module, name, None):  # `to` and `float`, of tensors as well.
                 member = None
-            if name in _UNSEEN_BY_A_STAND_IN or (member is not None and not isinstance(member, FunctionType)):
+            if member is not None and not isinstance(member, FunctionType):
                 return None
             if member is not None and member not in found:
                 found.append(member)
@@ -278,15 +295,15 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
             proofs.no_memory_until = _full_until[subject.device] = time.monotonic() + _PAUSE_SECONDS
             return None
         seconds = time.perf_counter() - start - (launch.seconds_compiling - compiling)
-        verdict = Verdict(subject, reason, chosen, seconds, max(held, default=0))
-        if reason is not None:
-            message = f"lossless-kernels: {subject} keeps its original forward: {reason}"
-            if policy() == "strict":
-                raise LosslessProofError(message)
-            if subject.original not in _warned:
-                _warned.add(subject.original)
-                warnings.warn(message, RuntimeWarning, stacklevel=4)
-        return _verdicts.setdefault(key, verdict)
+        message = f"lossless-kernels: {subject} keeps its original forward: {reason}"
+        if reason is not None and policy() == "strict":
+            raise LosslessProofError(message)
+        # Before the warning, which may have been made an error.
+        verdict = _verdicts.setdefault(key, Verdict(subject, reason, chosen, seconds, max(held, default=0)))
+        if reason is not None and subject.original not in _warned:
+            _warned.add(subject.original)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        return verdict
     finally:
         if locked:
             _lock.release()

@@ -26,7 +26,7 @@ class LayerReport:
             `LOSSLESS_PROOF=off`, "unproved".
         formulas: what the kernels in use compute.
         proved: device, dtypes and sizes that have proved equal.
-        reasons: why the original forward runs, where it does.
+        reasons: why the original forward runs, where it does, or why nothing is proved.
     """
 
     layer: str
@@ -61,7 +61,10 @@ class ReplacementReport:
         lines = []
         for row, entry in zip(rows, [None, *self.layers]):
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-            for mark, texts in (("proved", entry.proved), ("original where", entry.reasons)) if entry else ():
+            if entry is None:
+                continue
+            why = "because" if entry.path == "unproved" else "original where"
+            for mark, texts in (("proved", entry.proved), (why, entry.reasons)):
                 lines += [textwrap.indent(f"{mark}: {text}", "    ") for text in texts]
         if not self.layers:
             lines.append("(no layer that a kernel of this package could replace)")
@@ -171,7 +174,7 @@ def _layer_report(layer, source, count) -> LayerReport:
         entry.path = "kernel and original" if entry.reasons else "kernel"
     elif proof.policy() == "off" and not entry.reasons:
         entry.path = "unproved"
-        entry.reasons.append("nobody knows: LOSSLESS_PROOF=off")
+        entry.reasons.append("LOSSLESS_PROOF=off")
     elif not entry.reasons:
         entry.reasons.append("no proof yet: no call that a kernel takes")
     return entry

@@ -362,18 +362,21 @@ def replacement(
     recently = _recent_fused if fused else _recent
     recent = recently.get(id(weight))
     if recent is not None:
-        same, replaced, added, grad, call = recent
+        same, replaced, forward, added, grad, call = recent
         if (
             type(hidden_states) in PLAIN_TYPES
             and not hidden_states.is_nested
             and same(hidden_states, weight)
             and replaced is owner
+            and forward is owner.forward
             and added is eps
             and grad == is_grad_enabled()
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
             return call(hidden_states, weight)
+    if not isinstance(hidden_states, torch.Tensor):  # torch.fx traces with something else.
+        return None
     # Of a sharded weight that nobody gathered nothing is left: not the same as none.
     if weight is None:
         weight = hidden_states.new_empty(0)
@@ -389,7 +392,7 @@ def replacement(
         return None
     same = same_tensors(hidden_states, weight)
     if same is not None and weight.numel():
-        remember(recently, id(weight), (same, owner, eps, is_grad_enabled(), call.__call__))
+        remember(recently, id(weight), (same, owner, owner.forward, eps, is_grad_enabled(), call.__call__))
     return call(hidden_states, weight)
 
 
@@ -402,6 +405,7 @@ def _call(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, N
     try:
         key = (
             proof.code(owner),
+            name_of_eps(owner),
             needs,
             fused,
             eps,
@@ -428,7 +432,17 @@ _SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
 
 
 # Where the layers for these names look for eps.
-EPS_NAMES = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
+EPS_NAMES = {
+    "RMSNorm": "variance_epsilon",
+    "RMSNormGated": "variance_epsilon",
+    "RMSNormZeroCentered": "eps",
+    "TorchRMSNorm": "eps",
+}
+
+
+def name_of_eps(owner: type) -> Optional[str]:
+    """The attribute from which the layer that replaces the class takes eps; None if the class has no layer name."""
+    return EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
 
 
 def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
@@ -437,10 +451,6 @@ def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
         return "a layer of this package used by itself"
     if proof.code(owner) is None:
         return "the forward reads more of its layer than weight and eps"
-    name_of_eps = EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
-    names = {name for function in proof.code(owner) for name in function.__code__.co_names}
-    if name_of_eps and names & {*EPS_NAMES.values()} and name_of_eps not in names:
-        return f"the forward does not take its eps from {name_of_eps}"
     if x.dim() == 0 or x.numel() == 0:
         return "there are no rows"
     if not runs_kernels(x.device) or weight.device != x.device:
@@ -560,7 +570,6 @@ _apply_fused = apply_of(_FusedDifferentiable)
 # Proof
 
 
-@functools.cache
 def calls_torch(owner: type) -> bool:
     """Whether the class's forward calls `F.rms_norm`."""
     called = (function.__code__.co_names for function in proof.code(owner) or ())
@@ -568,18 +577,25 @@ def calls_torch(owner: type) -> bool:
 
 
 def stand_in(owner, weight, eps, hidden_size=None):
-    """A layer of this class with another weight, made without its constructor."""
+    """A layer of this class with another weight, made without its constructor.
+
+    Whoever reads eps where the layer in its place does not look gets another one.
+    """
     layer = torch.nn.Module.__new__(owner)
     torch.nn.Module.__init__(layer)
     layer.weight = weight
     layer.variance_epsilon = layer.eps = eps
+    name = name_of_eps(owner)
+    if name is not None:
+        layer.variance_epsilon = layer.eps = 3.0 * eps
+        setattr(layer, name, eps)
     layer.normalized_shape = (hidden_size,) if weight is None else tuple(weight.shape)
     return layer
 
 
 def variant_of(owner, dtype, weight_dtype, device) -> Optional[Variant]:
     """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients."""
-    key = ("formula of rms_norm", proof.code(owner), dtype, weight_dtype, device)
+    key = ("formula of rms_norm", proof.code(owner), name_of_eps(owner), dtype, weight_dtype, device)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
     if weight_dtype in (None, dtype) and calls_torch(owner):
         variants = (FUSED_UNWEIGHTED if weight_dtype is None else FUSED,)

@@ -527,7 +527,7 @@ def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, jo
     """
     arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
     in_torch = functools.partial(joined_formula, *arguments, joined, d_sum)
-    expected = None
+    expected = failure = None
     try:
         ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
         compares = not ordinary and proof.policy() != "off" and not launch.is_asking()
@@ -546,10 +546,11 @@ def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, jo
     except Exception as error:
         if proof.is_shortage(error):
             return in_torch()
-        message = f"lossless-kernels: RMSNorm's gradients come from torch: {error}"
+        failure = f"lossless-kernels: RMSNorm's gradients come from torch: {error}"
         if proof.policy() == "strict":
-            raise proof.LosslessProofError(message) from error
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+            raise proof.LosslessProofError(failure) from error
         backward = found = None
     remember(_resolved, key, backward)
+    if failure is not None:  # Last, for it may have been made an error.
+        warnings.warn(failure, RuntimeWarning, stacklevel=2)
     return (expected or in_torch()) if found is None else found

@@ -360,6 +360,8 @@ def replacement(
             and not dispatch_modes()
         ):
             return call(q, k, cos, sin)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, cos, sin)):  # torch.fx traces with something else.
+        return None
     try:
         grad = is_grad_enabled()
         needs = (grad and q.requires_grad, grad and k.requires_grad)
@@ -369,7 +371,7 @@ def replacement(
             return None
         key = (subject, unsqueeze_dim, needs, *map(_told, (q, k, cos, sin)))
         call = _calls.get(key, UNSEEN)
-    except (AttributeError, RuntimeError, TypeError):  # No tensors, or sparse and nested ones, which have no strides.
+    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides.
         return None
     if call is UNSEEN:
         call = remember(_calls, key, _resolve(q, k, cos, sin, unsqueeze_dim, proof.function_behind(subject), needs))

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -85,20 +86,25 @@ def warmup(
         A `WarmupReport`.
 
     Raises:
-        TypeError: `model` is no `torch.nn.Module`, `rows` holds something else than integers, `dtypes` than dtypes.
+        TypeError: `model` is no `torch.nn.Module`, `rows` holds something else than integers, `dtypes` than dtypes, or
+            `progress` cannot be called.
         ValueError: `rows` or `dtypes` is empty, a number of rows is not positive, a dtype has no kernel.
         RuntimeError: a CUDA graph is being captured.
         LosslessProofError: a proof failed under `LOSSLESS_PROOF=strict`.
 
-    Not warmed up: gradients whose rows lie in another order than the activations' (Qwen3's q_norm) and the rotary embedding
+    Where nothing could be warmed up, a RuntimeWarning says why. Not warmed up: gradients whose rows lie in another order than the activations' (Qwen3's q_norm) and the rotary embedding
     of queries and keys, whose kernels are compiled at their first call, and what torch.compile makes of the model.
     """
     rows, dtypes = _checked(model, rows, dtypes)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a function of (done, total, what), found {progress!r}")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup: expected no CUDA graph's capture, found one on the current stream")
     start, before = time.perf_counter(), set(proof._verdicts)
     skipped: dict[str, None] = {}
     calls = list(_calls(model, rows, dtypes, training, skipped))
+    if not calls:
+        warnings.warn(f"lossless-kernels: nothing to warm up: {'; '.join(skipped)}", RuntimeWarning, stacklevel=2)
     with launch.asking() as found, torch.autograd.set_multithreading_enabled(False):
         for call in calls:
             with contextlib.suppress(Exception):
