@@ -25,6 +25,11 @@ class Stages:
         self.last = now
 
 
+def refuse(message):
+    print(f"first_call: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def layers(kernel):
     """RMSNorm and SiLU as a model has them, with the forwards that `kernelize` binds onto them."""
     import torch
@@ -54,6 +59,8 @@ def main(build, warmup=False):
     stages = Stages()
     import torch
 
+    if not torch.cuda.is_available():
+        refuse("needs a GPU, torch sees no CUDA device")
     x = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
     stages.end("torch and CUDA")
@@ -87,4 +94,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--warmup", action="store_true", help="compile and prove ahead")
     options = parser.parse_args()
+    if not options.build.is_dir():
+        refuse(f"BUILD: no folder {options.build}: run `make build` first")
     main(options.build, options.warmup)

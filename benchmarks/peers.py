@@ -388,9 +388,12 @@ def progress_bar(console):
 
 
 def positive(text):
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text!r}")
     return number
 
 
@@ -431,7 +434,12 @@ def parse(arguments=None):
     files.add_argument("--json", type=Path, metavar="PATH", help="(default: results/peers.json)")
     files.add_argument("--markdown", type=Path, metavar="PATH", help="(default: results/peers.md)")
     files.add_argument("--plots", type=Path, metavar="FOLDER", help="for PNGs (default: results/plots)")
-    files.add_argument("--from-json", type=Path, metavar="PATH", help="measure nothing, read an earlier run's JSON")
+    files.add_argument(
+        "--from-json",
+        type=Path,
+        metavar="PATH",
+        help="measure nothing, read an earlier run's JSON; then only files that are named are written",
+    )
     options = parser.parse_args(arguments)
     if options.from_json is None:
         options.json = options.json or results / "peers.json"
@@ -462,17 +470,23 @@ def measured(options, console) -> Report:
 def recorded(options) -> Report:
     try:
         report = Report.load(options.from_json)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise BenchError(f"--from-json: {options.from_json} cannot be read: {what}") from None
+    except OSError as error:
+        raise BenchError(f"--from-json: {options.from_json}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BenchError(f"--from-json: {options.from_json}: is no result of peers.py") from None
     make_folders(options)
     return report
 
 
 def make_folders(options) -> None:
     """Before the minutes that measuring takes, not after."""
-    for path in filter(None, (options.json, options.markdown)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for name, path in (("--json", options.json), ("--markdown", options.markdown)):
+        if path and path.is_dir():
+            raise BenchError(f"{name}: expected a file, found the folder {path}")
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if options.plots and options.plots.exists() and not options.plots.is_dir():
+        raise BenchError(f"--plots: expected a folder, found the file {options.plots}")
 
 
 def write(report, options) -> None:

@@ -4,8 +4,8 @@
 Every step is the command that a user would run, in a process of its own. The Hub (scripts/local_hub.py) speaks to the
 real `kernels` and `huggingface_hub` over HTTP; nothing leaves the machine, and nothing stays behind.
 
-Exit status: 0 if every step did what it says, or a package is missing for them (which is said); 1 if not; 130 if it was
-interrupted.
+Exit status: 0 if every step did what it says, or a package is missing for them (which is said; what `make demo` shows
+before needs none of these); 1 if not; 130 if it was interrupted.
 """
 
 import argparse
@@ -17,7 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import kernelize_llama as llama
+
+ROOT = llama.ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 REPO_ID = "lossless-kernels/lossless-kernels"
 STEPS = 5
@@ -111,24 +113,28 @@ def main():
     try:
         import dulwich  # noqa: F401
         import griffe  # noqa: F401
+        import httpx2  # noqa: F401
         import jinja2  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
+        import yaml  # noqa: F401
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.progress import Progress
         from rich.table import Table
     except ImportError as error:
-        print(f"hub_round_trip: not shown, {error.name} is missing: pip install -r requirements.txt", file=sys.stderr)
+        print(f"hub_round_trip: left out, {error.name} is missing: pip install -r requirements.txt", file=sys.stderr)
         return 0
     console = Console(stderr=options.json)
     if not console.is_terminal:
         console.width = 120
     try:
+        if options.device:
+            llama.find_device(options.device)
         with tempfile.TemporaryDirectory(prefix="hub-round-trip-") as scratch:
             with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
                 rows, requests = round_trip(options.build.absolute(), options.device, Path(scratch), progress)
-    except (StepError, OSError) as error:
+    except (StepError, llama.DemoError, OSError) as error:
         print(f"hub_round_trip: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

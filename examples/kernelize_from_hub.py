@@ -17,6 +17,7 @@ from pathlib import Path
 
 import kernelize_llama as llama
 
+sys.path.insert(0, str(llama.ROOT / "scripts"))
 NAMES = ("RMSNorm", "SiLU")
 
 
@@ -24,18 +25,20 @@ def from_version(repo_id, version, devices):
     """The kernel and its mapping, by version."""
     from kernels import get_kernel
 
-    kernel = get_kernel(repo_id, version=version, trust_remote_code=[repo_id])
+    try:
+        kernel = get_kernel(repo_id, version=version, trust_remote_code=[repo_id])
+    except ValueError as error:
+        raise llama.DemoError(f"--version {version}: {error}") from error
     return kernel, kernel.kernel_mapping(repo_id=repo_id, version=version, trust_remote_code=[repo_id], devices=devices)
 
 
 def from_lockfile(repo_id, lockfile, devices):
     """The kernel and its mapping, at the commit that `kernels lock` wrote down."""
     from kernels import LockedLayerRepository, get_locked_kernel, load_kernel
-    from kernels._rust import KernelLocks
+    from verify import read_lockfile
 
+    commit, _ = read_lockfile(lockfile, [repo_id])[repo_id]
     kernel = get_locked_kernel(repo_id, lockfile=lockfile, trust_remote_code=[repo_id])
-    locks = KernelLocks.from_json(lockfile.read_text())
-    commit = next(lock.commit for dependency, lock in locks.items() if dependency.repo_id == repo_id)
     if commit not in kernel.__file__:
         raise llama.DemoError(f"--lockfile: locks commit {commit}, but {kernel.__file__} was loaded")
     if os.environ.get("HF_HUB_OFFLINE") == "1" and load_kernel(repo_id, lockfile=lockfile) is not kernel:
@@ -100,14 +103,17 @@ def main():
     options = parser.parse_args()
     if options.version is None and options.lockfile is None:
         parser.error("expected --version, --lockfile or both")
+    from command import check_repo_id, one_line
+
     try:
+        check_repo_id(options.repo_id)
         with warnings.catch_warnings():
             # A refused layer is bit-equal too, but it is not what is shown here.
             warnings.filterwarnings("error", message="lossless-kernels")
             results = compare(options.repo_id, options.version, options.lockfile, options.device)
     except Exception as error:
         # Whatever the Hub, the cache or the proof have to say.
-        print(f"kernelize_from_hub: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(f"kernelize_from_hub: error: {one_line(error)}", file=sys.stderr)
         return 2
     for result in results:
         print(json.dumps(result))

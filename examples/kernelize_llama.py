@@ -52,16 +52,22 @@ class DemoError(Exception):
 
 
 def positive(text):
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text!r}")
     return number
 
 
 def seed(text):
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
     if not 0 <= number < 1 << 64:
-        raise argparse.ArgumentTypeError(f"expected a number of 64 bits, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, of 64 bits, found {text!r}")
     return number
 
 
@@ -120,20 +126,25 @@ def parse(arguments=None):
     return parser.parse_args(arguments)
 
 
-def settle(options):
-    """Fills in the defaults that depend on the device, and refuses what cannot work there."""
+def find_device(name):
+    """The device of that name; without a name a GPU if there is one."""
     import torch
 
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise DemoError(f"--device: {options.device!r} is no device of torch") from None
+        raise DemoError(f"--device: {name!r} is no device of torch") from None
     if device.type not in ("cuda", "cpu"):
-        raise DemoError(f"--device: expected cuda or cpu, found {options.device!r}")
+        raise DemoError(f"--device: expected cuda or cpu, found {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DemoError(f"--device: {options.device!r} is not here, torch sees {torch.cuda.device_count()} GPUs")
-    on_gpu = device.type == "cuda"
-    options.device = device
+        raise DemoError(f"--device: {name!r} is not here, torch sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def settle(options):
+    """Fills in the defaults that depend on the device, and refuses what cannot work there."""
+    options.device = find_device(options.device)
+    on_gpu = options.device.type == "cuda"
     options.model = options.model or ("70m" if on_gpu else "tiny")
     for name, value in MODELS[options.model].items():
         if getattr(options, name) is None:
@@ -142,11 +153,16 @@ def settle(options):
     options.dtype = options.dtype or (["bf16"] if on_gpu else ["fp32", "fp16"])
     options.attention = options.attention or ("eager" if options.mode.startswith("training") else "sdpa")
     if options.graph and (not on_gpu or options.mode != "inference"):
-        raise DemoError(f"--graph: needs a GPU and --mode inference, found {device.type} and {options.mode}")
+        raise DemoError(f"--graph: needs a GPU and --mode inference, found {options.device.type} and {options.mode}")
     options.seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     if options.hidden_size % (2 * options.heads):
         raise DemoError(f"--hidden-size: expected a multiple of 2 x {options.heads} heads, found {options.hidden_size}")
     if not on_gpu:
+        # What the kernels leave to the original layers has no model of CUDA's arithmetic to be compared with.
+        if options.hidden_size % 4 or not 64 <= options.hidden_size <= 32768:
+            raise DemoError(
+                f"--hidden-size: expected a multiple of 4 from 64 to 32768 without a GPU, found {options.hidden_size}"
+            )
         if "bf16" in options.dtype:
             raise DemoError("--dtype: bf16 needs a GPU, Triton's interpreter truncates it instead of rounding")
         if options.mode != "inference":

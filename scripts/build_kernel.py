@@ -84,6 +84,9 @@ def main() -> int:
         # Some of the parsers explain themselves on several lines.
         print("build_kernel: error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("build_kernel: interrupted", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -103,10 +106,14 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
     elif not f"_{unique_id}".isidentifier():
         raise BuildError(f"--unique-id: expected letters, digits and underscores, found {unique_id!r}")
     chosen = choose_backends(general["backends"], backends)
-    check_replaceable(output)
+    try:
+        check_replaceable(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent)
+    except OSError as error:
+        raise BuildError(f"--output: {output} cannot be made: {error.strerror}") from None
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent) as scratch:
+    with temporary as scratch:
         new = Path(scratch, "new")
         for backend in chosen:
             name = f"_{package}_{backend}_{unique_id}"
@@ -252,10 +259,13 @@ def check_replaceable(output: Path) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise BuildError(f"{output}: not a folder")
+        raise BuildError(f"--output: {output} is no folder")
     for entry in output.iterdir():
         if not (entry.name.startswith(".") or (entry / "metadata.json").is_file()):
-            raise BuildError(f"{output}: not replaced, {entry.name} in it is no variant of a kernel")
+            raise BuildError(
+                f"--output: {output} is not replaced, {entry.name} in it is no variant of a kernel; remove it "
+                "(`make clean` removes build/) or give another --output"
+            )
 
 
 @contextlib.contextmanager

@@ -29,16 +29,19 @@ from pathlib import Path
 from typing import Optional, Union
 from urllib.parse import unquote
 
-import uvicorn
-import yaml
-from dulwich.object_store import commit_tree_changes, tree_lookup_path
-from dulwich.objects import Blob, Commit, Tree
-from dulwich.refs import check_ref_format
-from dulwich.repo import Repo
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from command import requirements
+
+with requirements():
+    import uvicorn
+    import yaml
+    from dulwich.object_store import commit_tree_changes, tree_lookup_path
+    from dulwich.objects import Blob, Commit, Tree
+    from dulwich.refs import check_ref_format
+    from dulwich.repo import Repo
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
 
 _NAME = re.compile(r"(?!.*(\.\.|--))[A-Za-z0-9]([A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -533,11 +536,18 @@ def main() -> int:
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run; its exit status is the Hub's")
     options = parser.parse_args()
+    if options.root and options.root.exists() and not options.root.is_dir():
+        parser.error(f"--root: expected a folder, found the file {options.root}")
+    if not 0 <= options.port < 1 << 16:
+        parser.error(f"--port: expected a number from 0 to 65535, found {options.port}")
+    for name in options.trust:
+        if not _NAME.fullmatch(name):
+            parser.error(f"--trust: expected an organisation such as lossless-kernels, found {name!r}")
     with contextlib.ExitStack() as stack:
         root = options.root or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="local-hub-")))
         try:
             hub = stack.enter_context(serve(root, options.trust, options.port))
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             print(f"local_hub: error: port {options.port}, folder {root}: {error}", file=sys.stderr)
             return 1
         if options.command:

@@ -23,17 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import build_kernel
-import griffe
-import jinja2
 from build_kernel import ROOT, tomllib
-from command import CommandError, exit_status
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import disable_progress_bars
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from command import CommandError, exit_status, is_repo_id, requirements
 from verify import check_variant, same_content
+
+with requirements():
+    import griffe
+    import jinja2
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.utils import disable_progress_bars
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 # What a branch holds of ours. Anything else on it is left alone.
 PUBLISHED = ("build/*", "benchmarks/benchmark*.py")
@@ -114,8 +116,9 @@ class Plan:
 def read_project(root: Path, repo_id: str | None) -> Project:
     build_kernel.kernels_rust().Build.open(root)
     general = tomllib.loads((root / "build.toml").read_text(encoding="utf-8"))["general"]
-    repo_id = repo_id or general.get("hub", {}).get("repo-id")
-    if repo_id is None or repo_id.count("/") != 1:
+    if repo_id is None:
+        repo_id = general.get("hub", {}).get("repo-id")
+    if repo_id is None or not is_repo_id(repo_id):
         raise CommandError(
             f"--repo-id: expected ORG/NAME, found {repo_id!r}; build.toml may name one under general.hub"
         )

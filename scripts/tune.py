@@ -615,7 +615,7 @@ def row_range(text):
 def hidden(text):
     number = positive(text)
     if number % 4 or not 64 <= number <= 32768:
-        raise argparse.ArgumentTypeError(f"expected a multiple of 4 from 64 to 32768, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a multiple of 4 from 64 to 32768, found {text!r}")
     return number
 
 

@@ -20,11 +20,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from command import CommandError, exit_status
-from huggingface_hub import HfApi
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import disable_progress_bars
+from command import CommandError, check_repo_id, exit_status, requirements
 from verify import cache_folder, check_snapshot, read_lockfile, repository_folder
+
+with requirements():
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
 
 
 def resolve(api: HfApi, repo_id: str, version: int) -> str:
@@ -110,15 +112,18 @@ def main() -> int:
 
     def command():
         output = (options.output or cache_folder()).absolute()
+        if output.exists() and not output.is_dir():
+            raise CommandError(f"--output: expected a folder, found the file {output}")
         api = HfApi()
         if options.lockfile is not None:
-            locked = read_lockfile(options.lockfile)
-            if options.repo_id is not None and options.repo_id not in locked:
-                raise CommandError(f"--lockfile: {options.lockfile} locks {', '.join(locked)}, not {options.repo_id}")
-            chosen = [(repo_id, *locked[repo_id]) for repo_id in ([options.repo_id] if options.repo_id else locked)]
+            locked = read_lockfile(options.lockfile, [] if options.repo_id is None else [options.repo_id])
+            chosen = [(repo_id, *lock) for repo_id, lock in locked.items()]
         elif options.repo_id is None:
             raise CommandError("ORG/NAME: expected the repository that --version belongs to")
         else:
+            check_repo_id(options.repo_id)
+            if options.version < 1:
+                raise CommandError(f"--version: expected a number from 1 on, found {options.version}")
             commit = resolve(api, options.repo_id, options.version)
             chosen = [(options.repo_id, commit, f"v{options.version}")]
         for each in chosen:

@@ -15,21 +15,21 @@ import argparse
 import contextlib
 import hashlib
 import os
-import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from command import CommandError, exit_status, one_line
-from huggingface_hub import HfApi, constants, get_cached_repo_tree
-from huggingface_hub.errors import CachedRepoTreeNotFoundError
-from huggingface_hub.hf_api import RepoFile
-from kernels import _rust
+from command import CommandError, exit_status, is_repo_id, one_line, requirements
+
+with requirements():
+    from huggingface_hub import HfApi, constants, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    from huggingface_hub.hf_api import RepoFile
+    from kernels import _rust
 
 ROOT = Path(__file__).resolve().parent.parent
-_REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass
@@ -49,7 +49,7 @@ def check_variant(variant: Path) -> Finding:
     """Compares a variant's files with the digest in its metadata.json.
 
     What the digest does not see is looked for too: folders behind links are violations. Bytecode is a note, for Python
-    itself leaves it wherever a kernel was loaded from.
+    itself leaves it wherever a kernel was loaded from, and so is a variant in a cache that was only asked for.
     """
     finding = Finding(str(variant))
     try:
@@ -60,6 +60,10 @@ def check_variant(variant: Path) -> Finding:
     finding.summary = f"v{metadata.version}, id {metadata.id}"
     if metadata.digest is None:
         finding.violations.append("metadata.json holds no digest")
+        return finding
+    is_cached = variant.absolute().match("snapshots/*/build/*")
+    if is_cached and [path.name for path in variant.iterdir()] == ["metadata.json"]:
+        finding.notes.append("only metadata.json is here, as has_kernel leaves it")
         return finding
     finding.summary += f", {metadata.digest.algorithm} of {len(metadata.digest.files)} files"
     try:
@@ -171,18 +175,22 @@ def check_repository(cache: Path, repo_id: str, hub: Optional[HfApi]) -> list[Fi
     return findings
 
 
-def read_lockfile(path: Path) -> dict[str, tuple[str, Optional[str]]]:
-    """Repository -> locked commit and, if a version was locked, the branch it was."""
+def read_lockfile(path: Path, wanted: Sequence[str] = ()) -> dict[str, tuple[str, Optional[str]]]:
+    """Repository -> locked commit and, if a version was locked, the branch it was; of those `wanted`, or of all."""
     try:
         locks = _rust.KernelLocks.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandError(f"--lockfile: {path}: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"--lockfile: {path}: {one_line(error)}") from None
-    return {
+    locked = {
         kernel.repo_id: (lock.commit, f"v{number}" if (number := getattr(kernel.version, "version", None)) else None)
         for kernel, lock in locks.items()
     }
+    for repo_id in wanted:
+        if repo_id not in locked:
+            raise CommandError(f"--lockfile: {path} locks {', '.join(locked) or 'nothing'}, not {repo_id}")
+    return {repo_id: locked[repo_id] for repo_id in wanted or locked}
 
 
 # The command
@@ -191,27 +199,28 @@ def read_lockfile(path: Path) -> dict[str, tuple[str, Optional[str]]]:
 def check(what: list[str], cache: Path, lockfile: Optional[Path], online: bool) -> list[Finding]:
     hub = HfApi() if online else None
     if lockfile is not None:
-        locked = read_lockfile(lockfile)
-        for repo_id in what:
-            if repo_id not in locked:
-                raise CommandError(f"--lockfile: {lockfile} locks {', '.join(locked) or 'nothing'}, not {repo_id}")
+        locked = read_lockfile(lockfile, what)
         return [
-            finding for repo_id in what or locked for finding in check_snapshot(cache, repo_id, locked[repo_id][0], hub)
+            finding
+            for repo_id, (commit, _) in locked.items()
+            for finding in check_snapshot(cache, repo_id, commit, hub)
         ]
+    if not what and not (ROOT / "build").is_dir():
+        raise CommandError(f"no build in {ROOT}; `make build` makes one")
     findings = []
     for each in what or [str(ROOT / "build")]:
         folder = Path(each)
-        if folder.is_dir():
+        if each and folder.is_dir():
             if online:
                 raise CommandError(f"--online: needs a repository such as ORG/NAME, found the folder {each}")
             variants = variants_below(folder)
             if not variants:
                 raise CommandError(f"{each}: holds no variant of a kernel, no metadata.json")
             findings += map(check_variant, variants)
-        elif _REPO_ID.fullmatch(each):
+        elif is_repo_id(each):
             findings += check_repository(cache, each, hub)
         else:
-            raise CommandError(f"{each}: neither a folder nor a repository such as ORG/NAME")
+            raise CommandError(f"expected a folder or a repository such as ORG/NAME, found {each!r}")
     return findings
 
 

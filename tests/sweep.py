@@ -266,7 +266,7 @@ def decoder_table(rows) -> str:
         "# Decoder layers",
         "",
         f"The models of {versions} whose decoder layers are of Llama's kind: these forwards are recognised by their formula, which",
-        '`kernel.name_layers(model)` and `kernel.kernel_mapping(level="decoder")` need. Where a cell is empty the attention or',
+        '`kernel.name_layers(model)` and `kernel.kernel_mapping(level="decoder")` need. Where a cell is `-` the attention or',
         "the MLP is another one, and is called as it is. The order of the kernels' sums is proved on the GPU at hand.",
         "`python tests/sweep.py --decoders docs/decoders.md` writes this file.",
         "",
@@ -284,6 +284,9 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    for name, path in (("--table", arguments.table), ("--decoders", arguments.decoders)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            parser.exit(2, f"sweep: error: {name}: expected a file in a folder that is there, found {path}\n")
     if arguments.decoders:
         # Formulas are compared in torch operations, on a CPU as well.
         os.environ.setdefault("TRITON_INTERPRET", "1")

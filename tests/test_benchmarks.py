@@ -242,9 +242,10 @@ def test_plots_from_json(report, tmp_path):
         (["--ops", "softmax"], "argument --ops: invalid choice: 'softmax'"),
         (["--peers", "apex"], "argument --peers: invalid choice: 'apex'"),
         (["--dtype", "fp64"], "argument --dtype: invalid choice: 'fp64'"),
-        (["--rounds", "0"], "argument --rounds: expected a number from 1 on, found 0"),
-        (["--from-json", "/nowhere.json"], "--from-json: /nowhere.json cannot be read: FileNotFoundError"),
-        (["--from-json", str(ROOT / "README.md")], "README.md cannot be read: JSONDecodeError"),
+        (["--rounds", "0"], "argument --rounds: expected a number from 1 on, found '0'"),
+        (["--rounds", "a"], "argument --rounds: expected a number from 1 on, found 'a'"),
+        (["--from-json", "/nowhere.json"], "--from-json: /nowhere.json: No such file or directory"),
+        (["--from-json", str(ROOT / "README.md")], "README.md: is no result of peers.py"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -278,6 +279,42 @@ def test_help():
         "Exit status",
     ):
         assert word in done.stdout
+
+
+def test_files_are_looked_at_before_anything_is_printed(report, tmp_path):
+    path = tmp_path / "peers.json"
+    report.save(path)
+    for option, given, message in (
+        ("--plots", path, f"--plots: expected a folder, found the file {path}"),
+        ("--markdown", tmp_path, f"--markdown: expected a file, found the folder {tmp_path}"),
+    ):
+        done = peers("--from-json", path, option, given)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"peers: error: {message}\n")
+    for text in ("{}", "[]", '"text"'):
+        path.write_text(text)
+        done = peers("--from-json", path)
+        message = f"peers: error: --from-json: {path}: is no result of peers.py\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    "script, arguments, status, message",
+    [
+        ("first_call", ["/nowhere"], 2, "first_call: error: BUILD: no folder /nowhere"),
+        ("first_call", [BENCHMARKS], 2, "first_call: error: needs a GPU, torch sees no CUDA device"),
+        (
+            "benchmark_layers",
+            [],
+            1,
+            "benchmark_layers: holds benchmarks and runs none: `make build`, then `kernels benchm",
+        ),
+    ],
+)
+def test_what_the_other_scripts_cannot_do(script, arguments, status, message):
+    command = [sys.executable, BENCHMARKS / f"{script}.py", *arguments]
+    done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1)
+    assert done.stderr.startswith(message)
 
 
 # The whole run with the clocks of a CPU, in a process whose kernels are not interpreted: they return eager's results.

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import build_kernel
 import pytest
 from projects import PACKAGE, ROOT, commit, contents, export, git, run, script
 
@@ -253,6 +254,27 @@ def test_output_must_not_hold_anything_else(project, tmp_path):
     (precious / "thesis.tex").write_text("years of work")
     assert_fails_in_one_line(project, "--output", str(precious), match="thesis.tex")
     assert contents(precious) == {"thesis.tex": b"years of work"}
+
+
+def test_a_damaged_build_says_the_way_out(project):
+    build(project)
+    (project / "build/torch-rocm/metadata.json").unlink()
+    assert_fails_in_one_line(project, match="remove it (`make clean` removes build/) or give another --output")
+
+
+def test_output_that_cannot_be_made(project):
+    assert_fails_in_one_line(project, "--output", "/proc/x", match="--output: /proc/x cannot be made: No such file")
+    output = project / "build.toml"
+    assert_fails_in_one_line(project, "--output", output, match=f"--output: {output} is no folder")
+
+
+def test_interrupted(project, monkeypatch, capsys):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build_kernel, "build", interrupt)
+    monkeypatch.setattr(sys, "argv", ["build_kernel.py"])
+    assert (build_kernel.main(), capsys.readouterr().err) == (1, "build_kernel: interrupted\n")
 
 
 def test_two_builds_at_once(project):

@@ -17,7 +17,7 @@ from command import CommandError, one_line
 from hub import ORGANISATION, client, local_hub, release_of, upload
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from kernels._rust import Digest, DigestAlgorithm
-from projects import PACKAGE, REPO_ID, ROOT, commit, contents, run, script
+from projects import PACKAGE, REPO_ID, ROOT, commit, contents, export, run, script
 from vendor import resolve, vendor
 from verify import check, check_snapshot, repository_folder
 
@@ -332,11 +332,27 @@ def test_faults_while_kernels_fetches(published, tmp_path):
             assert contents(variant) == contents(published.release.build / "torch-cpu"), name
 
 
-def test_no_hub_and_nothing_cached(tmp_path):
-    command = [sys.executable, "examples/kernelize_from_hub.py", REPO_ID, "--version", "1", "--device", "cpu"]
-    done = run(command, ROOT, **{**NOWHERE, "HF_HOME": tmp_path})
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([REPO_ID, "--version", "1"], NOWHERE, "the Hub at 127.0.0.1:9 does not answer: "),
+        ([REPO_ID, "--version", "7"], {}, "--version 7: Version 7 not found, available versions: 1"),
+        ([REPO_ID, "--lockfile", "nope.lock"], {}, "--lockfile: nope.lock: No such file or directory"),
+        (["ab", "--version", "1"], {}, f"ORG/NAME: expected a repository such as {REPO_ID}, found 'ab'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_one_line(hub, tmp_path, arguments, environment, message):
+    command = [sys.executable, "examples/kernelize_from_hub.py", *arguments, "--device", "cpu"]
+    done = run(command, ROOT, **{**local_hub.environment(hub), **environment, "HF_HOME": tmp_path})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith("kernelize_from_hub: error: ")
+    assert done.stderr.splitlines()[-1].startswith(f"kernelize_from_hub: error: {message}")
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+def test_the_round_trip_looks_at_the_device_first(device):
+    done = run([sys.executable, "examples/hub_round_trip.py", "--device", device, "--build", "/nowhere"], ROOT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"hub_round_trip: error: --device: {device!r} is ")
 
 
 # Vendoring
@@ -346,6 +362,9 @@ def damaged(hub, operation):
     client(hub).create_commit(REPO_ID, [operation], commit_message="damage", repo_type="kernel", revision="v1")
 
 
+METADATA = b"""{"name": "lossless-kernels", "id": "_lossless_kernels_xpu_0000000", "version": 1,
+"license": "Apache-2.0", "python-depends": [], "kernel-depends": [], "backend": {"type": "xpu"},
+"digest": {"algorithm": "sha256", "files": {"layers.py": "%s"}}}""" % (b"0" * 64)
 LAYERS = "GET .*/torch-cpu/layers.py"
 VENDOR_FAULTS = {
     "500": (local_hub.Fault(LAYERS, 500), "500"),
@@ -357,6 +376,7 @@ VENDOR_FAULTS = {
     "etag of all": (local_hub.Fault("HEAD .*", "wrong-etag"), "damaged, nothing was kept: .*not the content"),
     "metadata": (("build/torch-cuda/metadata.json", b"{"), "torch-cuda: Cannot parse metadata"),
     "digest": (("build/torch-cuda/layers.py", b"x"), "torch-cuda: File hash mismatch for layers.py"),
+    "no files": (("build/torch-xpu/metadata.json", METADATA), "torch-xpu: only metadata.json is here"),
     "no variant": (CommitOperationDelete("build/", is_folder=True), "no variant of a kernel"),
 }
 
@@ -387,13 +407,16 @@ def test_a_damaged_download_reaches_no_cache(hub, cache, tmp_path, fault, messag
         ([f"{ORGANISATION}/other", "--version", "1"], {}, f"{ORGANISATION}/other: no such kernel repository"),
         ([REPO_ID, "--version", "1"], NOWHERE, "the Hub at 127.0.0.1:9 does not answer"),
         (["--version", "1"], {}, "ORG/NAME: expected the repository"),
+        (["ab", "--version", "1"], NOWHERE, "ORG/NAME: expected a repository such as"),
+        ([REPO_ID, "--version", "0"], NOWHERE, "--version: expected a number from 1 on, found 0"),
+        ([REPO_ID, "--version", "1", "--output", "LICENSE"], NOWHERE, "--output: expected a folder, found the file"),
         (["--lockfile", "build.toml"], {}, "--lockfile: build.toml: "),
         (["--lockfile", "/nowhere"], {}, "/nowhere"),
     ],
 )
 def test_vendor_refuses(hub, tmp_path, arguments, environment, message):
     done = script(
-        ROOT, "vendor", *arguments, "--output", tmp_path / "new", **{**local_hub.environment(hub), **environment}
+        ROOT, "vendor", "--output", tmp_path / "new", *arguments, **{**local_hub.environment(hub), **environment}
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
@@ -529,16 +552,25 @@ def test_a_commit_that_is_not_the_locked_one(hub, cache, lockfile, tmp_path):
     assert finding.violations == [f"not in {cache}"]
 
 
-def test_what_is_enough_online_and_what_python_left_are_notes(hub, cache):
+def test_what_is_enough_online_and_what_python_left_are_notes(cache, tmp_path):
     count = len(contents(variant_in(cache, "rocm")))
     shutil.rmtree(variant_in(cache, "rocm"))
     bytecode = variant_in(cache) / "__pycache__/layers.cpython-311.pyc"
     bytecode.parent.mkdir()
     bytecode.write_bytes(b"")
-    findings = check([REPO_ID], cache, None, False)
-    assert not bad(findings)
-    notes = " ".join(note for finding in findings for note in finding.notes)
-    assert f"{count} files are not here" in notes and "1 files of bytecode" in notes
+    asked_for = variant_in(cache, "cpu")
+    metadata = (asked_for / "metadata.json").read_bytes()
+    shutil.rmtree(asked_for)
+    asked_for.mkdir()
+    (asked_for / "metadata.json").write_bytes(metadata)
+    for findings in (check([REPO_ID], cache, None, False), check([str(cache)], cache, None, False)):
+        assert not bad(findings)
+        notes = " ".join(note for finding in findings for note in finding.notes)
+        assert "only metadata.json is here" in notes and "1 files of bytecode" in notes
+    assert f"{2 * count - 1} files are not here" in " ".join(check([REPO_ID], cache, None, False)[0].notes)
+    # In a build they are missing.
+    build = shutil.copytree(asked_for, tmp_path / "build/torch-cpu")
+    assert bad(check([str(build)], cache, None, False))
 
 
 def test_verify_as_a_command(published, cache):
@@ -552,7 +584,8 @@ def test_verify_as_a_command(published, cache):
     assert "File hash mismatch for layers.py" in done.stdout
     assert done.stderr.count("\n") == 1
     for arguments, message in (
-        (["tests/nowhere/x"], "tests/nowhere/x: neither a folder nor a repository"),
+        (["tests/nowhere/x"], "expected a folder or a repository such as ORG/NAME, found 'tests/nowhere/x'"),
+        ([""], "expected a folder or a repository such as ORG/NAME, found ''"),
         (["scripts"], "scripts: holds no variant"),
         (["build", "--online"], "--online: needs a repository"),
         (["a/b"], "a/b: nothing of it in"),
@@ -561,3 +594,9 @@ def test_verify_as_a_command(published, cache):
         done = verify(*arguments, KERNELS_CACHE=cache)
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"verify: error: {message}"), done.stderr
+
+
+def test_verify_without_a_build(tmp_path):
+    done = script(export(tmp_path / "project"), "verify")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"verify: error: no build in {tmp_path}/project; `make build` makes one\n"

@@ -154,6 +154,21 @@ def test_runs_a_command(tmp_path):
     assert done.stderr == "local_hub: error: /nowhere/command: No such file or directory\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--root", "README.md", "expected a folder, found the file README.md"),
+        ("--port", "70000", "expected a number from 0 to 65535, found 70000"),
+        ("--port", "-1", "expected a number from 0 to 65535, found -1"),
+        ("--trust", "a/b", "expected an organisation such as lossless-kernels, found 'a/b'"),
+    ],
+)
+def test_wrong_arguments_are_named(option, value, message):
+    done = script(ROOT, "local_hub", option, value, "true")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f"local_hub.py: error: {option}: {message}\n")
+
+
 def test_a_port_that_is_taken(hub):
     done = script(ROOT, "local_hub", "--port", urlsplit(hub.url).port)
     assert done.returncode == 1

@@ -214,6 +214,7 @@ def test_what_is_no_clean_build_is_refused(project, make, message):
 
 def test_a_refusal_is_one_line(project):
     assert "found 'noslash'" in refused(project, "--repo-id", "noslash")
+    assert "--repo-id: expected ORG/NAME, found ''" in refused(project, "--repo-id", "")
     tracked(project)
     assert "uncommitted changes: build.toml" in refused(project, "--dry-run")
 
@@ -361,6 +362,17 @@ def test_figures_of_the_card_are_those_of_the_readme():
     for row in rows:
         assert row in readme
     assert re.search(r"NVIDIA H200.*torch 2\.11.*Triton 3\.6", card, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("publish", "griffe"), ("vendor", "httpx2"), ("verify", "httpx2"), ("local_hub", "uvicorn")]
+)
+def test_a_package_that_is_not_installed(tmp_path, name, missing):
+    message = f"No module named {missing!r}"
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError({message!r})")
+    done = script(ROOT, name, PYTHONPATH=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"{name}: error: {message}: pip install -r requirements.txt\n"
 
 
 def test_help():

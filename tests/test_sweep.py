@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.metadata
+import subprocess
 import sys
 import warnings
 
@@ -105,6 +106,13 @@ def test_every_decoder_layer(kernel, monkeypatch):
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "kernels"))
     if versions in listed:
         assert sweep.decoder_table(rows) == listed
+
+
+@pytest.mark.parametrize("path", ["/nowhere/x.md", "/tmp"])
+def test_where_a_table_cannot_be_written_is_said_first(path):
+    done = subprocess.run([sys.executable, sweep.__file__, "--decoders", path], capture_output=True, text=True)
+    message = f"sweep: error: --decoders: expected a file in a folder that is there, found {path}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 # Classes that nobody decorated: the README tells how to replace them.

@@ -242,7 +242,7 @@ def module(kernel):
         (["--rows", "16:8"], "found '16:8'"),
         (["--rows", "16:900", "512"], "--rows: expected numbers that are measured to lie below the next range"),
         (["--rows", "16", "16"], "--rows: expected ranges that begin with different numbers"),
-        (["--hidden-sizes", "66"], "expected a multiple of 4 from 64 to 32768, found 66"),
+        (["--hidden-sizes", "66"], "expected a multiple of 4 from 64 to 32768, found '66'"),
         (["--margin", "2"], "--margin: expected a share such as 0.01, found 2.0"),
     ],
 )
