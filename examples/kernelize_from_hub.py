@@ -28,7 +28,8 @@ def from_version(repo_id, version, devices):
     try:
         kernel = get_kernel(repo_id, version=version, trust_remote_code=[repo_id])
     except ValueError as error:
-        raise llama.DemoError(f"--version {version}: {error}") from error
+        about = f"--version {version}: " if "not found, available versions" in str(error) else ""
+        raise llama.DemoError(f"{about}{error}") from error
     return kernel, kernel.kernel_mapping(repo_id=repo_id, version=version, trust_remote_code=[repo_id], devices=devices)
 
 

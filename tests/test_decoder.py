@@ -323,8 +323,10 @@ def test_hooks_on_all_modules_see_none_of_a_proof(kernel, seed, monkeypatch):
                 monkeypatch.setattr(module, table, {})
     ours, called = kernelized(kernel, make("Llama", seed), "decoder"), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    attention = importlib.import_module(f"{kernel.__name__}.attention")
     try:
         ours(tokens(seed))
+        assert attention.admitted(type(ours.model.layers[0].self_attn), torch.ones(1)) is not None
     finally:
         handle.remove()
     assert called and {*called} <= {*ours.modules()} | {each for each in called if type(each).__name__ == "Func"}

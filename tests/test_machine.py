@@ -92,7 +92,7 @@ COMPILE = """
                         dy, x = torch.empty(2, rows, hidden_size + padding, dtype=dtype)
                         dy, x = dy.flatten()[:rows * hidden_size].view(rows, hidden_size), x[:, :hidden_size]
                         kernel.rms_norm(x, weight, 1e-6)
-                        module("rms_norm").replacement(x, weight, 1e-6, torch.nn.RMSNorm, fused=True)
+                        module("rms_norm").replacement(x, weight, 1e-6, torch.nn.RMSNorm, "eps", fused=True)
                         backward.gradients(LLAMA, dy, x, weight, torch.empty(rows, 1), True, True)
                     residual, x = torch.empty(2, rows, hidden_size, dtype=dtype)
                     rstd = torch.empty(rows, 1)

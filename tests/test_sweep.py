@@ -151,10 +151,11 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
     """Which needs no GPU: formulas in torch operations are compared with each other."""
     family = importlib.import_module(f"{kernel.__name__}.rms_norm")
     dtypes = torch.bfloat16, torch.bfloat16
+    eps = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
     names = {
-        layer_class.__name__: family.variant_of(layer_class, *dtypes, torch.device("cpu")).name
+        layer_class.__name__: family.variant_of(layer_class, eps[layer_name], *dtypes, torch.device("cpu")).name
         for layer_name, layer_class in found
-        if layer_name in ("RMSNorm", "RMSNormZeroCentered")
+        if layer_name in eps
     }
     proof = importlib.import_module(f"{kernel.__name__}.proof")
     assert all(proof.code(layer_class) for layer_name, layer_class in found if "RMSNorm" in layer_name)

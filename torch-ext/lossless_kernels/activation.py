@@ -353,7 +353,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     if not are_ours(input, input, needs_grad) or _is_widened(activation, input):
         return None
     try:
-        key = (by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.get_device())
+        key = (by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.device)
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
         return None
@@ -383,12 +383,7 @@ def forward_of(subject):
 
 
 def original_of(subject):
-    """The function of an input that a subject, told by value, stands for: the forward on a stand-in for the module.
-
-    Raises ValueError if the stand-in may not show all that the forward reads.
-    """
-    if not proof.is_shown(forward_of(subject)):
-        raise ValueError("a forward that may read more of its module than every instance must have")
+    """The function of an input that a subject, told by value, stands for: the forward on a stand-in for the module."""
     if not isinstance(subject, tuple):
         return functools.partial(subject, None)
     forward, name, value = subject
@@ -398,8 +393,19 @@ def original_of(subject):
     return functools.partial(forward, SimpleNamespace(**{name: value}))
 
 
-def _outside(x) -> Optional[str]:
-    """Why no kernel takes this tensor, None if one may."""
+# Of a forward that a stand-in cannot show.
+UNSHOWN = "a forward that asks for more than every instance must have"
+
+
+def is_shown(subject) -> bool:
+    """Whether `original_of` a subject is what its forward computes in every module."""
+    return proof.is_shown(forward_of(subject))
+
+
+def _outside(x, subject) -> Optional[str]:
+    """Why no kernel takes this tensor or this forward, None if one may."""
+    if not is_shown(subject):
+        return UNSHOWN
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
         return f"input {x.dtype} on {x.device}"
     if x.numel() and not is_dense(x.shape, x.stride()) and rows_in_memory(x.shape, x.stride()) is None:
@@ -409,7 +415,7 @@ def _outside(x) -> Optional[str]:
 
 def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
     """The call for this tensor, or None if it lies outside the domain or the kernels are not proved."""
-    reason = _outside(x)
+    reason = _outside(x, subject)
     if reason is not None:
         proof.outside(forward_of(subject), reason)
         return None
@@ -583,7 +589,7 @@ _activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
 @torch.compiler.assume_constant_result
 def _proved_for_compile(subject, activation_name, dtype, device_index, training) -> bool:
     device = torch.device("cuda", device_index)
-    if under_transform():
+    if under_transform() or not is_shown(subject):
         return False
     return all(
         _proved(by_value(subject), _ACTIVATIONS[activation_name], dtype, (one_row, 1 << power), device, of_gradients)

@@ -35,7 +35,6 @@ from .rms_norm import (
     gradients_proved,
     in_domain,
     launch_plan,
-    name_of_eps,
     original_output,
     planned_rows,
     random_weight,
@@ -178,15 +177,21 @@ _recent = {}
 
 
 def replacement(
-    hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, owner: type
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    owner: type,
+    eps_name: str = "variance_epsilon",
 ) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
     """`owner.forward` of `residual + hidden_states`, and that sum, from the kernel; None where the caller must compute them.
 
     Args:
         owner: the class of the norm that is replaced.
+        eps_name: the attribute that eps is from.
     """
     if is_dynamo_compiling():
-        return _compiled(hidden_states, residual, weight, eps, owner)
+        return _compiled(hidden_states, residual, weight, eps, owner, eps_name)
     recent = _recent.get(id(weight))
     if recent is not None:
         same, replaced, forward, added, grad, call = recent
@@ -212,7 +217,7 @@ def replacement(
         return None
     if with_grad and any(tensor.is_inference() for tensor in tensors):
         return None
-    call = _call(hidden_states, residual, weight, eps, owner, needs)
+    call = _call(hidden_states, residual, weight, eps, owner, eps_name, needs)
     if call is None:
         return None
     same = same_tensors(*tensors)
@@ -221,19 +226,19 @@ def replacement(
     return call(hidden_states, residual, weight)
 
 
-def _call(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
+def _call(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
     try:
-        layouts = tuple((t.dtype, t.shape, t.stride(), t.get_device()) for t in (x, residual, weight))
-        key = (proof.code(owner), name_of_eps(owner), needs, eps, layouts)
+        layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (x, residual, weight))
+        key = (proof.code(owner), eps_name, needs, eps, layouts)
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
         return None
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(x, residual, weight, eps, owner, needs))
+        call = remember(_calls, key, _resolve(x, residual, weight, eps, owner, eps_name, needs))
     return call
 
 
-def _resolve(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Training, None]:
+def _resolve(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
     if proof.code(owner) is None or calls_torch(owner) or not isinstance(eps, (int, float)):
         return None
     if x.dim() < 2 or x.numel() == 0 or not runs_kernels(x.device):
@@ -245,7 +250,7 @@ def _resolve(x, residual, weight, eps, owner, needs) -> Union[_Inference, _Train
         return None
     if not (x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
         return None
-    variant = variant_of(owner, x.dtype, weight.dtype, x.device)
+    variant = variant_of(owner, eps_name, x.dtype, weight.dtype, x.device)
     if variant is None:
         return None
     rows, with_rstd = x.numel() // hidden_size, needs != NO_GRADIENTS
@@ -351,7 +356,7 @@ def _add_rms_norm_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, residual, weight, eps, EAGER[formula], NO_GRADIENTS)
+    call = _call(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS)
     if call is None:
         return _formula(formula, hidden_states, residual, weight, eps)
     return call(hidden_states, residual, weight)
@@ -367,7 +372,7 @@ def _add_rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, residual, weight, eps, EAGER[formula], (True, True))
+    call = _call(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", (True, True))
     if call is None:
         normed, total = _formula(formula, hidden_states, residual, weight, eps)
         return normed, total, eager_rstd(total.to(torch.float32), eps)
@@ -426,12 +431,12 @@ _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_con
 
 
 @torch.compiler.assume_constant_result
-def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
+def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
     """The name of the variant proved for any number of rows; None if the two operations are traced."""
     device = torch.device("cuda", device_index)
     if under_transform() or proof.code(owner) is None or calls_torch(owner):
         return None
-    variant = variant_of(owner, dtype, weight_dtype, device)
+    variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
     if variant is None:
         return None
     subject = (variant, owner, dtype, weight_dtype, hidden_size)
@@ -442,7 +447,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     return variant.name if proved else None
 
 
-def _compiled(hidden_states, residual, weight, eps, owner) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
+def _compiled(hidden_states, residual, weight, eps, owner, eps_name) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
     """`replacement` while torch.compile traces: the registered op, or None to trace the two operations."""
     if not hidden_states.is_cuda or hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
@@ -456,7 +461,9 @@ def _compiled(hidden_states, residual, weight, eps, owner) -> Optional[tuple[tor
         return None
     training = is_grad_enabled() and any(t.requires_grad for t in tensors)
     device_index = hidden_states.device.index or 0
-    variant = _variant_for_compile(owner, hidden_states.dtype, weight.dtype, hidden_size, device_index, training)
+    variant = _variant_for_compile(
+        owner, eps_name, hidden_states.dtype, weight.dtype, hidden_size, device_index, training
+    )
     if variant is None:
         return None
     if training:

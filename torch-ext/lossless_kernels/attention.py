@@ -297,9 +297,10 @@ def _comparisons(forward, variant, device):
                 inputs = (hidden_states, *module.parameters())
                 roots = ((out, hidden_states * 1.0), inputs, (dy, other))
                 gradients = torch.autograd.grad(*roots, allow_unused=True)
-                # In one piece: a comparison takes as long as several of the operations here.
+                # The weights' in one piece: a comparison takes as long as several of the operations here.
+                results.append(gradients[0])
                 results.append(
-                    torch.cat([torch.zeros(1, device=device) if g is None else g.flatten() for g in gradients])
+                    torch.cat([torch.zeros(1, device=device) if g is None else g.flatten() for g in gradients[1:]])
                 )
         return recorder.calls, results
 
@@ -309,4 +310,4 @@ def _comparisons(forward, variant, device):
         (calls, found), (their_calls, expected) = (run(ours, *case) for ours in (True, False))
         if calls != their_calls:
             raise ValueError("the attention function or the cache is called in another way")
-        yield from zip(("the output", "the gradients"), found, expected)
+        yield from zip(("the output", "the input's gradient", "the weights' gradients"), found, expected)

@@ -9,12 +9,13 @@ from torch.compiler import is_dynamo_compiling
 from . import add_rms_norm, proof
 from .attention import attend
 from .domain import is_bare, runs_kernels
-from .rms_norm import name_of_eps
 
 # All that the forward of a known decoder layer asks for.
 _MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
 _FORMULA = "norm, attention, sum and norm, MLP, sum"
 _LAYERS = f"{__package__}.layers"
+# By their layer names the norms that the sum is fused with, and where they have their eps.
+_EPS_NAMES = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
 
 
 def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
@@ -53,10 +54,10 @@ def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
 def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
     """The same from one kernel, where the norm is one that it knows."""
     owner = type(norm)
-    name = name_of_eps(owner)
+    name = _EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
     if name is not None and is_bare(norm):
         eps = norm.__dict__.get(name)
-        added = add_rms_norm.replacement(hidden_states, residual, norm._parameters.get("weight"), eps, owner)
+        added = add_rms_norm.replacement(hidden_states, residual, norm._parameters.get("weight"), eps, owner, name)
         if added is not None:
             return added
     return apart(hidden_states, residual, norm)

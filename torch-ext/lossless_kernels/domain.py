@@ -18,8 +18,8 @@ PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _OUR_LAYERS = f"{__package__}.layers"
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
-# Whoever has put another one there since wants to see the calls.
-_MODULE_CALL = torch.nn.Module.__call__
+# What `__call__` is, unless somebody has put another one there, who wants to see the calls.
+_MODULE_CALL = torch.nn.Module._wrapped_call_impl
 _tracing_state = torch._C._get_tracing_state
 dispatch_modes = torch._C._len_torch_dispatch_stack
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -142,7 +142,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 def is_autocast(device: torch.device) -> bool:
     """Whether autocast is on where kernels run. Other devices, "meta" for one, need not know of autocast."""
-    return runs_kernels(device) and torch.is_autocast_enabled(device.type)
+    return device.type == _KERNEL_DEVICE and torch.is_autocast_enabled(_KERNEL_DEVICE)
 
 
 def check_floating(name: str, tensor: torch.Tensor) -> None:

@@ -303,8 +303,8 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
             up.shape,
             gate.stride(),
             up.stride(),
-            gate.get_device(),
-            up.get_device(),
+            gate.device,
+            up.device,
         )
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
@@ -341,7 +341,7 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
     if not are_ours(packed, packed, needs_grad):
         return None
     try:
-        key = (subject, needs_grad, packed.dtype, packed.shape, packed.stride(), packed.get_device())
+        key = (subject, needs_grad, packed.dtype, packed.shape, packed.stride(), packed.device)
     except RuntimeError:
         return None
     call = _calls.get(key, UNSEEN)

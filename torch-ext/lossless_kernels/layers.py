@@ -65,7 +65,7 @@ class RMSNormZeroCentered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         owner = type(self)
-        out = rms_norm_replacement(x, getattr(self, "weight", None), getattr(self, "eps", None), owner)
+        out = rms_norm_replacement(x, getattr(self, "weight", None), getattr(self, "eps", None), owner, "eps")
         if out is not None:
             return out
         if isinstance(self, RMSNormZeroCentered):
@@ -92,7 +92,7 @@ class TorchRMSNorm(nn.Module):
             eps = getattr(self, "eps", None)
             if eps is None and owner.forward is nn.RMSNorm.forward:
                 eps = _TORCH_EPS
-            out = rms_norm_replacement(x, weight, eps, owner, fused=True)
+            out = rms_norm_replacement(x, weight, eps, owner, "eps", fused=True)
             if out is not None:
                 return out
         if isinstance(self, TorchRMSNorm):
@@ -109,7 +109,9 @@ def _fused(x, weight, normalized_shape) -> bool:
 
     Autocast leaves it alone in torch 2.11 and computes it in fp32 in 2.13. Compiled, rows must be in the order of eager's output.
     """
-    if not isinstance(normalized_shape, tuple) or len(normalized_shape) != 1 or not x.dim():
+    if not isinstance(normalized_shape, tuple) or len(normalized_shape) != 1:
+        return False
+    if not isinstance(x, torch.Tensor) or not x.dim():
         return False
     if normalized_shape[0] != x.shape[-1] or (is_dynamo_compiling() and not x.is_contiguous()):
         return False

@@ -33,7 +33,7 @@ LAYERS = {
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer", "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}
 LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
 # For which there are builds.
-_DEVICES = ("cuda", "rocm", "cpu")
+_DEVICE_TYPES = ("cuda", "rocm", "cpu")
 # By what its modules are called, or its buffers if it has none, a class is known that may get a layer name; whether it is
 # one is for the proof to say.
 _NAMES_BY_CHILDREN = {
@@ -100,7 +100,7 @@ def kernel_mapping(
     version: Optional[int] = None,
     revision: Optional[str] = None,
     local_path: Optional[Union[str, Path]] = None,
-    devices: Sequence[str] = ("cuda", "rocm"),
+    devices: Sequence = ("cuda", "rocm"),
     trust_remote_code: Union[bool, list[str]] = True,
     level: str = "layer",
 ) -> dict:
@@ -113,7 +113,7 @@ def kernel_mapping(
         version: the version of `repo_id` to load; 1 if neither it nor `revision` is given.
         revision: a branch, tag or commit of `repo_id`.
         local_path: a folder that holds `build/`, or a build itself.
-        devices: kernels' device types to register for: "cuda", "rocm", and "cpu" for Triton's interpreter.
+        devices: kernels' device types to register for, or `kernels.Device`: "cuda", "rocm", and "cpu" for Triton's interpreter.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
         level: "layer" for norms, activations and what else stands alone; "decoder" for whole decoder layers and the
             tables of their rotary embedding too (`name_layers` first).
@@ -137,14 +137,17 @@ def kernel_mapping(
         raise ValueError("repo_id: expected the repository that version or revision belongs to, found None")
     if repo_id is not None and (not isinstance(repo_id, str) or repo_id.count("/") != 1):
         raise ValueError(f"repo_id: expected ORG/NAME, found {repo_id!r}")
-    if version is not None and (not isinstance(version, int) or version < 1):
+    if version is not None and (type(version) is not int or version < 1):
         raise ValueError(f"version: expected a number from 1 on, found {version!r}")
     if local_path is not None and not Path(local_path).is_dir():
         raise ValueError(f"local_path: expected a folder, found {str(local_path)!r}")
     if level not in tuple(LEVELS):
         raise ValueError(f"level: expected one of {', '.join(LEVELS)}, found {level!r}")
-    if isinstance(devices, str) or not devices or any(device not in _DEVICES for device in devices):
-        raise ValueError(f"devices: expected a sequence of device types among cuda, rocm and cpu, found {devices!r}")
+    types = devices if isinstance(devices, (tuple, list, set, frozenset)) else ()
+    if not types or any(getattr(each, "type", each) not in _DEVICE_TYPES for each in types):
+        raise ValueError(
+            f"devices: expected a sequence of {', '.join(_DEVICE_TYPES)} or kernels' Device of these, found {devices!r}"
+        )
 
     def repository(layer_name):
         if repo_id is None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from . import proof
-from .activation import Activation, by_value, forward_of, original_of
+from .activation import UNSHOWN, Activation, by_value, forward_of, is_shown, original_of
 from .domain import FLOAT_DTYPES, UNSEEN, is_bare, remember, runs_kernels, under_transform
 from .gated_activation import ACTIVATIONS, product_of
 
@@ -80,8 +80,8 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
         proof.outside(owner.forward, f"x {dtype} on {device}")
         return remember(_activations, key, None)
     code = proof.code(owner)
-    if code is None:
-        proof.outside(owner.forward, "a forward that asks for more than every instance must have")
+    if code is None or not is_shown(subject):
+        proof.outside(owner.forward, UNSHOWN)
         return remember(_activations, key, None)
     verdict_key = ("formula of a gated MLP", code, subject, dtype, device)
     candidates = {

@@ -10,6 +10,7 @@ in another order than CUDA's) or `strict` (raise instead of falling back).
 """
 
 import contextlib
+import dis
 import functools
 import inspect
 import os
@@ -18,7 +19,7 @@ import time
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Callable, Optional
 
 import torch
@@ -154,17 +155,42 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-# What a forward may read beside its arguments without a stand-in showing it, and how it may go without.
-_UNSEEN_BY_A_STAND_IN = frozenset(
-    "training getattr hasattr vars __dict__ super AttributeError Exception BaseException".split()
-)
+# What a forward may read beside its arguments without a stand-in showing it.
+_UNSEEN_BY_A_STAND_IN = frozenset(("training", "getattr", "hasattr", "vars", "__dict__", "super"))
 
 
 def is_shown(function: Callable) -> bool:
     """Whether a stand-in for a module shows all that the function may ask of the module: attributes it must have."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
-    return _UNSEEN_BY_A_STAND_IN.isdisjoint(function.__code__.co_names)
+    code = function.__code__
+    return _UNSEEN_BY_A_STAND_IN.isdisjoint(code.co_names) and _only_reads_attributes(code)
+
+
+_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+
+
+def _only_reads_attributes(code: CodeType) -> bool:
+    """Whether attributes are all that the code asks of its first argument, and nothing is caught where there are none.
+
+    It is not handed on: to `isinstance`, say, to another function, or to one that is written inside of this one.
+    """
+    if not code.co_argcount:
+        return True
+    module = code.co_varnames[0]
+    if module in code.co_cellvars or getattr(code, "co_exceptiontable", b""):
+        return False
+    instructions = [*dis.get_instructions(code)]
+    for instruction, following in zip(instructions, instructions[1:]):
+        if instruction.opname.startswith("SETUP_"):  # How Python 3.10 begins what may catch.
+            return False
+        # From 3.13 on one instruction may load or store two.
+        used = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if "FAST" in instruction.opname and module in used:
+            loads_it_last = instruction.opname.endswith(_LOADS) and module not in used[:-1]
+            if not loads_it_last or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                return False
+    return True
 
 
 class Part(nn.Module):

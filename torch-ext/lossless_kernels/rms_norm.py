@@ -347,18 +347,24 @@ _recent_fused = {}
 
 
 def replacement(
-    hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float, owner: type, fused: bool = False
+    hidden_states: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    eps: float,
+    owner: type,
+    eps_name: str = "variance_epsilon",
+    fused: bool = False,
 ) -> Optional[torch.Tensor]:
     """What `owner.forward` returns, from the kernel; None where the caller must compute it itself.
 
     Args:
         weight: None for an RMSNorm without one.
         owner: the class of the layer that is replaced.
+        eps_name: the attribute that eps is from.
         fused: whether the caller has looked at what `F.rms_norm` goes by beside these tensors, the shape to normalise and
             autocast. Otherwise no forward is replaced that calls it.
     """
     if is_dynamo_compiling():
-        return _compiled(hidden_states, weight, eps, owner, fused)
+        return _compiled(hidden_states, weight, eps, owner, eps_name, fused)
     recently = _recent_fused if fused else _recent
     recent = recently.get(id(weight))
     if recent is not None:
@@ -387,7 +393,7 @@ def replacement(
         return None
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
         return None  # Autograd does not save them; eager saves what it makes of them.
-    call = _call(hidden_states, weight, eps, owner, needs, fused)
+    call = _call(hidden_states, weight, eps, owner, eps_name, needs, fused)
     if call is None:
         return None
     same = same_tensors(hidden_states, weight)
@@ -396,7 +402,7 @@ def replacement(
     return call(hidden_states, weight)
 
 
-def _call(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, None]:
+def _call(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs.
 
     Args:
@@ -405,24 +411,24 @@ def _call(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, N
     try:
         key = (
             proof.code(owner),
-            name_of_eps(owner),
+            eps_name,
             needs,
             fused,
             eps,
             x.dtype,
             x.shape,
             x.stride(),
-            x.get_device(),
+            x.device,
             weight.dtype,
             weight.shape,
             weight.stride(),
-            weight.get_device(),
+            weight.device,
         )
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
         return None
     if call is UNSEEN:
-        call = remember(_calls, key, _resolve(x, weight, eps, owner, needs, fused))
+        call = remember(_calls, key, _resolve(x, weight, eps, owner, eps_name, needs, fused))
     return call
 
 
@@ -431,18 +437,7 @@ _MAX_ELEMENTS_OF_TORCH = 1 << 32
 _SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
 
 
-# Where the layers for these names look for eps.
-EPS_NAMES = {
-    "RMSNorm": "variance_epsilon",
-    "RMSNormGated": "variance_epsilon",
-    "RMSNormZeroCentered": "eps",
-    "TorchRMSNorm": "eps",
-}
-
-
-def name_of_eps(owner: type) -> Optional[str]:
-    """The attribute from which the layer that replaces the class takes eps; None if the class has no layer name."""
-    return EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
+_EPS_NAMES = frozenset(("variance_epsilon", "eps"))
 
 
 def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
@@ -476,12 +471,12 @@ def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
     return None
 
 
-def _resolve(x, weight, eps, owner, needs, fused) -> Union[_Inference, _Training, None]:
+def _resolve(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference, _Training, None]:
     reason = _outside(x, weight, eps, owner, needs, fused)
     if reason is not None:
         proof.outside(owner.forward, reason)
         return None
-    variant = variant_of(owner, x.dtype, weight.dtype if weight.numel() else None, x.device)
+    variant = variant_of(owner, eps_name, x.dtype, weight.dtype if weight.numel() else None, x.device)
     if variant is None:
         return None
     hidden_size = x.shape[-1]
@@ -576,26 +571,32 @@ def calls_torch(owner: type) -> bool:
     return owner in (EAGER[FUSED], EAGER[FUSED_UNWEIGHTED]) or any("rms_norm" in names for names in called)
 
 
-def stand_in(owner, weight, eps, hidden_size=None):
+def stand_in(owner, weight, eps, hidden_size=None, eps_name=None):
     """A layer of this class with another weight, made without its constructor.
 
-    Whoever reads eps where the layer in its place does not look gets another one.
+    Args:
+        eps_name: the attribute that holds this eps, any other that may be meant then holds another one.
     """
     layer = torch.nn.Module.__new__(owner)
     torch.nn.Module.__init__(layer)
     layer.weight = weight
-    layer.variance_epsilon = layer.eps = eps
-    name = name_of_eps(owner)
-    if name is not None:
-        layer.variance_epsilon = layer.eps = 3.0 * eps
-        setattr(layer, name, eps)
+    for name in _EPS_NAMES:
+        setattr(layer, name, eps if eps_name in (None, name) else 3.0 * eps)
     layer.normalized_shape = (hidden_size,) if weight is None else tuple(weight.shape)
     return layer
 
 
-def variant_of(owner, dtype, weight_dtype, device) -> Optional[Variant]:
-    """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients."""
-    key = ("formula of rms_norm", proof.code(owner), name_of_eps(owner), dtype, weight_dtype, device)
+def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[Variant]:
+    """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients.
+
+    Args:
+        eps_name: the attribute from which the layer in the place of the class takes eps.
+    """
+    names = {name for function in proof.code(owner) for name in function.__code__.co_names}
+    if names & _EPS_NAMES and eps_name not in names:
+        proof.outside(owner.forward, f"the forward does not take its eps from {eps_name}")
+        return None
+    key = ("formula of rms_norm", proof.code(owner), eps_name, dtype, weight_dtype, device)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
     if weight_dtype in (None, dtype) and calls_torch(owner):
         variants = (FUSED_UNWEIGHTED if weight_dtype is None else FUSED,)
@@ -604,11 +605,14 @@ def variant_of(owner, dtype, weight_dtype, device) -> Optional[Variant]:
     return proof.recognize(
         key,
         subject,
-        {variant: functools.partial(_formulas, owner, variant, dtype, weight_dtype, device) for variant in variants},
+        {
+            variant: functools.partial(_formulas, owner, eps_name, variant, dtype, weight_dtype, device)
+            for variant in variants
+        },
     )
 
 
-def _formulas(owner, variant, dtype, weight_dtype, device):
+def _formulas(owner, eps_name, variant, dtype, weight_dtype, device):
     generator = proof.generator(device, seed=1)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     eps = PROOF_EPS
@@ -616,10 +620,11 @@ def _formulas(owner, variant, dtype, weight_dtype, device):
     # 16 bits hide another sum in all but one element of 100,000 or so, and no rounding in between tells the fused kernel.
     rows, hidden_size = (2048, 1024) if variant.fused and dtype != torch.float32 else (64, 128)
     data = make(rows, hidden_size).to(dtype), make(hidden_size).to(weight_dtype or dtype), make(rows, hidden_size)
-    for layer_class in (owner, EAGER[variant]):
+    for layer_class, name in ((owner, eps_name), (EAGER[variant], None)):
         x, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
         with torch.enable_grad():
-            out = layer_class.forward(stand_in(layer_class, weight if weight_dtype else None, eps, hidden_size), x)
+            layer = stand_in(layer_class, weight if weight_dtype else None, eps, hidden_size, name)
+            out = layer_class.forward(layer, x)
             inputs = (x, weight) if weight_dtype else (x,)
             results.append((out.detach(), *torch.autograd.grad(out, inputs, data[2].to(out.dtype))))
     for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
@@ -818,7 +823,7 @@ def original_output(variant, owner, weight, eps, x):
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], NO_GRADIENTS, formula.fused)
+    call = _call(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS, formula.fused)
     return formula.eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
@@ -833,7 +838,8 @@ def _rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], (True, formula.scale != "none"), formula.fused)
+    needs = (True, formula.scale != "none")
+    call = _call(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", needs, formula.fused)
     if call is None:
         out, rstd = formula.with_rstd(hidden_states, weight, eps)
     else:
@@ -901,7 +907,9 @@ _rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context
 
 
 @torch.compiler.assume_constant_result
-def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, training, fused) -> Optional[str]:
+def _variant_for_compile(
+    owner, eps_name, dtype, weight_dtype, hidden_size, device_index, training, fused
+) -> Optional[str]:
     """The name of the proved variant; None if the original forward is traced.
 
     Taken at trace time, for all classes of row counts and plans, since a graph with dynamic shapes meets them all. In training the
@@ -910,7 +918,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     device = torch.device("cuda", device_index)
     if under_transform() or proof.code(owner) is None or (calls_torch(owner) and not fused):
         return None
-    variant = variant_of(owner, dtype, weight_dtype, device)
+    variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
     if variant is None or (variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE):
         return None
     subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
@@ -922,7 +930,7 @@ def _variant_for_compile(owner, dtype, weight_dtype, hidden_size, device_index, 
     return variant.name if proved else None
 
 
-def _compiled(hidden_states, weight, eps, owner, fused):
+def _compiled(hidden_states, weight, eps, owner, eps_name, fused):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
     if not hidden_states.is_cuda or hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
@@ -938,7 +946,7 @@ def _compiled(hidden_states, weight, eps, owner, fused):
         return None
     training = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
     device_index = hidden_states.device.index or 0
-    subject = (owner, hidden_states.dtype, weight_dtype, hidden_size, device_index)
+    subject = (owner, eps_name, hidden_states.dtype, weight_dtype, hidden_size, device_index)
     variant = _variant_for_compile(*subject, training, fused)
     if variant is None:
         return None

@@ -388,7 +388,7 @@ def replacement(
 
 
 def _told(tensor):
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _outside(q, k, cos, sin) -> Optional[str]:

@@ -92,8 +92,9 @@ def warmup(
         RuntimeError: a CUDA graph is being captured.
         LosslessProofError: a proof failed under `LOSSLESS_PROOF=strict`.
 
-    Where nothing could be warmed up, a RuntimeWarning says why. Not warmed up: gradients whose rows lie in another order than the activations' (Qwen3's q_norm) and the rotary embedding
-    of queries and keys, whose kernels are compiled at their first call, and what torch.compile makes of the model.
+    Where nothing could be warmed up, a RuntimeWarning says why. Not warmed up: gradients whose rows lie in another order
+    than the activations' (Qwen3's q_norm) and the rotary embedding of queries and keys, whose kernels are compiled at their
+    first call, and what torch.compile makes of the model.
     """
     rows, dtypes = _checked(model, rows, dtypes)
     if progress is not None and not callable(progress):
@@ -257,8 +258,11 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
             continue
         own = (weight.dtype,) if weight is not None else usual
         for dtype in dtypes or own:
+            if dtype not in FLOAT_DTYPES:
+                skipped[f"{name}: {dtype} has no kernel"] = None
+                continue
             key = (type(module), forward, dtype, *_told_apart(module), tensor.device)
-            if key not in seen and dtype in FLOAT_DTYPES:
+            if key not in seen:
                 seen.add(key)
                 make = functools.partial(_Call, module, forward, tensor.device, dtype)
                 for shape in _shapes(weight, dtype, tensor.device, rows, training=False):
