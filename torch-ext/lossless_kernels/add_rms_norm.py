@@ -28,7 +28,6 @@ from .rms_norm import (
     EAGER,
     NO_GRADIENTS,
     PROOF_EPS,
-    PROOF_ROWS,
     Plan,
     calls_torch,
     check_arguments,
@@ -37,6 +36,7 @@ from .rms_norm import (
     launch_plan,
     original_output,
     planned_rows,
+    proof_calls,
     random_weight,
     subject_of,
     variant_of,
@@ -327,7 +327,7 @@ def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> b
 def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    calls, rows = (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-PROOF_ROWS // rows), rows)
+    calls, rows = proof_calls(rows)
     forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, True, plan)
     for _ in range(calls):
         x, residual = make(2, rows, hidden_size).to(dtype)

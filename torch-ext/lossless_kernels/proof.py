@@ -102,11 +102,15 @@ def differing(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
     Tensors of different shape, dtype or strides differ everywhere.
     """
-    if (actual.shape, actual.dtype, actual.stride()) != (expected.shape, expected.dtype, expected.stride()):
+    if not _are_alike(actual, expected):
         return torch.tensor(max(actual.numel(), 1), device=actual.device)
     bits = _BIT_VIEWS[actual.element_size()]
     same = (actual.view(bits) == expected.view(bits)) | (actual.isnan() & expected.isnan())
     return same.logical_not().sum()
+
+
+def _are_alike(actual, expected) -> bool:
+    return (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
 
 
 def is_shortage(error: Exception) -> bool:
@@ -245,7 +249,8 @@ def admits(key: Hashable, subject: Subject, comparisons: Comparisons) -> bool:
     Args:
         key: what the verdict is for; one verdict a process.
         subject: what reports and the warning name.
-        comparisons: yields `(what, kernel's tensor, eager's tensor)`, every one of which must be equal bit for bit.
+        comparisons: yields `(what, kernel's tensor, eager's tensor)`, every one of which must be equal bit for bit. They may
+            be compared after all have been yielded, so none is written to again.
 
     A verdict needs synchronisation, so inside a CUDA graph's capture an unproved kernel is refused for this call only, and so
     it is where a transform or a trace would reach into the proof.
@@ -346,16 +351,26 @@ def _first_equal(device, candidates, held) -> tuple[Any, Optional[str]]:
     return None, reasons[0] if len(reasons) == 1 else f"none of the known formulas: {reasons[0]}"
 
 
+# Elements of a tensor that is compared together with others: alone it would take longer than what is proved.
+_FEW_ELEMENTS = 1 << 16
+
+
 def _disproof(device, comparisons, held) -> Optional[str]:
     """Why the kernel may not replace the original, or None if it may; `held` takes the bytes in use at each comparison."""
     memory = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
     try:
         with undisturbed(device):
             before = memory(device)
-            found = {}
+            found, small = {}, {}
             for what, actual, expected in comparisons():
                 held.append(memory(device) - before)
-                found.setdefault(what, []).append(differing(actual, expected))
+                counts = found.setdefault(what, [])
+                if actual.numel() <= _FEW_ELEMENTS and _are_alike(actual, expected):
+                    small.setdefault((what, actual.dtype), []).append((actual.flatten(), expected.flatten()))
+                else:
+                    counts.append(differing(actual, expected))
+            for (what, _), pairs in small.items():
+                found[what].append(differing(*map(torch.cat, zip(*pairs))))
             wrong = {what: sum(int(count) for count in counts) for what, counts in found.items()}
     except Exception as error:  # No C compiler, out of resources, another assembler: whatever it is, eager still works.
         if is_shortage(error):

@@ -710,15 +710,24 @@ def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size
         yield "the weight's gradient", dweight, expected[1]
 
 
-# Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12.
+# Rows that a proof compares: a wrong order shows in every fifth row's rstd or more, so it passes once in 10**12. Fewer rows are
+# summed in other orders, and a call has no more of them: so many calls, one row in each of which it passes once in 10**6.
 PROOF_ROWS = 128
+PROOF_CALLS = 64
+# Gradients take several times as long, and their rows are summed in an order that the forward pass has proved.
+_GRADIENT_CALLS = 32
 PROOF_EPS = 0.0123
+
+
+def proof_calls(rows: int) -> tuple[int, int]:
+    """How many calls a forward proof for a class of row counts makes, and of how many rows."""
+    return (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (min(PROOF_ROWS // rows, PROOF_CALLS), rows)
 
 
 def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan=None):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    calls, rows = (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (-(-PROOF_ROWS // rows), rows)
+    calls, rows = proof_calls(rows)
     eps = PROOF_EPS
     where = (hidden_size, rows, row_stride, device)
     forward = _forward(variant, dtype, weight_dtype, *where, eps, store_rstd=True, plan=plan)
@@ -738,7 +747,7 @@ def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, device=device, generator=generator)
     arguments = (variant, make, dtype, weight_dtype, hidden_size)
-    for _ in range(-(-PROOF_ROWS // few)):
+    for _ in range(min(-(-PROOF_ROWS // few), _GRADIENT_CALLS)):
         yield from _comparisons_with_autograd(owner, *arguments, few, like_rows, needs, edges)
     if few < rows and needs[1]:
         yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs, edges)
