@@ -66,6 +66,40 @@ def test_rms_norm_equals_the_model(kernel, seed):
         assert_bits_equal(kernel.rms_norm(x, weight, 1e-5), expected, label)
 
 
+def ascending_sum(squares, tree):
+    """ATen's sum of each row but for the lanes, neighbours of which are added first."""
+    lanes = tree.width * tree.warps
+    steps = torch.nn.functional.pad(squares, (0, -squares.shape[1] % (4 * lanes))).view(len(squares), -1, 4 * lanes)
+    chains = functools.reduce(torch.add, steps.unbind(1))
+    chains = chains.view(-1, lanes, 4) if squares.shape[1] >= 128 else chains.view(-1, 4, lanes).transpose(1, 2)
+    sums = functools.reduce(torch.add, chains.unbind(2))
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("hidden_size", [64, 128, 1024, 4096, 5120, 32768])
+def test_a_row_of_a_proof_shows_a_wrong_order_in_two_cases_of_five(module, seed, rows, hidden_size):
+    """By the model of ATen's sums; of numbers of one size it would be one case of eight."""
+    spike, generator = module("rms_norm").spike, torch.Generator().manual_seed(seed)
+    x = [spike(torch.randn(rows, hidden_size, generator=generator), call) for call in range(1024 // rows)]
+    squares, tree = torch.cat(x).square(), aten_model.row_tree(rows, hidden_size)
+
+    def rstd(sums):
+        return (sums / hidden_size + 0.0123).double().rsqrt().float()
+
+    right = rstd(aten_model.row_sum(squares, total_rows=rows))
+    wrong = {"plain": squares.cumsum(-1)[:, -1], "ascending": ascending_sum(squares, tree)}
+    other = 1 if rows == 16 else 16
+    if aten_model.row_tree(other, hidden_size) != tree and hidden_size > 128:
+        wrong[f"of {other} rows"] = aten_model.row_sum(squares, total_rows=other)
+    shares = {name: (rstd(sums) != right).float().mean().item() for name, sums in wrong.items()}
+    print(shares)
+    # 0.4 within five standard deviations of 1,024 rows.
+    assert min(shares.values()) > 0.4 - 5 * 0.0155, shares
+
+
 def test_streamed_rows_have_the_same_output(module, seed):
     """Read twice, of every length of a step and number of steps, alone and as a sum with a residual."""
     family, added, generator = module("rms_norm"), module("add_rms_norm"), torch.Generator().manual_seed(seed)

@@ -38,6 +38,7 @@ from .rms_norm import (
     planned_rows,
     proof_calls,
     random_weight,
+    spike,
     subject_of,
     variant_of,
 )
@@ -329,8 +330,9 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device,
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = proof_calls(rows)
     forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, True, plan)
-    for _ in range(calls):
+    for call in range(calls):
         x, residual = make(2, rows, hidden_size).to(dtype)
+        spike(x, call)
         weight = random_weight(variant, make, hidden_size, weight_dtype)
         expected_total = residual + x
         expected = original_output(variant, owner, weight, PROOF_EPS, expected_total)
