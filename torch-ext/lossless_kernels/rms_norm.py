@@ -725,7 +725,7 @@ def proof_calls(rows: int) -> tuple[int, int]:
 
 
 def spike(x: torch.Tensor, call: int) -> torch.Tensor:
-    """x `[rows, hidden_size]` with a large element in each row, in another column in each and in each call.
+    """x `[rows, hidden_size]` with a large element in each row, in another column in each (no more rows than these) and each call.
 
     Its square outweighs the row's others. So all that are added to it are rounded at the size of the sum, where another
     order shows three times as often as with numbers of one size.
