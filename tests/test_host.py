@@ -721,6 +721,25 @@ def test_a_kernel_that_differs_is_refused_for_ever_with_one_warning(proof):
     assert comparisons.calls == 1
 
 
+def test_tensors_that_are_compared_together_are_counted_one_by_one(proof):
+    x, large = torch.arange(6.0), torch.full((1 << 17,), math.nan)
+
+    def comparisons():
+        yield "a", x, x
+        yield "b", x.half(), x.half()
+        yield "a", x, torch.where(x < 3, x, x + 1)
+        yield "a", x.view(2, 3).t(), x.view(2, 3).t().contiguous()
+        yield "a", x.half(), torch.where(x < 4, x, -x).half()
+        yield "c", large, large.clone()
+        yield "c", large, torch.zeros_like(large)
+
+    held = []
+    assert (
+        proof._disproof(CPU, comparisons, held) == f"{3 + 6 + 2} elements of a differ, {1 << 17} elements of c differ"
+    )
+    assert len(held) == 7
+
+
 def test_a_kernel_that_fails_is_refused_with_the_reason(proof):
     def comparisons():
         yield "the output", X, X
