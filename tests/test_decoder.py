@@ -268,7 +268,7 @@ def test_bad_input(kernel):
         kernel.kernel_mapping(level="all")
 
 
-def test_attentions_that_depend_on_what_may_be_absent(kernel):
+def test_attentions_that_depend_on_what_may_be_absent(kernel, monkeypatch):
     """Cohere2's layers without a window have no rotary embedding; GraniteMoeHybrid's have none if none is given."""
     from transformers.models.cohere2.modeling_cohere2 import Cohere2Attention
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridAttention
@@ -276,6 +276,10 @@ def test_attentions_that_depend_on_what_may_be_absent(kernel):
     from transformers.models.mistral.modeling_mistral import MistralAttention
 
     attention, x = importlib.import_module(f"{kernel.__name__}.attention"), torch.zeros(1)
+    # Whoever was refused before is not warned of again.
+    monkeypatch.setattr(attention.proof, "_verdicts", {})
+    monkeypatch.setattr(attention.proof, "_warned", set())
+    monkeypatch.setattr(attention, "_admitted", {})
     assert attention.admitted(LlamaAttention, x).window == "" and attention.admitted(MistralAttention, x).window
     with pytest.warns(RuntimeWarning, match="lossless-kernels: .* none of the known formulas"):
         assert attention.admitted(Cohere2Attention, x) is None

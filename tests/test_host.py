@@ -1295,6 +1295,12 @@ class MayScale(torch.nn.Module):
         other = self
         return torch.nn.functional.silu(input * (1.0 if other is None else 2.0))
 
+    def star(*arguments):
+        return MayScale.asks(*arguments)
+
+    def looks_into_its_tables(self, input):
+        return torch.nn.functional.silu(input * self._parameters.get("scale", 2.0))
+
     def plain(self, input):
         return torch.nn.functional.silu(input)
 
@@ -1310,6 +1316,13 @@ def test_who_may_ask_more_of_a_module_than_a_stand_in_shows(kernel, module, proo
         def forward(self, hidden_states):
             return self.normalized(hidden_states)
 
+    class WithBias(modeling_llama.LlamaRMSNorm):
+        bias = None
+
+        def forward(self, hidden_states):
+            return hidden_states if self.bias is None else hidden_states + self.bias
+
+    assert module("proof").code(WithBias) is None
     x, is_plain = torch.randn(3, 64), name == "plain"
     activation = Activation()
     expected = kernel.silu(x) if is_plain else activation(x)

@@ -160,7 +160,10 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 # What a forward may read beside its arguments without a stand-in showing it.
-_UNSEEN_BY_A_STAND_IN = frozenset(("training", "getattr", "hasattr", "vars", "__dict__", "super"))
+_UNSEEN_BY_A_STAND_IN = frozenset(
+    "training getattr hasattr vars super __dict__ __class__ __getattr__ __dir__ _parameters _buffers _modules parameters "
+    "named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
+)
 
 
 def is_shown(function: Callable) -> bool:
@@ -179,8 +182,8 @@ def _only_reads_attributes(code: CodeType) -> bool:
 
     It is not handed on: to `isinstance`, say, to another function, or to one that is written inside of this one.
     """
-    if not code.co_argcount:
-        return True
+    if not code.co_argcount:  # `*arguments`, the module among them.
+        return False
     module = code.co_varnames[0]
     if module in code.co_cellvars or getattr(code, "co_exceptiontable", b""):
         return False
@@ -214,6 +217,9 @@ def code(owner: type) -> Optional[tuple[Callable, ...]]:
     return _code(owner, owner.forward)
 
 
+_NONE = object()
+
+
 @functools.cache
 def _code(owner, forward):
     found = [forward]
@@ -221,12 +227,13 @@ def _code(owner, forward):
         if not is_shown(function):
             return None
         for name in function.__code__.co_names:
-            member = inspect.getattr_static(owner, name, None)
-            if member is inspect.getattr_static(nn.Module, name, None):  # `to` and `float`, of tensors as well.
-                member = None
-            if member is not None and not isinstance(member, FunctionType):
+            member = inspect.getattr_static(owner, name, _NONE)
+            # `to` and `float`, of tensors as well, or no member at all.
+            if member is inspect.getattr_static(nn.Module, name, _NONE):
+                continue
+            if not isinstance(member, FunctionType):
                 return None
-            if member is not None and member not in found:
+            if member not in found:
                 found.append(member)
     return tuple(found)
 
