@@ -15,7 +15,7 @@ _MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm"
 _FORMULA = "norm, attention, sum and norm, MLP, sum"
 _LAYERS = f"{__package__}.layers"
 # By their layer names the norms that the sum is fused with, and where they have their eps.
-_EPS_NAMES = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
+_EPS_BY_LAYER_NAME = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
 
 
 def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
@@ -54,7 +54,7 @@ def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
 def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
     """The same from one kernel, where the norm is one that it knows."""
     owner = type(norm)
-    name = _EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
+    name = _EPS_BY_LAYER_NAME.get(getattr(owner, "kernel_layer_name", None))
     if name is not None and is_bare(norm):
         eps = norm.__dict__.get(name)
         added = add_rms_norm.replacement(hidden_states, residual, norm._parameters.get("weight"), eps, owner, name)

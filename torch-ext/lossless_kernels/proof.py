@@ -217,7 +217,7 @@ def code(owner: type) -> Optional[tuple[Callable, ...]]:
     return _code(owner, owner.forward)
 
 
-_NONE = object()
+_MISSING = object()
 
 
 @functools.cache
@@ -227,9 +227,9 @@ def _code(owner, forward):
         if not is_shown(function):
             return None
         for name in function.__code__.co_names:
-            member = inspect.getattr_static(owner, name, _NONE)
+            member = inspect.getattr_static(owner, name, _MISSING)
             # `to` and `float`, of tensors as well, or no member at all.
-            if member is inspect.getattr_static(nn.Module, name, _NONE):
+            if member is inspect.getattr_static(nn.Module, name, _MISSING):
                 continue
             if not isinstance(member, FunctionType):
                 return None
