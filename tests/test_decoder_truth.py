@@ -183,6 +183,7 @@ def test_compiled(kernel, seed, monkeypatch):
 
 
 @pytest.mark.alone
+@pytest.mark.usefixtures("no_garbage_collected")
 @pytest.mark.parametrize("name", MODELS)
 def test_no_verdict_costs_50_ms_or_64_mb(kernel, seed, monkeypatch, name):
     """All that a model's inference and training need, proved a second time: what CUDA loads once for all is loaded."""

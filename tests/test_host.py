@@ -737,7 +737,8 @@ def test_tensors_that_are_compared_together_are_counted_one_by_one(proof):
     assert (
         proof._disproof(CPU, comparisons, held) == f"{3 + 6 + 2} elements of a differ, {1 << 17} elements of c differ"
     )
-    assert len(held) == 7
+    # Of those that are compared alone, one with other strides and the two large ones, and once of the others.
+    assert len(held) == 4
 
 
 def test_a_kernel_that_fails_is_refused_with_the_reason(proof):

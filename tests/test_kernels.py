@@ -100,6 +100,26 @@ def test_a_row_of_a_proof_shows_a_wrong_order_in_two_cases_of_five(module, seed,
     assert min(shares.values()) > 0.4 - 5 * 0.0155, shares
 
 
+@pytest.mark.parametrize("hidden_size", [64, 68, 132])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden_size, rows):
+    """As calls with tensors of their own do: Triton compiles another for pointers that are no multiples of 16."""
+    family, added, launcher = module("rms_norm"), module("add_rms_norm"), module("launch").Launcher
+    llama, through_triton, pointers = module("variants").LLAMA, launcher.through_triton, []
+
+    def recorded(self, blocks, tensors, scalars):
+        pointers.extend(tensor.data_ptr() for tensor in tensors)
+        return through_triton(self, blocks, tensors, scalars)
+
+    monkeypatch.setattr(launcher, "through_triton", recorded)
+    cpu, subject = torch.device("cpu"), (llama, family.EAGER[llama], torch.float16, torch.float16, hidden_size)
+    list(family._comparisons(*subject, rows, hidden_size, cpu))
+    list(added._comparisons(*subject, rows, cpu, None))
+    list(family._gradient_comparisons(*subject, rows, rows, cpu, (True, True), "added"))
+    assert pointers and not any(pointer % 16 for pointer in pointers)
+
+
+
 def test_streamed_rows_have_the_same_output(module, seed):
     """Read twice, of every length of a step and number of steps, alone and as a sum with a residual."""
     family, added, generator = module("rms_norm"), module("add_rms_norm"), torch.Generator().manual_seed(seed)

@@ -331,8 +331,7 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device,
     calls, rows = proof_calls(rows)
     forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, True, plan)
     for call in range(calls):
-        x, residual = make(2, rows, hidden_size).to(dtype)
-        spike(x, call)
+        x, residual = spike(make(rows, hidden_size).to(dtype), call), make(rows, hidden_size).to(dtype)
         weight = random_weight(variant, make, hidden_size, weight_dtype)
         expected_total = residual + x
         expected = original_output(variant, owner, weight, PROOF_EPS, expected_total)

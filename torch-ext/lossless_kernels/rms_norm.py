@@ -819,7 +819,8 @@ def _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum):
     forward = _forward(
         variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, PROOF_EPS, store_rstd=True
     )
-    rstd, d_rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=x.device)
+    # Each in memory of its own, which is aligned as in a real call: the kernel is compiled apart for other pointers.
+    rstd, d_rstd = (torch.full((rows, 1), math.nan, dtype=torch.float32, device=x.device) for _ in range(2))
     dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=x.device)
     forward(x, weight, torch.empty_like(dy), rstd)
     backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, edges, like_rows, statistics=True)
