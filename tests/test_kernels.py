@@ -119,7 +119,6 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
-
 def test_streamed_rows_have_the_same_output(module, seed):
     """Read twice, of every length of a step and number of steps, alone and as a sum with a residual."""
     family, added, generator = module("rms_norm"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
