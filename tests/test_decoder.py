@@ -2,8 +2,10 @@
 else changes. The norm's kernel sums in CUDA's order there, so the comparison is with the same layers, norms kernelized, apart."""
 
 import copy
+import functools
 import importlib
 import inspect
+import weakref
 from types import MethodType
 
 import pytest
@@ -26,6 +28,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py has these on a GPU")
 
@@ -305,6 +308,106 @@ def test_children_that_are_no_modules(kernel, seed):
     assert_bits_equal(decoder(tokens(seed)).logits, layers(tokens(seed)).logits)
 
 
+def test_functions_in_the_place_of_modules(kernel, seed):
+    """Of the layer's own children."""
+    model = make("Llama", seed)
+
+    def change(model):
+        for index, name in enumerate(("mlp", "post_attention_layernorm")):
+            layer = model.model.layers[index]
+            child = getattr(layer, name)
+            delattr(layer, name)
+            setattr(layer, name, lambda x, child=child: child(x))
+        return model
+
+    layers, decoder = (change(kernelized(kernel, model, level)) for level in ("layer", "decoder"))
+    assert_bits_equal(decoder(tokens(seed)).logits, layers(tokens(seed)).logits)
+
+
+@pytest.mark.parametrize("name", ["post_attention_layernorm", "self_attn", "mlp", "mlp.act_fn"])
+@pytest.mark.parametrize("how", ["another's", "wrapped"])
+def test_a_forward_put_into_a_kernelized_module_is_called(kernel, seed, name, how):
+    """One bound to another module of the class, and one that says it is what it wraps."""
+    model = make("Llama", seed)
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.post_attention_layernorm.weight, 0.5, 1.5)
+
+    def change(model):
+        first, second = (layer.get_submodule(name) for layer in model.model.layers)
+        original = second.forward
+        if how == "another's":
+            second.forward = first.forward
+            return model
+
+        @functools.wraps(original)
+        def wrapped(self, *arguments, **named):
+            out = original(*arguments, **named)
+            return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+        second.forward = MethodType(wrapped, second)
+        return model
+
+    with torch.no_grad():
+        before = kernelized(kernel, model, "decoder")(tokens(seed)).logits
+        layers, decoder = (change(kernelized(kernel, model, level)) for level in ("layer", "decoder"))
+        expected, found = layers(tokens(seed)).logits, decoder(tokens(seed)).logits
+        # The reference calls its modules.
+        assert_bits_equal(found, expected)
+        if (how, name) != ("another's", "mlp.act_fn"):  # Any is like any other.
+            assert not torch.equal(found, before)
+
+
+def test_an_attention_function_may_have_arguments_of_any_name(kernel, seed):
+    seen = []
+
+    def recorded(module, query, key, value, mask, variant=None, functions=None, **others):
+        seen.append((variant, functions))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **others)
+
+    ALL_ATTENTION_FUNCTIONS.register("recorded", recorded)
+    try:
+        model = kernelized(kernel, make("Llama", seed), "decoder")
+        model.set_attn_implementation("recorded")
+        model(tokens(seed), variant="one", functions="two")
+    finally:
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop("recorded")
+    assert seen == [("one", "two")] * 2
+
+
+@pytest.mark.parametrize("level", ["layer", "decoder"])
+def test_no_more_is_alive_in_the_mlps_last_projection_than_with_eager(kernel, seed, level):
+    model, alive = make("Llama", seed), {}
+
+    class Kept(torch.nn.Module):
+        """A projection that remembers its output, or looks at who is still alive."""
+
+        def __init__(self, linear, name, outputs):
+            super().__init__()
+            self.linear, self.name, self.outputs = linear, name, outputs
+
+        def forward(self, x):
+            if self.name == "down_proj":
+                alive.setdefault(id(self.outputs), []).append([out() is not None for out in self.outputs])
+                self.outputs.clear()
+            out = self.linear(x)
+            self.outputs.append(weakref.ref(out))
+            return out
+
+    def change(model):
+        outputs = []
+        for layer in model.model.layers:
+            for name in ("o_proj", "gate_proj", "up_proj", "down_proj"):
+                parent = layer.self_attn if name == "o_proj" else layer.mlp
+                setattr(parent, name, Kept(getattr(parent, name), name, outputs))
+        return model
+
+    with torch.no_grad():
+        for changed in (change(copy.deepcopy(model)), change(kernelized(kernel, model, level))):
+            changed(tokens(seed), use_cache=False)
+    theirs, ours = alive.values()
+    assert theirs == ours
+
+
 def test_another_call_of_linear_layers_is_called(kernel, seed, monkeypatch):
     model = kernelized(kernel, make("Llama", seed), "decoder")
     model(tokens(seed))
@@ -312,6 +415,26 @@ def test_another_call_of_linear_layers_is_called(kernel, seed, monkeypatch):
     monkeypatch.setattr(torch.nn.Linear, "__call__", lambda self, *a: called.append(self) or call(self, *a))
     model(tokens(seed))
     assert len(called) == 2 * 7 + 1
+
+
+def test_linear_layers_changed_before_the_kernel_is_loaded_are_called(interpreted, build):
+    done = interpreted(
+        """
+        import importlib, sys
+        import torch
+        from kernels import get_local_kernel
+        from pathlib import Path
+
+        called, forward = [], torch.nn.Linear.forward
+        torch.nn.Linear.forward = lambda self, x: called.append(self) or forward(self, x)
+        kernel = get_local_kernel(Path(sys.argv[1]))
+        attention = importlib.import_module(f"{kernel.__name__}.attention")
+        attention.project(torch.nn.Linear(4, 4), torch.ones(4))
+        print(len(called))
+        """,
+        arguments=(str(build),),
+    )
+    assert done.stdout.split() == ["1"]
 
 
 class AnotherKernel(torch.nn.Module):

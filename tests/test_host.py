@@ -1497,3 +1497,98 @@ def test_the_default_eps_of_torchs_norm_is_recognised(kernel, module, proof_off,
         for _ in range(3):
             norm(torch.ones(4, 128))
     assert len(asked) == 1
+
+
+def _written(normalize, weighted="weight * n.to(dtype)"):
+    """A norm's forward: `normalize` takes fp32 values and eps."""
+
+    def forward(self, hidden_states):
+        n = normalize(hidden_states.to(torch.float32), self.variance_epsilon)
+        if weighted == "weight * n.to(dtype)":
+            return self.weight * n.to(hidden_states.dtype)
+        return (self.weight * n).to(hidden_states.dtype)
+
+    return forward
+
+
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def _llama(h, eps):
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
+
+# Other formulas than RMSNorm's, which hardly differ from it, or only where few look.
+ALMOST = {
+    "division by the root": lambda h, eps: h / torch.sqrt(h.pow(2).mean(-1, keepdim=True) + eps),
+    "power": lambda h, eps: h * (h.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5),
+    "norm": lambda h, eps: h * torch.rsqrt(h.norm(2, dim=-1, keepdim=True).pow(2) / h.shape[-1] + eps),
+    "fp64": lambda h, eps: _llama(h.double(), eps).float(),
+    "least eps": lambda h, eps: _llama(h, max(eps, 1e-5)),
+    "clamp": lambda h, eps: _llama(h.clamp(-1000.0, 1000.0), eps),
+    "least variance": lambda h, eps: h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True).clamp(min=1e-6) + eps),
+    "no NaN": lambda h, eps: _llama(torch.nan_to_num(h), eps),
+    "over the channels": lambda h, eps: h * torch.rsqrt(h.pow(2).mean(1 if h.dim() == 4 else -1, keepdim=True) + eps),
+    "over all but the first": lambda h, eps: (
+        h * torch.rsqrt(h.pow(2).mean(tuple(range(1, h.dim())), keepdim=True) + eps)
+    ),
+    "contiguous": lambda h, eps: _llama(h.contiguous(), eps),
+    "rows": lambda h, eps: _llama(_rows(h), eps).view(h.shape),
+}
+
+
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("written", ALMOST)
+def test_what_is_almost_an_rms_norm_is_none(module, monkeypatch, written, dtype):
+    family, proof = module("rms_norm"), module("proof")
+    monkeypatch.setattr(proof, "_verdicts", {})
+    for weighted in ("weight * n.to(dtype)", "(weight * n).to(dtype)"):
+        for normalize, expected in ((_llama, True), (ALMOST[written], False)):
+            owner = type("Norm", (torch.nn.Module,), {"forward": _written(normalize, weighted)})
+            found = family.variant_of(owner, "variance_epsilon", dtype, dtype, CPU)
+            assert (found is not None) is expected, found
+
+
+def test_what_asks_for_autocast_or_answers_for_missing_attributes_is_not_looked_at(module):
+    def asks(self, hidden_states):
+        return hidden_states.float() if torch.is_autocast_enabled("cpu") else hidden_states
+
+    def answers(self, name):
+        return 1.0
+
+    def forward(self, hidden_states):
+        return self.weight * hidden_states * self.scale
+
+    code = module("proof").code
+    assert code(type("Asks", (torch.nn.Module,), {"forward": asks})) is None
+    assert code(type("Answers", (torch.nn.Module,), {"forward": forward, "__getattr__": answers})) is None
+    assert code(type("Norm", (torch.nn.Module,), {"forward": forward})) is not None
+
+
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
+def test_what_is_almost_a_gated_norm_is_none(module, monkeypatch):
+    family = module("gated_rms_norm")
+    monkeypatch.setattr(module("proof"), "_verdicts", {})
+    monkeypatch.setattr(family, "_found", {})
+
+    def gated(prepared, shown):
+        def forward(self, hidden_states, gate):
+            h = prepared(hidden_states).to(torch.float32)
+            n = self.weight * _llama(h, self.variance_epsilon).to(hidden_states.dtype)
+            return (n * torch.nn.functional.silu(shown(gate).to(torch.float32))).to(hidden_states.dtype)
+
+        return type("Gated", (torch.nn.Module,), {"forward": forward})
+
+    def same(x):
+        return x
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for owner, expected in (
+            (gated(same, same), True),
+            (gated(same, lambda gate: gate.clamp(-20.0, 20.0)), False),
+            (gated(lambda x: x.contiguous(), same), False),
+        ):
+            found = family._variant(owner, "silu", (dtype,) * 3, CPU)
+            assert (found is not None) is expected

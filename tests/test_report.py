@@ -1,7 +1,7 @@
 """What `replacement_report` tells about a model's layers."""
 
 import importlib
-from types import MethodType
+from types import FunctionType, MethodType
 
 import pytest
 import torch
@@ -109,3 +109,32 @@ def test_a_model_without_such_layers(fresh, capsys):
 def test_bad_input(fresh):
     with pytest.raises(TypeError, match="model: expected a torch.nn.Module, found str"):
         fresh.replacement_report("model")
+
+
+def test_every_refused_class_has_its_reason(fresh):
+    """Two of them, called with tensors of the same kinds."""
+
+    def forward(self, hidden_states):
+        return LlamaRMSNorm.forward(self, hidden_states)
+
+    classes = [
+        type(name, (LlamaRMSNorm,), {"forward": FunctionType(forward.__code__, globals())}) for name in ("A", "B")
+    ]
+    layers = torch.nn.Sequential(*(owner(64) for owner in classes)).to(DEVICE)
+    with use_kernel_mapping(fresh.kernel_mapping(devices=(DEVICE,)), inherit_mapping=False):
+        kernelize(layers, mode=Mode.INFERENCE, device=DEVICE)
+    with torch.no_grad():
+        layers(torch.randn(16, 64, device=DEVICE))
+    found = entries(fresh, layers)
+    assert all("more of its layer" in " ".join(found[name].reasons) for name in ("A", "B")), found
+
+
+def test_activations_and_norms_that_keep_the_original_say_where(fresh):
+    silu, norm = torch.nn.SiLU(inplace=True), torch.nn.RMSNorm((4, 64), device=DEVICE)
+    silu.forward = MethodType(fresh.layers.SiLUActivation.forward, silu)
+    norm.forward = MethodType(fresh.layers.TorchRMSNorm.forward, norm)
+    with torch.no_grad():
+        silu(norm(torch.randn(2, 4, 64, device=DEVICE)))
+    proof = importlib.import_module(f"{fresh.__name__}.proof")
+    assert "inplace is set" in proof.known(torch.nn.SiLU.forward)[1]
+    assert any("shape to normalise" in reason for reason in proof.known(torch.nn.RMSNorm.forward)[1])

@@ -230,7 +230,7 @@ def replacement(
 def _call(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
     try:
         layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (x, residual, weight))
-        key = (proof.code(owner), eps_name, needs, eps, layouts)
+        key = (proof.code(owner) or owner.forward, eps_name, needs, eps, layouts)
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
         return None

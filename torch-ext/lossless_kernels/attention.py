@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from . import proof
-from .domain import is_bare
+from .domain import MODULE_CALL, is_bare
 from .rotary import replacement as rotary_replacement
 
 
@@ -74,6 +74,7 @@ def compute(
     variant: Variant,
     functions: Functions,
     hidden_states: torch.Tensor,
+    /,
     position_embeddings=None,
     attention_mask=None,
     past_key_values=None,
@@ -116,13 +117,16 @@ def _rotated(rotate, query, key, cos, sin):
     return rotate(query, key, cos, sin)
 
 
-_LINEAR_FORWARD, _LINEAR_CALL = nn.Linear.forward, nn.Linear.__call__
+# torch's own; None if somebody else's was there before this.
+_LINEAR_FORWARD = nn.Linear.forward
+if _LINEAR_FORWARD.__module__ != nn.Linear.__module__ or hasattr(_LINEAR_FORWARD, "__wrapped__"):
+    _LINEAR_FORWARD = None
 
 
 def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """`module(hidden_states)`, for a linear layer that is nothing but that without the call of a module."""
     linear = type(module)
-    if linear is nn.Linear and linear.forward is _LINEAR_FORWARD and linear.__call__ is _LINEAR_CALL:
+    if linear is nn.Linear and linear.forward is _LINEAR_FORWARD and linear.__call__ is MODULE_CALL:
         state = module.__dict__
         if not (
             state["_forward_hooks"]

@@ -29,15 +29,21 @@ def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor
     normed = layer.input_layernorm(hidden_states)
     attended, _ = layer.self_attn(hidden_states=normed, **arguments)
     normed, residual = apart(attended, hidden_states, layer.post_attention_layernorm)
+    del attended  # As eager does: the MLP is where most memory is in use.
     return residual + layer.mlp(normed)
 
 
 def fused_forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
     """`forward` with the kernels, and without the calls of modules that nobody would notice."""
     modules = layer._modules
+    if (
+        not is_dynamo_compiling() and not _MODULES <= modules.keys()
+    ):  # Something else than a module is in the place of one.
+        return forward(layer, hidden_states, arguments)
     normed = _called(modules["input_layernorm"], hidden_states)
     attended = attend(modules["self_attn"], normed, arguments)
     normed, residual = fused(attended, hidden_states, modules["post_attention_layernorm"])
+    del attended
     return residual + _called(modules["mlp"], normed)
 
 

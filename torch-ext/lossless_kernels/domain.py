@@ -7,6 +7,7 @@ from types import MethodType
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.modules import module as torch_module
 
@@ -19,7 +20,7 @@ _OUR_LAYERS = f"{__package__}.layers"
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 # What `__call__` is, unless somebody has put another one there, who wants to see the calls.
-_MODULE_CALL = torch.nn.Module._wrapped_call_impl
+MODULE_CALL = torch.nn.Module._wrapped_call_impl
 _tracing_state = torch._C._get_tracing_state
 dispatch_modes = torch._C._len_torch_dispatch_stack
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -122,7 +123,7 @@ def is_bare(module: torch.nn.Module) -> bool:
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
         or module._compiled_call_impl is not None
-        or type(module).__call__ is not _MODULE_CALL
+        or type(module).__call__ is not MODULE_CALL
     ):
         return False
     bound = state.get("forward")
@@ -130,8 +131,11 @@ def is_bare(module: torch.nn.Module) -> bool:
         return True
     if not isinstance(bound, MethodType):
         return False
-    # `kernelize` binds the class's own where it has no kernel. In this way TorchDynamo of torch 2.11 can tell, too.
     function = bound.__func__
+    # Somebody may have put another module's there, or one that says it is what it wraps.
+    if not is_dynamo_compiling() and (bound.__self__ is not module or hasattr(function, "__wrapped__")):
+        return False
+    # `kernelize` binds the class's own where it has no kernel. In this way TorchDynamo of torch 2.11 can tell, too.
     return function.__module__ == _OUR_LAYERS or function is type(module).forward
 
 

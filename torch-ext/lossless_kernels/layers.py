@@ -95,6 +95,8 @@ class TorchRMSNorm(nn.Module):
             out = rms_norm_replacement(x, weight, eps, owner, "eps", fused=True)
             if out is not None:
                 return out
+        elif not is_dynamo_compiling():
+            proof.outside(owner.forward, "autocast, or a shape to normalise that is not the last dimension")
         if isinstance(self, TorchRMSNorm):
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return owner.forward(self, x)
@@ -152,6 +154,8 @@ class SiLUActivation(nn.Module):
             out = activation_replacement(input, subject, SILU)
             if out is not None:
                 return out
+        elif not is_dynamo_compiling():
+            proof.outside(original, "inplace is set")
         return (SILU.forward if isinstance(self, SiLUActivation) else original)(self, input)
 
 
@@ -260,7 +264,10 @@ def _gated_mlp(self, x):
         return type(self).forward(self, x)
     gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
     product = product_replacement(gate, up, subject, activation)
-    return attention.project(down_proj, act_fn(gate) * up if product is None else product)
+    if product is None:
+        product = act_fn(gate) * up
+    del gate, up  # Eager, too, has none of them any more when it projects.
+    return attention.project(down_proj, product)
 
 
 class LlamaMLP(nn.Module):

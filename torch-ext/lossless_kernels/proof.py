@@ -159,10 +159,11 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-# What a forward may read beside its arguments without a stand-in showing it.
+# What a forward may read beside its arguments without a stand-in showing it, and what a proof has its own way.
 _UNSEEN_BY_A_STAND_IN = frozenset(
     "training getattr hasattr vars super __dict__ __class__ __getattr__ __dir__ _parameters _buffers _modules parameters "
-    "named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
+    "named_parameters buffers named_buffers modules named_modules children named_children state_dict is_autocast_enabled "
+    "get_autocast_dtype get_autocast_gpu_dtype is_grad_enabled is_inference_mode_enabled is_inference".split()
 )
 
 
@@ -222,6 +223,11 @@ _MISSING = object()
 
 @functools.cache
 def _code(owner, forward):
+    # A class that has an answer for attributes its instances lack gives a stand-in another one.
+    if any(
+        getattr(owner, name, None) is not getattr(nn.Module, name, None) for name in ("__getattr__", "__getattribute__")
+    ):
+        return None
     found = [forward]
     for function in found:
         if not is_shown(function):

@@ -410,7 +410,7 @@ def _call(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference, _T
     """
     try:
         key = (
-            proof.code(owner),
+            proof.code(owner) or owner.forward,
             eps_name,
             needs,
             fused,
@@ -615,18 +615,56 @@ def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[Variant
 def _formulas(owner, eps_name, variant, dtype, weight_dtype, device):
     generator = proof.generator(device, seed=1)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    eps = PROOF_EPS
-    results = []
+    subject = owner, eps_name, variant
     # 16 bits hide another sum in all but one element of 100,000 or so, and no rounding in between tells the fused kernel.
-    rows, hidden_size = (2048, 1024) if variant.fused and dtype != torch.float32 else (64, 128)
-    data = make(rows, hidden_size).to(dtype), make(hidden_size).to(weight_dtype or dtype), make(rows, hidden_size)
+    rows, hidden_size = (64, 128) if dtype == torch.float32 else (2048 if variant.fused else 512, 1024)
+    one_size = make(rows, hidden_size), make(hidden_size), make(rows, hidden_size)
+    yield from _compared(*subject, dtype, weight_dtype, PROOF_EPS, *one_size)
+    x, weight = of_all_sizes(make), make(128) * torch.logspace(-2, 2, 128, device=device)
+    if calls_torch(owner):  # What it returns is contiguous, whichever formula that is.
+        x = x.contiguous()
+    yield from _compared(*subject, dtype, weight_dtype, SMALL_EPS, x, weight, make(x.shape), make(x.shape))
+    # In fp32 a division by the square root, say, is not the product with its reciprocal; 16 bits hide it. What F.rms_norm
+    # computes depends on whether the dtypes are one.
+    if dtype != torch.float32 and not calls_torch(owner):
+        one_size = make(64, 128), make(128), make(64, 128)
+        yield from _compared(*subject, torch.float32, weight_dtype and torch.float32, PROOF_EPS, *one_size)
+
+
+# Less than the mean of squares of small numbers.
+SMALL_EPS = 1e-7
+
+
+def of_all_sizes(make) -> torch.Tensor:
+    """Rows of numbers from 1e-8 to 1e8, of zeros and with what is not finite: where a clamp shows that others never reach.
+
+    `[2, 6, 8, 128]`, the rows not in the order of memory: who takes them for another number of dimensions, or makes them
+    contiguous, shows as well.
+    """
+    x = make(2, 8, 6, 128)
+    rows = x.view(-1, 128)
+    rows *= torch.logspace(-8, 8, len(rows), device=x.device)[:, None]
+    rows[0] = 0.0
+    rows[1:4, 5] = torch.tensor((math.inf, -math.inf, math.nan), device=x.device)
+    return x.transpose(1, 2)
+
+
+def _compared(owner, eps_name, variant, dtype, weight_dtype, eps, x, weight, dy, other=None):
+    """Output and gradients of both formulas; with `other`, x has that gradient too, and shows in which order its gradients come."""
+    results = []
     for layer_class, name in ((owner, eps_name), (EAGER[variant], None)):
-        x, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
+        # Copies, even of what has this dtype: a forward may write to them.
+        leaf, scale = (
+            tensor.to(to, copy=True).requires_grad_() for tensor, to in ((x, dtype), (weight, weight_dtype or dtype))
+        )
         with torch.enable_grad():
-            layer = stand_in(layer_class, weight if weight_dtype else None, eps, hidden_size, name)
-            out = layer_class.forward(layer, x)
-            inputs = (x, weight) if weight_dtype else (x,)
-            results.append((out.detach(), *torch.autograd.grad(out, inputs, data[2].to(out.dtype))))
+            layer = stand_in(layer_class, scale if weight_dtype else None, eps, len(scale), name)
+            hidden_states = leaf.view_as(leaf)
+            out = layer_class.forward(layer, hidden_states)
+            inputs = (leaf, scale) if weight_dtype else (leaf,)
+            outputs, gradients = ((out,), (dy,)) if other is None else ((out, hidden_states), (dy, other))
+            gradients = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
+            results.append((out.detach(), *torch.autograd.grad(outputs, inputs, gradients)))
     for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
         yield what, found, expected
 

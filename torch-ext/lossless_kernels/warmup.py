@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from types import MethodType
 from typing import Callable, Optional
 
 import torch
@@ -195,6 +196,9 @@ class _Call:
         """The module with parameters of ones: its own may be sharded, and hooks may hang on them."""
         layer = type(self.module).__new__(type(self.module))
         layer.__dict__.update(vars(self.module))
+        bound = vars(self.module).get("forward")
+        if isinstance(bound, MethodType) and bound.__self__ is self.module:
+            layer.__dict__["forward"] = MethodType(bound.__func__, layer)
         # A forward may put other buffers there, as one whose frequencies follow the length does.
         for name in ("_buffers", "_non_persistent_buffers_set"):
             layer.__dict__[name] = copy.copy(layer.__dict__[name])
