@@ -36,9 +36,8 @@ def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor
 def fused_forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
     """`forward` with the kernels, and without the calls of modules that nobody would notice."""
     modules = layer._modules
-    if (
-        not is_dynamo_compiling() and not _MODULES <= modules.keys()
-    ):  # Something else than a module is in the place of one.
+    # Somebody may have put a plain function in the place of one.
+    if not is_dynamo_compiling() and not _MODULES <= modules.keys():
         return forward(layer, hidden_states, arguments)
     normed = _called(modules["input_layernorm"], hidden_states)
     attended = attend(modules["self_attn"], normed, arguments)

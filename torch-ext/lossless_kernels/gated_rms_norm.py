@@ -72,39 +72,19 @@ def _variant(owner, activation, dtypes, device) -> Optional[Variant]:
 
 
 def _formulas(owner, variant, activation, dtypes, device):
-    generator = proof.generator(device, seed=2)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    subject = owner, variant, activation
-    # The sizes and kinds of numbers are those of the norm's own formula proof, for the same reasons.
-    shape = (64, 128) if dtypes[0] == torch.float32 else (512, 1024)
-    one_size = [make(size) for size in (shape, shape, shape[-1:], shape)]
-    yield from _compared(*subject, dtypes, 0.0123, *one_size)
-    x, gate = rms_norm.of_all_sizes(make), rms_norm.of_all_sizes(make)
-    weight = make(128) * torch.logspace(-2, 2, 128, device=device)
-    yield from _compared(*subject, dtypes, rms_norm.SMALL_EPS, x, gate, weight, make(x.shape), make(x.shape))
-    if dtypes != (torch.float32,) * 3:
-        one_size = [make(size) for size in ((64, 128), (64, 128), (128,), (64, 128))]
-        yield from _compared(*subject, (torch.float32,) * 3, 0.0123, *one_size)
-
-
-def _compared(owner, variant, activation, dtypes, eps, x, gate, weight, dy, other=None):
-    """Output and gradients of both formulas; with `other`, x has that gradient too, and shows in which order its gradients come."""
-    results = []
-    for ours in (False, True):
-        leaf, gates, scale = (
-            tensor.to(dtype, copy=True).requires_grad_() for tensor, dtype in zip((x, gate, weight), dtypes)
-        )
-        with torch.enable_grad():
-            hidden_states = leaf.view_as(leaf)
-            if ours:
-                out = eager(variant, activation, hidden_states, gates, scale, eps)
-            else:
-                layer = rms_norm.stand_in(owner, scale, eps, eps_name="variance_epsilon")
-                layer.activation = activation
-                out = owner.forward(layer, hidden_states, gates)
-            outputs, gradients = ((out,), (dy,)) if other is None else ((out, hidden_states), (dy, other))
-            gradients = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
-            results.append((out.detach(), *torch.autograd.grad(outputs, (leaf, gates, scale), gradients)))
     names = ("the output", "the input's gradient", "the gate's gradient", "the weight's gradient")
-    for what, expected, found in zip(names, *results):
-        yield what, found, expected
+    for of_case, eps, (x, gate), weight, dy, other in rms_norm.formula_cases(device, 2, dtypes, inputs=2, rows=512):
+        results = []
+        for ours in (False, True):
+            inputs = leaf, gates, scale = rms_norm.leaves((x, gate, weight), of_case)
+            with torch.enable_grad():
+                hidden_states = leaf.view_as(leaf)
+                if ours:
+                    out = eager(variant, activation, hidden_states, gates, scale, eps)
+                else:
+                    layer = rms_norm.stand_in(owner, scale, eps, eps_name="variance_epsilon")
+                    layer.activation = activation
+                    out = owner.forward(layer, hidden_states, gates)
+                results.append(rms_norm.output_and_gradients(out, hidden_states, inputs, dy, other))
+        for what, expected, found in zip(names, *results):
+            yield what, found, expected

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Callable, Optional, Union
 
@@ -613,29 +614,55 @@ def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[Variant
 
 
 def _formulas(owner, eps_name, variant, dtype, weight_dtype, device):
-    generator = proof.generator(device, seed=1)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    subject = owner, eps_name, variant
-    # 16 bits hide another sum in all but one element of 100,000 or so, and no rounding in between tells the fused kernel.
-    rows, hidden_size = (64, 128) if dtype == torch.float32 else (2048 if variant.fused else 512, 1024)
-    one_size = make(rows, hidden_size), make(hidden_size), make(rows, hidden_size)
-    yield from _compared(*subject, dtype, weight_dtype, PROOF_EPS, *one_size)
-    x, weight = of_all_sizes(make), make(128) * torch.logspace(-2, 2, 128, device=device)
-    if calls_torch(owner):  # What it returns is contiguous, whichever formula that is.
-        x = x.contiguous()
-    yield from _compared(*subject, dtype, weight_dtype, SMALL_EPS, x, weight, make(x.shape), make(x.shape))
-    # In fp32 a division by the square root, say, is not the product with its reciprocal; 16 bits hide it. What F.rms_norm
-    # computes depends on whether the dtypes are one.
-    if dtype != torch.float32 and not calls_torch(owner):
-        one_size = make(64, 128), make(128), make(64, 128)
-        yield from _compared(*subject, torch.float32, weight_dtype and torch.float32, PROOF_EPS, *one_size)
+    # No rounding in between tells the fused kernel. What F.rms_norm computes depends on whether the dtypes are one, and is
+    # contiguous.
+    calls, rows = calls_torch(owner), 2048 if variant.fused else 512
+    for dtypes, eps, (x,), weight, dy, other in formula_cases(device, 1, (dtype, weight_dtype), 1, rows, not calls):
+        results = []
+        for layer_class, name in ((owner, eps_name), (EAGER[variant], None)):
+            leaf, scale = leaves((x.contiguous() if calls else x, weight), (dtypes[0], dtypes[1] or dtype))
+            with torch.enable_grad():
+                hidden_states = leaf.view_as(leaf)
+                layer = stand_in(layer_class, scale if weight_dtype else None, eps, len(scale), name)
+                out = layer_class.forward(layer, hidden_states)
+                inputs = (leaf, scale) if weight_dtype else (leaf,)
+                results.append(output_and_gradients(out, hidden_states, inputs, dy, other))
+        for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
+            yield what, found, expected
 
 
 # Less than the mean of squares of small numbers.
-SMALL_EPS = 1e-7
+_SMALL_EPS = 1e-7
 
 
-def of_all_sizes(make) -> torch.Tensor:
+def formula_cases(device, seed, dtypes, inputs, rows, in_fp32=True) -> Iterator[tuple]:
+    """`(dtypes, eps, inputs, weight, dy, other)`, all in fp32: what formulas of norms are compared with.
+
+    Numbers of one size; of all sizes, with another gradient for the first input; and with `in_fp32` those of one size in fp32, where
+    a division by the square root, say, is not the product with its reciprocal. 16 bits hide it in all but one element of
+    100,000 or so, and so does another sum.
+
+    Args:
+        dtypes: of the inputs, and last of the weight, None without one.
+        inputs: how many there are.
+        rows: so many of 1024 elements where the first input has 16 bits.
+    """
+    generator = proof.generator(device, seed)
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+
+    def of_one_size(*shape):
+        return [make(shape) for _ in range(inputs)], make(shape[-1]), make(shape), None
+
+    yield dtypes, PROOF_EPS, *of_one_size(*((64, 128) if dtypes[0] == torch.float32 else (rows, 1024)))
+    sized = [_of_all_sizes(make) for _ in range(inputs)]
+    weight = make(128) * torch.logspace(-2, 2, 128, device=device)
+    yield dtypes, _SMALL_EPS, sized, weight, make(sized[0].shape), make(sized[0].shape)
+    fp32 = tuple(dtype and torch.float32 for dtype in dtypes)
+    if in_fp32 and fp32 != dtypes:
+        yield fp32, PROOF_EPS, *of_one_size(64, 128)
+
+
+def _of_all_sizes(make) -> torch.Tensor:
     """Rows of numbers from 1e-8 to 1e8, of zeros and with what is not finite: where a clamp shows that others never reach.
 
     `[2, 6, 8, 128]`, the rows not in the order of memory: who takes them for another number of dimensions, or makes them
@@ -649,24 +676,16 @@ def of_all_sizes(make) -> torch.Tensor:
     return x.transpose(1, 2)
 
 
-def _compared(owner, eps_name, variant, dtype, weight_dtype, eps, x, weight, dy, other=None):
-    """Output and gradients of both formulas; with `other`, x has that gradient too, and shows in which order its gradients come."""
-    results = []
-    for layer_class, name in ((owner, eps_name), (EAGER[variant], None)):
-        # Copies, even of what has this dtype: a forward may write to them.
-        leaf, scale = (
-            tensor.to(to, copy=True).requires_grad_() for tensor, to in ((x, dtype), (weight, weight_dtype or dtype))
-        )
-        with torch.enable_grad():
-            layer = stand_in(layer_class, scale if weight_dtype else None, eps, len(scale), name)
-            hidden_states = leaf.view_as(leaf)
-            out = layer_class.forward(layer, hidden_states)
-            inputs = (leaf, scale) if weight_dtype else (leaf,)
-            outputs, gradients = ((out,), (dy,)) if other is None else ((out, hidden_states), (dy, other))
-            gradients = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
-            results.append((out.detach(), *torch.autograd.grad(outputs, inputs, gradients)))
-    for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
-        yield what, found, expected
+def leaves(tensors, dtypes) -> list[torch.Tensor]:
+    """Copies that need gradients, even of what has the dtype already: a forward may write to them."""
+    return [tensor.to(dtype, copy=True).requires_grad_() for tensor, dtype in zip(tensors, dtypes)]
+
+
+def output_and_gradients(out, hidden_states, inputs, dy, other=None) -> tuple[torch.Tensor, ...]:
+    """With `other`, a gradient of hidden_states besides, which shows in which order theirs arrive."""
+    outputs, gradients = ((out,), (dy,)) if other is None else ((out, hidden_states), (dy, other))
+    gradients = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
+    return out.detach(), *torch.autograd.grad(outputs, inputs, gradients)
 
 
 def subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, what=""):
