@@ -292,6 +292,38 @@ def test_outputs_are_laid_out_as_eagers(kernel, module, proof_off, chooser, monk
     assert not INTERPRETED or len(launches) > 500
 
 
+def random_view(choose, shape, dtype):
+    """Of this shape, otherwise as `random_layout`; or expanded from fewer numbers."""
+    if choose.random() < 0.4:
+        fewer = [choose.choice((1, size)) for size in shape] if choose.random() < 0.7 else ()
+        return torch.randn(fewer).to(dtype).expand(shape)
+    order = choose.sample(range(len(shape) - 1), len(shape) - 1)
+    padded = [shape[dim] * choose.choice((1, 1, 2)) for dim in order]
+    view = torch.randn(*padded, shape[-1]).to(dtype)[tuple(slice(shape[dim]) for dim in order)]
+    return view.permute(*(order.index(dim) for dim in range(len(order))), len(order))
+
+
+def test_gradients_are_laid_out_as_eagers(module, chooser):
+    """The order of the products in memory is that in which the rows are summed for the weight's gradient."""
+    backward, variants = module("rms_norm_backward"), module("variants")
+    for _ in range(2000):
+        shape = [chooser.choice((1, 2, 3, 3)) for _ in range(chooser.randrange(1, 4))] + [64]
+        variant = chooser.choice((*variants.WEIGHTED, variants.UNWEIGHTED))
+        dtype, weight_dtype = chooser.choice(DTYPES), chooser.choice(DTYPES)
+        x, weight = random_view(chooser, shape, dtype), torch.randn(64).to(weight_dtype)
+        dy = random_view(chooser, shape, variant.output_dtype(dtype, weight_dtype))
+        found = backward._layout(variant, dy, x, weight)
+        leaf = x.requires_grad_()
+        (dx,) = torch.autograd.grad(variant.eager(leaf.view_as(leaf), weight, 1e-6), leaf, dy)
+        h = x.detach().to(torch.float32)
+        product = backward.weight_products(variant, dy, h, variants.eager_rstd(h, 1e-6), dtype)
+        for what, strides, expected in zip(("dx", "the products"), found, (dx, product)):
+            lie_alike = [size == 1 or a == b for size, a, b in zip(shape, strides, expected.stride())]
+            assert all(lie_alike), (
+                f"{what} of {variant.name} {dtype} {weight_dtype}: {shape}, {x.stride()}, {dy.stride()}"
+            )
+
+
 @pytest.mark.xfail(reason="on the meta device elementwise operators keep the strides of size 1, elsewhere they do not")
 def test_output_has_eagers_strides_of_size_1(module):
     x = torch.empty(2, 3, 1, 64).transpose(1, 2)

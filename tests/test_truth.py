@@ -740,6 +740,58 @@ def test_rms_norm_gradients_of_rows_that_lie_apart(kernel, refusals, padding, hi
         compare_gradients(kernel, x, weight, dy, f"padding {padding}")
 
 
+def permuted(shape, dtype):
+    """`[a, b, hidden_size]`, the rows of each b beside each other."""
+    a, b, hidden_size = shape
+    return torch.randn(b, a, hidden_size, device="cuda").to(dtype).transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "fp32_product", "one_plus_weight", "fp32_output"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_gradients_of_permuted_rows(module, refusals, name, dtype):
+    """An expanded gradient lies in no order of its own: the rows are summed in the input's, and otherwise in its own."""
+    family, variant = module("rms_norm"), module("variants").BY_NAME[name]
+
+    def ours(x, weight, eps):
+        return family.replacement(x, weight, eps, family.EAGER[variant])
+
+    for weight_dtype, hidden_size in itertools.product(DTYPES, (128, 1000, 4096)):
+        x, weight = permuted((3, 4000, hidden_size), dtype), torch.randn(hidden_size, device="cuda").to(weight_dtype)
+        dtype_of_dy = variant.output_dtype(dtype, weight_dtype)
+        for dy in (
+            torch.randn(rest, device="cuda").to(dtype_of_dy).expand(x.shape) for rest in ((), (4000, 1), (3, 1, 1))
+        ):
+            found, expected = gradients(ours, x, weight, dy), gradients(variant.eager, x, weight, dy)
+            for what, a, b in zip(("output", "dx", "dweight"), found, expected, strict=True):
+                assert_same(a, b, f"{what} of {hidden_size} {weight_dtype}, gradient {dy.stride()}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_wrong_order_of_the_rows_shows_at_the_first_call(kernel, module, monkeypatch, dtype):
+    """Also where 16 bits hide it in every weight's gradient, as here in most rounds."""
+    backward, hidden = module("rms_norm_backward"), 0
+    in_order = lambda variant, dy, x, weight: (x.stride(), torch.empty(x.shape, device="meta").stride())  # noqa: E731
+    weight = torch.randn(64, device="cuda").to(dtype)
+    for _ in range(20):
+        x = permuted((2, 4500, 64), dtype)
+        dy = torch.randn((), device="cuda").to(dtype).expand(x.shape)
+        expected = gradients(eager, x, weight, dy)
+        with monkeypatch.context() as patch:
+            patch.setattr(backward, "_layout", in_order)
+            backward._resolved.clear()
+            with pytest.warns(RuntimeWarning, match="RMSNorm's gradients come from torch: [0-9]+ elements differ"):
+                found = gradients(kernel.rms_norm, x, weight, dy)
+            patch.setenv("LOSSLESS_PROOF", "off")
+            backward._resolved.clear()
+            unchecked = gradients(kernel.rms_norm, x, weight, dy)
+        for what, a, b in zip(("output", "dx", "dweight"), found, expected, strict=True):
+            assert_same(a, b, what)
+        hidden += torch.equal(unchecked[2], expected[2])
+    backward._resolved.clear()
+    print(f"16 bits hid it in {hidden} of 20 rounds")
+    assert hidden
+
+
 # Exactly 2 GiB is summed at once, one row more in two parts; then four parts, and long rows.
 @pytest.mark.alone(gib=90)
 @pytest.mark.parametrize(

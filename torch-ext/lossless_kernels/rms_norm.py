@@ -846,7 +846,7 @@ def _comparisons_with_autograd(
         yield "the fp32 gradient of rstd", d_rstd, (d_normalized * x.to(torch.float32)).sum(-1, keepdim=True)
         yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
     if needs_dweight:
-        product = _weight_gradients(variant, dy, x, rstd)
+        product = rms_norm_backward.weight_products(variant, dy, x.to(torch.float32), rstd, dtype)
         yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
         yield "the weight's gradient", ours.dweight, dweight
 
@@ -863,7 +863,8 @@ def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, r
     product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
     for first in range(0, rows, PROOF_ROWS):
         at = slice(first, first + PROOF_ROWS)
-        product[at] = _weight_gradients(variant, dy[at], x[at], rstd[at])
+        h = x[at].to(torch.float32)
+        product[at] = rms_norm_backward.weight_products(variant, dy[at], h, rstd[at], dtype)
     # ATen's sum takes twice the memory of an fp32 product for itself.
     del x, dy, rstd, d_sum
     yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
@@ -882,12 +883,6 @@ def _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum):
     forward(x, weight, torch.empty_like(dy), rstd)
     backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, edges, like_rows, statistics=True)
     return rstd, backward(dy, x, weight, rstd, d_sum, d_rstd, dweight_sum), d_rstd, dweight_sum
-
-
-def _weight_gradients(variant, dy, x, rstd):
-    """What is summed over the rows."""
-    normalized = x.to(torch.float32) * rstd
-    return variant.incoming(dy) * (normalized.to(x.dtype) if variant.scale == "after_cast" else normalized)
 
 
 def random_weight(variant, make, hidden_size, dtype):

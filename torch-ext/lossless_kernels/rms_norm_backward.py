@@ -51,11 +51,19 @@ def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, n
         if hidden_states.dtype != torch.float32:
             dx, dx_mean = (dx + dx_mean).to(hidden_states.dtype), None
     if needs_dweight:
-        normalized = h * rstd
-        if variant.scale == "after_cast":
-            normalized = normalized.to(hidden_states.dtype)
-        dweight = (dy * normalized).sum_to_size(weight.shape).to(weight.dtype)
+        dweight = weight_products(variant, dy, h, rstd, hidden_states.dtype).sum_to_size(weight.shape).to(weight.dtype)
     return Gradients(dx, dx_mean, dweight)
+
+
+def weight_products(variant: Variant, dy, h, rstd, dtype: torch.dtype) -> torch.Tensor:
+    """What eager sums over the rows for the gradient of the weight.
+
+    Args:
+        h: hidden_states in fp32.
+        dtype: that of hidden_states.
+    """
+    normalized = h * rstd
+    return variant.incoming(dy) * (normalized.to(dtype) if variant.scale == "after_cast" else normalized)
 
 
 def fused_gradients(
@@ -285,7 +293,7 @@ def _multiprocessors(device: torch.device) -> tuple[int, int]:
 
 
 def _layout(variant, dy, x, weight):
-    """Strides of eager's dx and of its product dy * normalized, found out without data or device."""
+    """Strides of eager's dx and of its `weight_products`, found out without data or device."""
     if dy.stride() == x.stride() == contiguous_strides(x.shape):
         return x.stride(), x.stride()
     with proof.undisturbed(x.device), torch.enable_grad():
@@ -293,9 +301,11 @@ def _layout(variant, dy, x, weight):
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (dy, x, weight)
         )
         (dx,) = torch.autograd.grad(variant.eager(x.requires_grad_(), weight, 0.0), x, dy)
-        h = x.detach().to(torch.float32)
-        normalized = (h * eager_rstd(h, 0.0)).to(x.dtype)
-        return dx.stride(), (variant.incoming(dy) * normalized).stride()
+        h, dy = x.detach().to(torch.float32), variant.incoming(dy)
+        # In fp32: the meta device widens 16 bits before it multiplies, and lays out an expanded dy by that, which then decides
+        # how the product lies.
+        dy = torch.empty_strided(dy.shape, dy.stride(), dtype=torch.float32, device="meta")
+        return dx.stride(), (dy * (h * eager_rstd(h, 0.0))).stride()
 
 
 class _Part(NamedTuple):
@@ -334,7 +344,7 @@ class Backward:
         if self.dweight_dtype is not None:
             blocks = torch.empty(self.sums, x.shape[-1], dtype=torch.float32, device=x.device)
             dweight = torch.empty(x.shape[-1], dtype=self.dweight_dtype, device=x.device)
-            if len(self.parts) > 1:
+            if len(self.parts) > 1 and dweight_sum is None:
                 dweight_sum = torch.empty(x.shape[-1], dtype=torch.float32, device=x.device)
         # What is neither read nor written is passed as rstd, which is fp32 as well.
         unused = rstd
@@ -522,27 +532,24 @@ def present(gradients, like):
 def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum) -> Gradients:
     """The first call of its kind, which may have to compile: whatever fails there, the formula still works.
 
-    A proof runs contiguous tensors. Where rows lie otherwise another compiled kernel reads them, so its first gradients are
-    compared with the formula's.
+    A proof runs contiguous tensors. Where rows lie otherwise another compiled kernel reads them, and eager may sum them in
+    another order, so its first gradients are compared with the formula's.
     """
     arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
     in_torch = functools.partial(joined_formula, *arguments, joined, d_sum)
-    expected = failure = None
+    found = failure = None
     try:
         ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
         compares = not ordinary and proof.policy() != "off" and not launch.is_asking()
         if compares and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return in_torch()
         backward = resolve(*arguments, edges)
-        found = None if backward is None else backward(dy, x, weight, rstd, d_sum)
-        if found is not None and joined:
-            found = _joined(found, None)
-        if found is not None and compares:
-            expected = in_torch()
-            pairs = [(a, b) for a, b in zip(found, expected) if a is not None]
-            wrong = sum(int(proof.differing(a.flatten(), b.flatten())) for a, b in pairs)
-            if wrong:
-                raise proof.LosslessProofError(f"{wrong} elements differ")
+        if backward is not None and compares:
+            found = _compared(arguments, edges, joined, d_sum, in_torch())
+        elif backward is not None:
+            found = backward(dy, x, weight, rstd, d_sum)
+            if joined:
+                found = _joined(found, None)
     except Exception as error:
         if proof.is_shortage(error):
             return in_torch()
@@ -553,4 +560,27 @@ def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, jo
     remember(_resolved, key, backward)
     if failure is not None:  # Last, for it may have been made an error.
         warnings.warn(failure, RuntimeWarning, stacklevel=2)
-    return (expected or in_torch()) if found is None else found
+    return in_torch() if found is None else found
+
+
+def _compared(arguments, edges, joined, d_sum, expected: Gradients) -> Gradients:
+    """The kernels' gradients, LosslessProofError if they are not as expected.
+
+    The weight's are compared before they are rounded too: 16 bits hide another order of the rows.
+
+    Args:
+        arguments: of `resolve`.
+    """
+    variant, dy, x, weight, rstd, _, needs_dweight = arguments
+    dweight_sum = torch.full(weight.shape, math.nan, dtype=torch.float32, device=x.device)
+    found = resolve(*arguments, edges, statistics=True)(dy, x, weight, rstd, d_sum, torch.empty_like(rstd), dweight_sum)
+    if joined:
+        found = _joined(found, None)
+    pairs = [(a, b) for a, b in zip(found, expected) if a is not None]
+    if needs_dweight:
+        product = weight_products(variant, dy, x.to(torch.float32), rstd, x.dtype)
+        pairs.append((dweight_sum, product.sum(tuple(range(x.dim() - 1)), dtype=torch.float32)))
+    wrong = sum(int(proof.differing(a.flatten(), b.flatten())) for a, b in pairs)
+    if wrong:
+        raise proof.LosslessProofError(f"{wrong} elements differ")
+    return found
