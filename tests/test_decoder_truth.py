@@ -11,6 +11,7 @@ import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
 from test_decoder import MODELS, make, replaced, tokens
+from test_decoder_call import with_other_weights
 from training import DEVICE_TYPE, assert_same, llama, random_batches, train
 from transformers.cache_utils import Cache
 
@@ -76,6 +77,22 @@ def test_logits_and_gradients(kernel, seed, name, dtype):
     report = kernel.replacement_report(ours, verbose=False)
     (decoder,) = [entry for entry in report.layers if entry.layer.endswith("DecoderLayer")]
     assert decoder.path == "kernel"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_call_that_is_kept(kernel, seed, name, dtype):
+    model = with_other_weights(make(name, seed).to("cuda", dtype))
+    ours, kept = kernelized(kernel, model), importlib.import_module(f"{kernel.__name__}.decoder_call")._kept
+    for batch, length in ((1, 1), (1, 60), (3, 17), (2, 1)):
+        ids = tokens(seed, batch, length).cuda()
+        with torch.no_grad():
+            found = [ours(ids, use_cache=False).logits for _ in range(4)]
+            assert all(kept[id(layer)].call is not None for layer in ours.model.layers)
+            with original_functions(ours):
+                expected = model(ids, use_cache=False).logits
+        for logits in found:
+            assert_bits_equal(logits, expected, f"{batch}x{length}")
 
 
 @pytest.fixture

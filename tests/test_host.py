@@ -1521,8 +1521,8 @@ def test_a_warmup_without_memory_refuses_nothing_for_good(kernel, module, proof_
 def test_the_default_eps_of_torchs_norm_is_recognised(kernel, module, proof_off, monkeypatch):
     """Without the key of the whole call, which costs more than the launch."""
     norm, family, asked = torch.nn.RMSNorm(128), module("rms_norm"), []
-    call = family._call
-    monkeypatch.setattr(family, "_call", lambda *arguments: asked.append(arguments) or call(*arguments))
+    call = family.call_of
+    monkeypatch.setattr(family, "call_of", lambda *arguments: asked.append(arguments) or call(*arguments))
     monkeypatch.setattr(family, "_recent_fused", {})
     norm.forward = MethodType(kernel.layers.TorchRMSNorm.forward, norm)
     with torch.no_grad():

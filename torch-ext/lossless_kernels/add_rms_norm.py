@@ -138,7 +138,7 @@ class _Inference:
 
     def __call__(self, x, residual, weight):
         normed = empty_like(x) if self.like_input else self.out.empty(x)
-        total = empty_like(x)
+        total = empty_like(residual)
         self.launch(x, residual, weight, normed, total)
         return normed, total
 
@@ -218,7 +218,7 @@ def replacement(
         return None
     if with_grad and any(tensor.is_inference() for tensor in tensors):
         return None
-    call = _call(hidden_states, residual, weight, eps, owner, eps_name, needs)
+    call = call_of(hidden_states, residual, weight, eps, owner, eps_name, needs)
     if call is None:
         return None
     same = same_tensors(*tensors)
@@ -227,7 +227,8 @@ def replacement(
     return call(hidden_states, residual, weight)
 
 
-def _call(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
+def call_of(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
+    """The call for these tensors, looked up; None if the original forward runs. The arguments are those of `rms_norm.call_of`."""
     try:
         layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (x, residual, weight))
         key = (proof.code(owner) or owner.forward, eps_name, needs, eps, layouts)
@@ -357,7 +358,7 @@ def _add_rms_norm_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS)
+    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS)
     if call is None:
         return _formula(formula, hidden_states, residual, weight, eps)
     return call(hidden_states, residual, weight)
@@ -373,7 +374,7 @@ def _add_rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", (True, True))
+    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", (True, True))
     if call is None:
         normed, total = _formula(formula, hidden_states, residual, weight, eps)
         return normed, total, eager_rstd(total.to(torch.float32), eps)

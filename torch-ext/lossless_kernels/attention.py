@@ -95,16 +95,38 @@ def compute(
     value = project(modules["v_proj"], hidden_states).view(heads).transpose(1, 2)
     cos, sin = position_embeddings
     query, key = _rotated(functions.rotate, query, key, cos, sin)
+    given = attention_mask, past_key_values, arguments
+    out = mixed(module, variant, functions.interfaces, functions.eager, query, key, value, *given)
+    return project(modules["o_proj"], out.reshape(*leading, -1).contiguous())
+
+
+def mixed(
+    module,
+    variant: Variant,
+    interfaces,
+    eager: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask,
+    past_key_values,
+    arguments: dict,
+) -> torch.Tensor:
+    """What the module's own attention function makes of query, key and value: `[batch, tokens, heads, head_dim]`.
+
+    Args:
+        interfaces, eager: of `Functions`.
+    """
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
     config = module.config
-    interface = functions.interfaces.get_interface(config._attn_implementation, functions.eager)
+    interface = interfaces.get_interface(config._attn_implementation, eager)
     if variant.window:
         window = module.sliding_window if variant.window == "module" else getattr(config, "sliding_window", None)
         arguments["sliding_window"] = window
     dropout = module.attention_dropout if module.training else 0.0
     out, _ = interface(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **arguments)
-    return project(modules["o_proj"], out.reshape(*leading, -1).contiguous())
+    return out
 
 
 def _rotated(rotate, query, key, cos, sin):
@@ -118,15 +140,15 @@ def _rotated(rotate, query, key, cos, sin):
 
 
 # torch's own; None if somebody else's was there before this.
-_LINEAR_FORWARD = nn.Linear.forward
-if _LINEAR_FORWARD.__module__ != nn.Linear.__module__ or hasattr(_LINEAR_FORWARD, "__wrapped__"):
-    _LINEAR_FORWARD = None
+LINEAR_FORWARD = nn.Linear.forward
+if LINEAR_FORWARD.__module__ != nn.Linear.__module__ or hasattr(LINEAR_FORWARD, "__wrapped__"):
+    LINEAR_FORWARD = None
 
 
 def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """`module(hidden_states)`, for a linear layer that is nothing but that without the call of a module."""
     linear = type(module)
-    if linear is nn.Linear and linear.forward is _LINEAR_FORWARD and linear.__call__ is MODULE_CALL:
+    if linear is nn.Linear and linear.forward is LINEAR_FORWARD and linear.__call__ is MODULE_CALL:
         state = module.__dict__
         if not (
             state["_forward_hooks"]

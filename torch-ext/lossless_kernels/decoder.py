@@ -40,7 +40,12 @@ def fused_forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.
     if not is_dynamo_compiling() and not _MODULES <= modules.keys():
         return forward(layer, hidden_states, arguments)
     normed = _called(modules["input_layernorm"], hidden_states)
-    attended = attend(modules["self_attn"], normed, arguments)
+    return after_attention(layer, attend(modules["self_attn"], normed, arguments), hidden_states)
+
+
+def after_attention(layer, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The rest of `fused_forward`."""
+    modules = layer._modules
     normed, residual = fused(attended, hidden_states, modules["post_attention_layernorm"])
     del attended
     return residual + _called(modules["mlp"], normed)

@@ -107,6 +107,16 @@ def stays_refused() -> bool:
     return time.monotonic() < proofs.no_memory_until and is_checkpointed()
 
 
+def has_global_hooks() -> bool:
+    """Whether somebody has hooks on the calls of all modules."""
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
 def is_bare(module: torch.nn.Module) -> bool:
     """Whether calling the module is calling its class's forward, or that of this package in its place, and nothing else.
 

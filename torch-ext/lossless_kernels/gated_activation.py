@@ -292,6 +292,18 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
             return call(gate, up)
     if not are_ours(gate, up, needs_grad):
         return None
+    call = call_of(gate, up, subject, activation, needs_grad)
+    if call is None:
+        return None
+    call = call.differentiable if needs_grad else call.__call__
+    same = same_tensors(gate, up)
+    if same is not None:
+        remember(_recent, subject, (same, needs_grad, call))
+    return call(gate, up)
+
+
+def call_of(gate, up, subject, activation: Activation, needs_grad: bool) -> Optional[_Call]:
+    """The call for these tensors, looked up; None if the caller must compute the product itself."""
     try:
         key = (
             by_value(subject),
@@ -311,13 +323,7 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
         return None
     if call is UNSEEN:
         call = remember(_calls, key, _resolve(gate, up, key[0], activation, needs_grad))
-    if call is None:
-        return None
-    call = call.differentiable if needs_grad else call.__call__
-    same = same_tensors(gate, up)
-    if same is not None:
-        remember(_recent, subject, (same, needs_grad, call))
-    return call(gate, up)
+    return call
 
 
 def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional[torch.Tensor]:

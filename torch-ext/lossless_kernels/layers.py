@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from . import attention, decoder, mlp, proof, rotary_embedding
+from . import attention, decoder, decoder_call, mlp, proof, rotary_embedding
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .activation import replacement as activation_replacement
 from .domain import is_autocast
@@ -315,16 +315,21 @@ class LlamaDecoderLayer(nn.Module):
         **kwargs,
     ) -> torch.Tensor:
         owner = type(self)
-        arguments = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "position_embeddings": position_embeddings,
-            **kwargs,
-        }
+        arguments = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
+        if not is_dynamo_compiling():
+            out = decoder_call.again(
+                self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments
+            )
+            if out is not None:
+                return out
+        arguments.update(
+            attention_mask=attention_mask, past_key_values=past_key_values, position_embeddings=position_embeddings
+        )
         if decoder.admits(owner, hidden_states):
-            return decoder.fused_forward(self, hidden_states, arguments)
+            out = decoder.fused_forward(self, hidden_states, arguments)
+            if not is_dynamo_compiling():
+                decoder_call.note(self, hidden_states, position_embeddings)
+            return out
         if isinstance(self, LlamaDecoderLayer):
             return decoder.forward(self, hidden_states, arguments)
         return owner.forward(self, hidden_states, **arguments)

@@ -25,6 +25,11 @@ def is_function(act) -> bool:
     return type(act) in _FUNCTIONS and not getattr(getattr(act, "func", act), "__closure__", None)
 
 
+def attributes_of(act_fn: nn.Module) -> list:
+    """What an activation layer has of the attributes that decide what it computes."""
+    return [*map(act_fn.__dict__.get, _ATTRIBUTES)]
+
+
 def subject_of(act_fn: Optional[nn.Module]):
     """What a call of this module comes to: its class's forward, or `(forward, name, value)` if that reads an attribute.
 
@@ -32,9 +37,8 @@ def subject_of(act_fn: Optional[nn.Module]):
     """
     if act_fn is None or not is_bare(act_fn):
         return None
-    owner, state = type(act_fn), act_fn.__dict__
-    for name in _ATTRIBUTES:
-        value = state.get(name)
+    owner = type(act_fn)
+    for name, value in zip(_ATTRIBUTES, attributes_of(act_fn)):
         if value is not None:
             if name == "act" and not is_function(value) or name == "inplace" and value:
                 return None

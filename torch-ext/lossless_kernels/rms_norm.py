@@ -394,7 +394,7 @@ def replacement(
         return None
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
         return None  # Autograd does not save them; eager saves what it makes of them.
-    call = _call(hidden_states, weight, eps, owner, eps_name, needs, fused)
+    call = call_of(hidden_states, weight, eps, owner, eps_name, needs, fused)
     if call is None:
         return None
     same = same_tensors(hidden_states, weight)
@@ -403,7 +403,7 @@ def replacement(
     return call(hidden_states, weight)
 
 
-def _call(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference, _Training, None]:
+def call_of(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs.
 
     Args:
@@ -899,7 +899,7 @@ def original_output(variant, owner, weight, eps, x):
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
     formula = BY_NAME[variant]
-    call = _call(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS, formula.fused)
+    call = call_of(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS, formula.fused)
     return formula.eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
@@ -915,7 +915,7 @@ def _rms_norm_with_rstd_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
     needs = (True, formula.scale != "none")
-    call = _call(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", needs, formula.fused)
+    call = call_of(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", needs, formula.fused)
     if call is None:
         out, rstd = formula.with_rstd(hidden_states, weight, eps)
     else:

@@ -362,19 +362,13 @@ def replacement(
             return call(q, k, cos, sin)
     if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, cos, sin)):  # torch.fx traces with something else.
         return None
-    try:
-        grad = is_grad_enabled()
-        needs = (grad and q.requires_grad, grad and k.requires_grad)
-        if not (are_ours(q, k, any(needs)) and are_ours(cos, sin, any(needs))):
-            return None
-        if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
-            return None
-        key = (subject, unsqueeze_dim, needs, *map(_told, (q, k, cos, sin)))
-        call = _calls.get(key, UNSEEN)
-    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides.
+    grad = is_grad_enabled()
+    needs = (grad and q.requires_grad, grad and k.requires_grad)
+    if not (are_ours(q, k, any(needs)) and are_ours(cos, sin, any(needs))):
         return None
-    if call is UNSEEN:
-        call = remember(_calls, key, _resolve(q, k, cos, sin, unsqueeze_dim, proof.function_behind(subject), needs))
+    if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
+        return None
+    call = call_of(q, k, cos, sin, unsqueeze_dim, subject, needs)
     if call is None:
         return None
     if needs == (False, False):
@@ -385,6 +379,22 @@ def replacement(
     if same is not None:
         remember(_recent, subject, (same, unsqueeze_dim, sole_consumer, grad, call))
     return call(q, k, cos, sin)
+
+
+def call_of(q, k, cos, sin, unsqueeze_dim: int, subject: Callable, needs) -> Optional[_Call]:
+    """The call for these tensors, looked up; None if the original function runs.
+
+    Args:
+        needs: whether the gradients of q and of k are needed.
+    """
+    try:
+        key = (subject, unsqueeze_dim, needs, *map(_told, (q, k, cos, sin)))
+        call = _calls.get(key, UNSEEN)
+    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides.
+        return None
+    if call is UNSEEN:
+        call = remember(_calls, key, _resolve(q, k, cos, sin, unsqueeze_dim, proof.function_behind(subject), needs))
+    return call
 
 
 def _told(tensor):

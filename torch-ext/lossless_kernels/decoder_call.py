@@ -1,0 +1,309 @@
+"""What a decoder layer's call without gradients came to, kept for its next one: the operations, one after the other.
+
+Where a model waits for the host, a layer's time is what Python spends between the operations: modules that call modules, and
+every kernel that looks at its tensors. Here one look finds out whether all that decides is as it was, weights, modules, forwards,
+hooks and modes, and the operations that the layer's ordinary way found and proved follow without another one. If anything is not
+as it was, the ordinary way runs.
+"""
+
+import weakref
+from collections import deque
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Optional
+
+import torch
+from torch import is_grad_enabled, nn
+from torch.autograd import forward_ad
+from torch.nn import Linear
+from torch.nn.functional import linear
+
+from . import add_rms_norm, attention, decoder, gated_activation, launch, mlp, rms_norm, rotary
+from .domain import are_dense, dispatch_modes, has_global_hooks, is_bare, same_tensors
+from .rms_norm import NO_GRADIENTS
+
+# Of a module's `_modules`.
+_PARTS = itemgetter("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_PROJECTIONS = itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
+_HEAD_NORMS = itemgetter("q_norm", "k_norm")
+_PARTS_OF_MLP = itemgetter("gate_proj", "up_proj", "down_proj", "act_fn")
+# Of a class.
+_FORWARD_AND_CALL = attrgetter("forward", "__call__")
+
+_function_modes = torch._C._len_torch_function_stack
+_is_any_autocast = torch._C._is_any_autocast_enabled
+_LAYERS = f"{__package__}.layers"
+# The forwards of this package's layers that are known here; for norms, the attribute that eps is from.
+_EPS_NAMES = {"LlamaRMSNorm.forward": "variance_epsilon", "RMSNormZeroCentered.forward": "eps"}
+_MLPS = frozenset(("LlamaMLP.forward", "GeGLUMLP.forward"))
+
+
+class _Unknown(Exception):
+    """A layer's call may come to something else than the operations here."""
+
+
+def _layer_of_ours(module: nn.Module) -> Optional[str]:
+    """The name of this package's forward that the module has."""
+    function = _own_forward(module)
+    return function.__qualname__ if getattr(function, "__module__", None) == _LAYERS else None
+
+
+def _own_forward(module: nn.Module):
+    return getattr(module.__dict__.get("forward"), "__func__", None)
+
+
+class Call:
+    """The call of decoder layers that are alike, for one shape.
+
+    Args:
+        layer: one of them.
+        hidden_states: `[batch, tokens, hidden_size]`.
+        cos, sin: of the rotary embedding.
+
+    Raises:
+        _Unknown: its call may come to something else; KeyError, AttributeError: so much that it has not even such parts.
+    """
+
+    def __init__(self, layer: nn.Module, hidden_states, cos, sin):
+        first, self_attn, second, gated = _PARTS(layer._modules)
+        *of_mlp, act_fn = _PARTS_OF_MLP(gated._modules)
+        linears = (*_PROJECTIONS(self_attn._modules), *of_mlp)
+        self.variant = attention.admitted(type(self_attn), hidden_states)
+        self.activation = mlp.attributes_of(act_fn)
+        subject = mlp.subject_of(act_fn)
+        activation = mlp.activation_of(type(gated), subject, hidden_states)
+        if self.variant is None or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
+            raise _Unknown
+        norms = (first, second, *_HEAD_NORMS(self_attn._modules)) if self.variant.normed else (first, second)
+        self.globals = type(self_attn).forward.__globals__
+        others = (*norms, self_attn, gated, act_fn, self.globals["apply_rotary_pos_emb"])
+        if not all(map(is_bare, (*linears, *others))) or attention.LINEAR_FORWARD is not Linear.forward:
+            raise _Unknown
+        # What every call looks at anew, and what it has to be then.
+        self.owner = type(layer)
+        self.kinds = [*map(type, others)]
+        self.own_forwards = [*map(_own_forward, others)]
+        self.classes = [*dict.fromkeys((self.owner, Linear, *self.kinds))]
+        self.forwards = [*map(_FORWARD_AND_CALL, self.classes)]
+        self.eps_names = [_EPS_NAMES[_layer_of_ours(norm)] for norm in norms]
+        self.eps = [norm.__dict__[name] for norm, name in zip(norms, self.eps_names)]
+        self.head_dim = self_attn.__dict__["head_dim"]
+        weights = [each for module in (*norms, *linears) for each in module._parameters.values() if each is not None]
+        self.given = 3 + len(weights)
+        self.same = same_tensors(hidden_states, cos, sin, *weights)
+        if (
+            self.same is None
+            or not hidden_states.is_contiguous()
+            or {w.dtype for w in weights} != {hidden_states.dtype}
+        ):
+            raise _Unknown
+        # The operations. Of more than two dimensions a linear layer makes rows first, which takes it as long as a view.
+        self.shape = batch, tokens, hidden_size = tuple(hidden_states.shape)
+        self.rows = batch * tokens
+        rows = hidden_states.view(self.rows, hidden_size)
+
+        def like_output(projection, *shape):
+            return rows.new_empty(self.rows, projection.weight.shape[0]).view(*shape)
+
+        def norm_call(number, x):
+            weight, owner = norms[number]._parameters["weight"], type(norms[number])
+            return rms_norm.call_of(x, weight, self.eps[number], owner, self.eps_names[number], NO_GRADIENTS, False)
+
+        query, key, value = (like_output(projection, batch, tokens, -1, self.head_dim) for projection in linears[:3])
+        gate = like_output(linears[4], self.rows, -1)
+        self.heads = tuple(query.shape), tuple(key.shape)
+        self.head_norms = (norm_call(2, query), norm_call(3, key)) if self.variant.normed else ()
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        rotate = rotary.call_of(query, key, cos, sin, 1, type(others[-1]).forward, NO_GRADIENTS)
+        self.first = norm_call(0, rows)
+        second = norms[1]._parameters["weight"], self.eps[1], type(norms[1]), self.eps_names[1]
+        self.second = add_rms_norm.call_of(rows, rows, *second, NO_GRADIENTS)
+        self.product = gated_activation.call_of(gate, gate, subject, activation, False)
+        if None in (rotate, self.first, self.second, self.product, *self.head_norms):
+            raise _Unknown
+        if {out.dtype for out in (self.first.out, rotate.q_out, rotate.k_out)} != {hidden_states.dtype}:
+            raise _Unknown
+        self.rotate = rotate.launch
+        self.normalize = self.first.launch
+        # Shapes and strides: a tensor made from them takes as long as a view.
+        self.of_rows, self.of_value = ((tuple(x.shape), x.stride()) for x in (rows, value))
+        self.of_query, self.of_key = ((tuple(out.shape), out.strides) for out in (rotate.q_out, rotate.k_out))
+
+    def look(self, layer: nn.Module, hidden_states, cos, sin) -> Optional[tuple]:
+        """The attention, the norms' weights and the linear layers' weights and biases; None if this is not the layer's call."""
+        if (
+            is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or dispatch_modes()
+            or _function_modes()
+            or _is_any_autocast()
+            or has_global_hooks()
+            or type(layer) is not self.owner
+            or not (are_dense(hidden_states, cos) and are_dense(cos, sin))
+        ):
+            return None
+        weights, weights_and_biases = [], []
+        try:
+            first, self_attn, second, gated = _PARTS(layer.__dict__["_modules"])
+            inside = self_attn.__dict__["_modules"]
+            gate_proj, up_proj, down_proj, act_fn = _PARTS_OF_MLP(gated.__dict__["_modules"])
+            rotate = self.globals["apply_rotary_pos_emb"]
+            norms = (first, second, *_HEAD_NORMS(inside)) if self.variant.normed else (first, second)
+            # Every module's `__dict__` once, and no function for it: most of the time it takes is to fetch them from memory.
+            for module in (*_PROJECTIONS(inside), gate_proj, up_proj, down_proj):
+                state = module.__dict__
+                if (
+                    type(module) is not Linear
+                    or state["_forward_hooks"]
+                    or state["_forward_pre_hooks"]
+                    or state["_backward_hooks"]
+                    or state["_backward_pre_hooks"]
+                    or "forward" in state
+                    or "_compiled_call_impl" in state
+                ):
+                    return None
+                parameters = state["_parameters"]
+                weights_and_biases.append((parameters["weight"], parameters["bias"]))
+            others = (*norms, self_attn, gated, act_fn, rotate)
+            for module, kind, own_forward in zip(others, self.kinds, self.own_forwards):
+                state = module.__dict__
+                if (
+                    type(module) is not kind
+                    or state["_forward_hooks"]
+                    or state["_forward_pre_hooks"]
+                    or state["_backward_hooks"]
+                    or state["_backward_pre_hooks"]
+                    or "_compiled_call_impl" in state
+                ):
+                    return None
+                bound = state.get("forward")
+                if bound is None:
+                    if own_forward is not None:
+                        return None
+                elif bound.__func__ is not own_forward or bound.__self__ is not module:
+                    return None
+            for norm, name, eps in zip(norms, self.eps_names, self.eps):
+                state = norm.__dict__
+                if state[name] != eps:
+                    return None
+                weights.append(state["_parameters"]["weight"])
+            if (
+                [*map(_FORWARD_AND_CALL, self.classes)] != self.forwards
+                or mlp.attributes_of(act_fn) != self.activation
+                or self_attn.__dict__["head_dim"] != self.head_dim
+            ):
+                return None
+        except (KeyError, AttributeError):
+            return None
+        given = [each for each in chain(weights, *weights_and_biases) if each is not None]
+        if 3 + len(given) != self.given or not self.same(hidden_states, cos, sin, *given):
+            return None
+        return self_attn, weights, weights_and_biases
+
+    def __call__(self, layer: nn.Module, hidden_states, cos, sin, attention_mask, past_key_values, arguments: dict):
+        """The layer's output; None, and nothing done, if this is not its call.
+
+        Args:
+            attention_mask, past_key_values, arguments: for the attention.
+        """
+        found = self.look(layer, hidden_states, cos, sin)
+        if found is None:
+            return None
+        self_attn, weights, (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj) = found
+        normed = hidden_states.new_empty_strided(*self.of_rows)
+        self.normalize(hidden_states, weights[0], normed)
+        query, key = linear(normed, *q_proj), linear(normed, *k_proj)
+        value = linear(normed, *v_proj).as_strided(*self.of_value)
+        if self.head_norms:
+            normalize_query, normalize_key = self.head_norms
+            query = normalize_query(query.view(*self.heads[0]), weights[2])
+            key = normalize_key(key.view(*self.heads[1]), weights[3])
+        turned_query, turned_key = query.new_empty_strided(*self.of_query), key.new_empty_strided(*self.of_key)
+        self.rotate(query, key, cos, sin, turned_query, turned_key)
+        mixed = attention.mixed(
+            self_attn,
+            self.variant,
+            self.globals["ALL_ATTENTION_FUNCTIONS"],
+            self.globals["eager_attention_forward"],
+            turned_query,
+            turned_key,
+            value,
+            attention_mask,
+            past_key_values,
+            arguments,
+        )
+        # As soon as eager: the MLP is where most memory is in use.
+        del query, key, value, turned_query, turned_key, normed
+        if (
+            type(mixed) is not torch.Tensor
+        ):  # The attention function's own idea, of which the modules make what they do.
+            mixed = mixed.reshape(*self.shape[:-1], -1).contiguous()
+            return decoder.after_attention(layer, self_attn.o_proj(mixed), hidden_states)
+        attended = linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
+        del mixed
+        normed, residual = self.second(attended, hidden_states, weights[1])
+        del attended
+        gate, up = linear(normed, *gate_proj), linear(normed, *up_proj)
+        product = self.product(gate, up)
+        del gate, up
+        return residual + linear(product, *down_proj).view(*self.shape)
+
+
+class _Kept:
+    """Of a layer: the shape of its last calls, how many went the ordinary way, and what they came to."""
+
+    __slots__ = ("layer", "shape", "calls", "call")
+
+    def __init__(self, layer: nn.Module, shape):
+        number = id(layer)
+        self.layer = weakref.ref(layer, lambda _: _kept.pop(number, None))
+        self.shape = shape
+        self.calls = 0
+        self.call: Optional[Call] = None
+
+
+# By the identity of a layer, as long as it lives.
+_kept: dict[int, _Kept] = {}
+# The last that were made: of a model's layers one is the call of all.
+_made: deque = deque(maxlen=16)
+
+
+def again(layer: nn.Module, hidden_states, position_embeddings, attention_mask, past_key_values, arguments: dict):
+    """The layer's output in the way that is kept for it; None if the ordinary way must run."""
+    kept = _kept.get(id(layer))
+    if kept is None or kept.call is None or kept.layer() is not layer:
+        return None
+    if type(position_embeddings) is not tuple or len(position_embeddings) != 2:
+        return None
+    return kept.call(layer, hidden_states, *position_embeddings, attention_mask, past_key_values, arguments)
+
+
+def note(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings) -> None:
+    """Keeps, from a shape's second call in a row on, what the ordinary way has just come to.
+
+    To find that out takes as long as a few calls. Where it fails it is tried again after twice as many.
+    """
+    if is_grad_enabled() or launch.is_asking() or type(position_embeddings) is not tuple:
+        return
+    kept = _kept.get(id(layer))
+    if kept is None or kept.shape != hidden_states.shape or kept.layer() is not layer:
+        _kept[id(layer)] = _Kept(layer, hidden_states.shape)
+        return
+    kept.call = None
+    kept.calls += 1
+    if kept.calls & (kept.calls - 1) == 0:
+        try:
+            kept.call = _known(layer, hidden_states, *position_embeddings)
+        except Exception:  # No memory, say. Nothing is lost: the ordinary way runs.
+            return
+
+
+def _known(layer, hidden_states, cos, sin) -> Call:
+    for call in tuple(_made):
+        if call.look(layer, hidden_states, cos, sin) is not None:
+            return call
+    call = Call(layer, hidden_states, cos, sin)
+    if call.look(layer, hidden_states, cos, sin) is None:
+        raise _Unknown
+    _made.appendleft(call)
+    return call
