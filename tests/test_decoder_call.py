@@ -13,6 +13,7 @@ from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
 from test_decoder import MODELS, SIZES, kernelized, make, tokens
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -328,7 +329,7 @@ class Operators(TorchDispatchMode):
 def modes():
     from transformers.models.llama import modeling_llama
 
-    forward, call = nn.Linear.forward, nn.Module.__call__
+    forward, call, project = nn.Linear.forward, nn.Module.__call__, functional.linear
     rotate = modeling_llama.apply_rotary_pos_emb
     return {
         "global hook": global_hook,
@@ -339,6 +340,7 @@ def modes():
         "forward of all linear layers": lambda: patched(nn.Linear, "forward", lambda self, x: 2.0 * forward(self, x)),
         "call of all modules": lambda: patched(nn.Module, "__call__", lambda self, *a, **k: call(self, *a, **k)),
         "forward of a class": lambda: patched(modeling_llama.LlamaMLP, "forward", lambda self, x: 0.0 * x),
+        "linear function": lambda: patched(functional, "linear", lambda *a: 2.0 * project(*a)),
         "rotary function": lambda: patched(modeling_llama, "apply_rotary_pos_emb", lambda *a, **k: rotate(*a, **k)),
     }
 
@@ -352,7 +354,8 @@ def test_modes_and_what_all_share_end_it(kernel, run, seed, mode):
     with modes()[mode]():
         found, kept = run(ours, ids)
         expected, _ = run(ours, ids, ordinary=True)
-        assert kept == [False, False]
+        # Its own function the kept call looks up as everybody does.
+        assert kept == [mode == "linear function"] * 2
     assert_bits_equal(found, expected)
     # And afterwards it is back, at once or with the next call but one.
     for _ in range(3):
@@ -387,6 +390,103 @@ def test_an_attention_function_that_returns_something_else(kernel, run, seed):
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop("doubled")
     assert kept[0] and not torch.equal(found, before)
     assert_bits_equal(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+        self.operators.append(operator)
+        return operator(*arguments, **(named or {}))
+
+
+def test_a_mode_sees_nothing_of_it(kernel, seed):
+    ours, ids, seen = kernelized(kernel, make("Llama", seed), "decoder"), tokens(seed, 1, 2), []
+    for _ in range(5):
+        with torch.no_grad(), Counted() as counted:
+            ours(ids, use_cache=False)
+        seen.append(counted.operators)
+    assert all(operators == seen[0] for operators in seen)
+
+
+@pytest.fixture
+def layer_and_arguments(kernel, seed):
+    ours = kernelized(kernel, make("Llama", seed), "decoder")
+    x = torch.randn(1, 2, SIZES["hidden_size"])
+    return ours.model.layers[0], x, {"position_embeddings": ours.model.rotary_emb(x, torch.arange(2)[None])}
+
+
+def test_transforms(layer_and_arguments, decoder_call):
+    layer, x, arguments = layer_and_arguments
+    together = torch.stack([x, 2.0 * x])
+    ensemble = {name: torch.stack([p.detach(), 2.0 * p.detach()]) for name, p in layer.named_parameters()}
+    with torch.no_grad():
+        expected = torch.stack([layer(each, **arguments) for each in together])
+        decoder_call._kept.clear()
+        for _ in range(4):
+            torch.testing.assert_close(
+                torch.vmap(lambda y: layer(y, **arguments))(together), expected
+            )  # fp32's rounding.
+            one, _ = torch.vmap(lambda p: torch.func.functional_call(layer, p, (x,), arguments))(ensemble)
+            torch.testing.assert_close(one, expected[0])
+        assert id(layer) not in decoder_call._kept
+
+
+def test_lazily_negated_activations(layer_and_arguments):
+    layer, x, arguments = layer_and_arguments
+    with torch.no_grad():
+        expected = layer(-x, **arguments)
+        for _ in range(4):
+            torch.testing.assert_close(layer(torch._neg_view(x), **arguments), expected)  # fp32's rounding.
+
+
+@pytest.mark.parametrize("deed", ["o_proj", "mlp", "weight"])
+def test_an_attention_function_that_changes_what_comes_after_it(kernel, run, seed, deed):
+    ids, told = tokens(seed, 1, 2), []
+    ours = with_kept_calls(kernel, run, make("Llama", seed), ids)
+
+    def attention(module, *arguments, **named):
+        layer = ours.model.layers[module.layer_idx]
+        if deed == "weight":
+            layer.mlp.down_proj.weight = nn.Parameter(2.0 * layer.mlp.down_proj.weight)
+        else:
+            hooked = layer.mlp if deed == "mlp" else module.o_proj
+            handle = hooked.register_forward_hook(lambda *_: (told.append(deed), handle.remove())[0])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *arguments, **named)
+
+    twin = copy.deepcopy(ours.state_dict())
+    ALL_ATTENTION_FUNCTIONS.register("busy", attention)
+    try:
+        ours.set_attn_implementation("busy")
+        found, kept = run(ours, ids)
+        ours.load_state_dict(twin)
+        expected, _ = run(ours, ids, ordinary=True)
+    finally:
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop("busy")
+    assert kept == [True, True] and len(told) == (0 if deed == "weight" else 4)
+    assert_bits_equal(found, expected)
+
+
+def test_no_more_is_alive_in_the_attention_than_in_the_ordinary_way(kernel, run, seed):
+    ids, alive = tokens(seed, 1, 2), []
+    ours = with_kept_calls(kernel, run, make("Qwen3", seed), ids)
+
+    def attention(module, *arguments, **named):
+        gc.collect()
+        alive.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *arguments, **named)
+
+    ALL_ATTENTION_FUNCTIONS.register("counting", attention)
+    try:
+        ours.set_attn_implementation("counting")
+        for ordinary in (False, True):
+            _, kept = run(ours, ids, ordinary)
+            assert kept == [not ordinary] * 2
+    finally:
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop("counting")
+    assert all(ours <= ordinary for ours, ordinary in zip(alive[:2], alive[2:], strict=True))
 
 
 def test_kernelized_for_something_else(kernel, run, seed):

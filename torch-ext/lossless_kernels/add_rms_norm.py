@@ -5,7 +5,7 @@ import math
 from typing import Callable, Optional, Union
 
 import torch
-from torch import empty_like, is_grad_enabled
+from torch import contiguous_format, empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -138,7 +138,7 @@ class _Inference:
 
     def __call__(self, x, residual, weight):
         normed = empty_like(x) if self.like_input else self.out.empty(x)
-        total = empty_like(residual)
+        total = empty_like(residual, memory_format=contiguous_format)
         self.launch(x, residual, weight, normed, total)
         return normed, total
 
@@ -166,7 +166,7 @@ class _Training:
             normed, rstd = self.variant.with_rstd(total, weight, self.eps)
             return normed, total, rstd
         normed = empty_like(x) if self.like_input else self.out.empty(x)
-        total = empty_like(x)
+        total = empty_like(residual, memory_format=contiguous_format)
         rstd = self.empty_rstd()
         self.launch(x, residual, weight, normed, total, rstd)
         return normed, total, rstd

@@ -96,7 +96,7 @@ def compute(
     cos, sin = position_embeddings
     query, key = _rotated(functions.rotate, query, key, cos, sin)
     given = attention_mask, past_key_values, arguments
-    out = mixed(module, variant, functions.interfaces, functions.eager, query, key, value, *given)
+    out, _ = mixed(module, variant, functions.interfaces, functions.eager, query, key, value, *given)
     return project(modules["o_proj"], out.reshape(*leading, -1).contiguous())
 
 
@@ -111,8 +111,8 @@ def mixed(
     attention_mask,
     past_key_values,
     arguments: dict,
-) -> torch.Tensor:
-    """What the module's own attention function makes of query, key and value: `[batch, tokens, heads, head_dim]`.
+) -> tuple[torch.Tensor, Callable]:
+    """What the module's own attention function makes of query, key and value, `[batch, tokens, heads, head_dim]`; and the function.
 
     Args:
         interfaces, eager: of `Functions`.
@@ -126,7 +126,7 @@ def mixed(
         arguments["sliding_window"] = window
     dropout = module.attention_dropout if module.training else 0.0
     out, _ = interface(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **arguments)
-    return out
+    return out, interface
 
 
 def _rotated(rotate, query, key, cos, sin):

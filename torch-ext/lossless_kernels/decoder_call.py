@@ -15,11 +15,10 @@ from typing import Optional
 import torch
 from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
-from torch.nn import Linear
-from torch.nn.functional import linear
+from torch.nn import Linear, functional
 
 from . import add_rms_norm, attention, decoder, gated_activation, launch, mlp, rms_norm, rotary
-from .domain import are_dense, dispatch_modes, has_global_hooks, is_bare, same_tensors
+from .domain import are_dense, are_plain, dispatch_modes, has_global_hooks, is_bare, same_tensors
 from .rms_norm import NO_GRADIENTS
 
 # Of a module's `_modules`.
@@ -40,6 +39,18 @@ _MLPS = frozenset(("LlamaMLP.forward", "GeGLUMLP.forward"))
 
 class _Unknown(Exception):
     """A layer's call may come to something else than the operations here."""
+
+
+def _is_watched() -> bool:
+    """Whether gradients are needed, or somebody would see the operations here or have others."""
+    return bool(
+        is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or dispatch_modes()
+        or _function_modes()
+        or _is_any_autocast()
+        or has_global_hooks()
+    )
 
 
 def _layer_of_ours(module: nn.Module) -> Optional[str]:
@@ -89,6 +100,9 @@ class Call:
         self.eps = [norm.__dict__[name] for norm, name in zip(norms, self.eps_names)]
         self.head_dim = self_attn.__dict__["head_dim"]
         weights = [each for module in (*norms, *linears) for each in module._parameters.values() if each is not None]
+        # The guards below tell whether tensors are as these are, not whether they are plain.
+        if not all(are_plain(weight, weight) for weight in weights):
+            raise _Unknown
         self.given = 3 + len(weights)
         self.same = same_tensors(hidden_states, cos, sin, *weights)
         if (
@@ -132,12 +146,7 @@ class Call:
     def look(self, layer: nn.Module, hidden_states, cos, sin) -> Optional[tuple]:
         """The attention, the norms' weights and the linear layers' weights and biases; None if this is not the layer's call."""
         if (
-            is_grad_enabled()
-            or forward_ad._current_level >= 0
-            or dispatch_modes()
-            or _function_modes()
-            or _is_any_autocast()
-            or has_global_hooks()
+            _is_watched()
             or type(layer) is not self.owner
             or not (are_dense(hidden_states, cos) and are_dense(cos, sin))
         ):
@@ -209,7 +218,8 @@ class Call:
         found = self.look(layer, hidden_states, cos, sin)
         if found is None:
             return None
-        self_attn, weights, (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj) = found
+        self_attn, weights, (q_proj, k_proj, v_proj, *_) = found
+        linear = functional.linear
         normed = hidden_states.new_empty_strided(*self.of_rows)
         self.normalize(hidden_states, weights[0], normed)
         query, key = linear(normed, *q_proj), linear(normed, *k_proj)
@@ -220,25 +230,29 @@ class Call:
             key = normalize_key(key.view(*self.heads[1]), weights[3])
         turned_query, turned_key = query.new_empty_strided(*self.of_query), key.new_empty_strided(*self.of_key)
         self.rotate(query, key, cos, sin, turned_query, turned_key)
-        mixed = attention.mixed(
+        query, key = turned_query, turned_key
+        del turned_query, turned_key
+        mixed, function = attention.mixed(
             self_attn,
             self.variant,
             self.globals["ALL_ATTENTION_FUNCTIONS"],
             self.globals["eager_attention_forward"],
-            turned_query,
-            turned_key,
+            query,
+            key,
             value,
             attention_mask,
             past_key_values,
             arguments,
         )
         # As soon as eager: the MLP is where most memory is in use.
-        del query, key, value, turned_query, turned_key, normed
-        if (
-            type(mixed) is not torch.Tensor
-        ):  # The attention function's own idea, of which the modules make what they do.
+        del query, key, value, normed
+        if not getattr(function, "__module__", "").startswith("transformers."):
+            # Whoever wrote it may have done something to what comes after it.
+            found = self.look(layer, hidden_states, cos, sin)
+        if found is None or type(mixed) is not torch.Tensor:
             mixed = mixed.reshape(*self.shape[:-1], -1).contiguous()
             return decoder.after_attention(layer, self_attn.o_proj(mixed), hidden_states)
+        _, weights, (*_, o_proj, gate_proj, up_proj, down_proj) = found
         attended = linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
         del mixed
         normed, residual = self.second(attended, hidden_states, weights[1])
@@ -283,7 +297,10 @@ def note(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings) -> 
 
     To find that out takes as long as a few calls. Where it fails it is tried again after twice as many.
     """
-    if is_grad_enabled() or launch.is_asking() or type(position_embeddings) is not tuple:
+    if launch.is_asking() or _is_watched() or type(position_embeddings) is not tuple or len(position_embeddings) != 2:
+        return
+    cos, sin = position_embeddings
+    if not (are_plain(hidden_states, cos) and are_plain(cos, sin)):
         return
     kept = _kept.get(id(layer))
     if kept is None or kept.shape != hidden_states.shape or kept.layer() is not layer:
@@ -293,7 +310,7 @@ def note(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings) -> 
     kept.calls += 1
     if kept.calls & (kept.calls - 1) == 0:
         try:
-            kept.call = _known(layer, hidden_states, *position_embeddings)
+            kept.call = _known(layer, hidden_states, cos, sin)
         except Exception:  # No memory, say. Nothing is lost: the ordinary way runs.
             return
 
