@@ -130,8 +130,6 @@ def with_hooks_of_its_own(module, note):
 DEEDS = {
     "forward hook": lambda module, note: hooked(module, "forward_hook", lambda *_: note("hook")),
     "forward pre-hook": lambda module, note: hooked(module, "forward_pre_hook", lambda *_: note("hook")),
-    "backward hook": lambda module, note: hooked(module, "full_backward_hook", lambda *_: None),
-    "backward pre-hook": lambda module, note: hooked(module, "full_backward_pre_hook", lambda *_: None),
     "hooks of its own": with_hooks_of_its_own,
     "forward": lambda module, note: patched(module, "forward", louder(module, note)),
     "compiled": lambda module, note: patched(module, "_compiled_call_impl", louder(module, note)),
@@ -183,6 +181,20 @@ def test_what_somebody_does_to_a_module_ends_it(kernel, run, decoder_call, seed,
         seen.clear()
         for _ in range(2):
             run(ours, ids)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_a_backward_pass_are_not_called_without_gradients(kernel, run, seed, register):
+    ids, told = tokens(seed, 1, 2), []
+    ours = with_kept_calls(kernel, run, make("Llama", seed), ids)
+    for module in ours.model.layers[1].modules():
+        if module is not ours.model.layers[1]:
+            getattr(module, register)(lambda *_: told.append(True))
+    (found, kept), (expected, _) = (run(ours, ids, ordinary) for ordinary in (False, True))
+    assert kept == [True, True] and not told
+    assert_bits_equal(found, expected)
+    ours(ids, labels=ids, use_cache=False).loss.backward()
+    assert told
 
 
 def change_eps(layer):

@@ -159,14 +159,13 @@ class Call:
             rotate = self.globals["apply_rotary_pos_emb"]
             norms = (first, second, *_HEAD_NORMS(inside)) if self.variant.normed else (first, second)
             # Every module's `__dict__` once, and no function for it: most of the time it takes is to fetch them from memory.
+            # Hooks of a backward pass are not called without gradients, whoever calls the module.
             for module in (*_PROJECTIONS(inside), gate_proj, up_proj, down_proj):
                 state = module.__dict__
                 if (
                     type(module) is not Linear
                     or state["_forward_hooks"]
                     or state["_forward_pre_hooks"]
-                    or state["_backward_hooks"]
-                    or state["_backward_pre_hooks"]
                     or "forward" in state
                     or "_compiled_call_impl" in state
                 ):
@@ -180,8 +179,6 @@ class Call:
                     type(module) is not kind
                     or state["_forward_hooks"]
                     or state["_forward_pre_hooks"]
-                    or state["_backward_hooks"]
-                    or state["_backward_pre_hooks"]
                     or "_compiled_call_impl" in state
                 ):
                     return None
@@ -260,7 +257,9 @@ class Call:
         gate, up = linear(normed, *gate_proj), linear(normed, *up_proj)
         product = self.product(gate, up)
         del gate, up
-        return residual + linear(product, *down_proj).view(*self.shape)
+        out = linear(product, *down_proj)
+        # The rows of a single sequence are added as they are, without a view.
+        return residual + (out if self.shape[0] == 1 else out.view(*self.shape))
 
 
 class _Kept:

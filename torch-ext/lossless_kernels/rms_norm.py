@@ -863,8 +863,7 @@ def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, r
     product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
     for first in range(0, rows, PROOF_ROWS):
         at = slice(first, first + PROOF_ROWS)
-        h = x[at].to(torch.float32)
-        product[at] = rms_norm_backward.weight_products(variant, dy[at], h, rstd[at], dtype)
+        product[at] = rms_norm_backward.weight_products(variant, dy[at], x[at].to(torch.float32), rstd[at], dtype)
     # ATen's sum takes twice the memory of an fp32 product for itself.
     del x, dy, rstd, d_sum
     yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
