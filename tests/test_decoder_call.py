@@ -367,8 +367,7 @@ def test_modes_and_what_all_share_end_it(kernel, run, seed, mode):
     with modes()[mode]():
         found, kept = run(ours, ids)
         expected, _ = run(ours, ids, ordinary=True)
-        # Its own function the kept call looks up as everybody does.
-        assert kept == [mode == "linear function"] * 2
+        assert kept == [False] * 2
     assert_bits_equal(found, expected)
     # And afterwards it is back, at once or with the next call but one.
     for _ in range(3):
@@ -482,6 +481,32 @@ def test_an_attention_function_that_changes_what_comes_after_it(kernel, run, see
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop("busy")
     assert kept == [True, True] and len(told) == (0 if deed == "weight" else 4)
     assert_bits_equal(found, expected)
+
+
+def test_it_writes_into_nothing_that_others_have(layer_and_arguments, decoder_call):
+    """What its caller gave, what the attention function saw and returned, and what its last call returned stay as they were."""
+    layer, x, arguments = layer_and_arguments
+    seen = []
+
+    def attention(module, *tensors_and_mask, **named):
+        out, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors_and_mask, **named)
+        seen.extend((each, each.clone()) for each in (*tensors_and_mask[:3], out))
+        return out, weights
+
+    ALL_ATTENTION_FUNCTIONS.register("keeping", attention)
+    try:
+        layer.self_attn.config._attn_implementation = "keeping"
+        with torch.no_grad():
+            for _ in range(4):
+                given = x, *arguments["position_embeddings"]
+                seen.extend((each, each.clone()) for each in given)
+                out = layer(x, **arguments)
+                seen.append((out, out.clone()))
+    finally:
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop("keeping")
+    assert decoder_call._kept[id(layer)].call is not None and len(seen) == 4 * (3 + 4 + 1)
+    for now, then in seen:
+        assert_bits_equal(now, then)
 
 
 def test_no_more_is_alive_in_the_attention_than_in_the_ordinary_way(kernel, run, seed):

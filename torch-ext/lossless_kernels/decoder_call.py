@@ -13,7 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Optional
 
 import torch
-from torch import is_grad_enabled, nn
+from torch import empty_like, is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.nn import Linear, functional
 
@@ -31,6 +31,8 @@ _FORWARD_AND_CALL = attrgetter("forward", "__call__")
 
 _function_modes = torch._C._len_torch_function_stack
 _is_any_autocast = torch._C._is_any_autocast_enabled
+# What it returns is new and nobody else's.
+_linear = torch._C._nn.linear
 _LAYERS = f"{__package__}.layers"
 # The forwards of this package's layers that are known here; for norms, the attribute that eps is from.
 _EPS_NAMES = {"LlamaRMSNorm.forward": "variance_epsilon", "RMSNormZeroCentered.forward": "eps"}
@@ -49,6 +51,7 @@ def _is_watched() -> bool:
         or dispatch_modes()
         or _function_modes()
         or _is_any_autocast()
+        or functional.linear is not _linear
         or has_global_hooks()
     )
 
@@ -76,7 +79,7 @@ class Call:
     """
 
     def __init__(self, layer: nn.Module, hidden_states, cos, sin):
-        first, self_attn, second, gated = _PARTS(layer._modules)
+        first_norm, self_attn, second_norm, gated = _PARTS(layer._modules)
         *of_mlp, act_fn = _PARTS_OF_MLP(gated._modules)
         linears = (*_PROJECTIONS(self_attn._modules), *of_mlp)
         self.variant = attention.admitted(type(self_attn), hidden_states)
@@ -85,7 +88,8 @@ class Call:
         activation = mlp.activation_of(type(gated), subject, hidden_states)
         if self.variant is None or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
             raise _Unknown
-        norms = (first, second, *_HEAD_NORMS(self_attn._modules)) if self.variant.normed else (first, second)
+        head_norms = _HEAD_NORMS(self_attn._modules) if self.variant.normed else ()
+        norms = first_norm, second_norm, *head_norms
         self.globals = type(self_attn).forward.__globals__
         others = (*norms, self_attn, gated, act_fn, self.globals["apply_rotary_pos_emb"])
         if not all(map(is_bare, (*linears, *others))) or attention.LINEAR_FORWARD is not Linear.forward:
@@ -129,16 +133,17 @@ class Call:
         self.head_norms = (norm_call(2, query), norm_call(3, key)) if self.variant.normed else ()
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         rotate = rotary.call_of(query, key, cos, sin, 1, type(others[-1]).forward, NO_GRADIENTS)
-        self.first = norm_call(0, rows)
-        second = norms[1]._parameters["weight"], self.eps[1], type(norms[1]), self.eps_names[1]
-        self.second = add_rms_norm.call_of(rows, rows, *second, NO_GRADIENTS)
-        self.product = gated_activation.call_of(gate, gate, subject, activation, False)
-        if None in (rotate, self.first, self.second, self.product, *self.head_norms):
+        first = norm_call(0, rows)
+        of_second = norms[1]._parameters["weight"], self.eps[1], type(norms[1]), self.eps_names[1]
+        second = add_rms_norm.call_of(rows, rows, *of_second, NO_GRADIENTS)
+        product = gated_activation.call_of(gate, gate, subject, activation, False)
+        if None in (first, second, rotate, product, *self.head_norms):
             raise _Unknown
-        if {out.dtype for out in (self.first.out, rotate.q_out, rotate.k_out)} != {hidden_states.dtype}:
+        outs = first.out, second.out, rotate.q_out, rotate.k_out, product.out
+        if {out.dtype for out in outs} != {hidden_states.dtype} or not (second.like_input and product.like_gate):
             raise _Unknown
-        self.rotate = rotate.launch
-        self.normalize = self.first.launch
+        self.normalize, self.rotate, self.add_and_normalize = first.launch, rotate.launch, second.launch
+        self.multiply = product.launch.on_three
         # Shapes and strides: a tensor made from them takes as long as a view.
         self.of_rows, self.of_value = ((tuple(x.shape), x.stride()) for x in (rows, value))
         self.of_query, self.of_key = ((tuple(out.shape), out.strides) for out in (rotate.q_out, rotate.k_out))
@@ -216,11 +221,10 @@ class Call:
         if found is None:
             return None
         self_attn, weights, (q_proj, k_proj, v_proj, *_) = found
-        linear = functional.linear
         normed = hidden_states.new_empty_strided(*self.of_rows)
         self.normalize(hidden_states, weights[0], normed)
-        query, key = linear(normed, *q_proj), linear(normed, *k_proj)
-        value = linear(normed, *v_proj).as_strided(*self.of_value)
+        query, key = _linear(normed, *q_proj), _linear(normed, *k_proj)
+        value = _linear(normed, *v_proj).as_strided(*self.of_value)
         if self.head_norms:
             normalize_query, normalize_key = self.head_norms
             query = normalize_query(query.view(*self.heads[0]), weights[2])
@@ -242,7 +246,7 @@ class Call:
             arguments,
         )
         # As soon as eager: the MLP is where most memory is in use.
-        del query, key, value, normed
+        del query, key, value
         if not getattr(function, "__module__", "").startswith("transformers."):
             # Whoever wrote it may have done something to what comes after it.
             found = self.look(layer, hidden_states, cos, sin)
@@ -250,16 +254,18 @@ class Call:
             mixed = mixed.reshape(*self.shape[:-1], -1).contiguous()
             return decoder.after_attention(layer, self_attn.o_proj(mixed), hidden_states)
         _, weights, (*_, o_proj, gate_proj, up_proj, down_proj) = found
-        attended = linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
+        attended = _linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
         del mixed
-        normed, residual = self.second(attended, hidden_states, weights[1])
+        residual = empty_like(hidden_states)
+        # What nobody needs any more takes the results: memory that is asked for and given back costs as much as a view or two.
+        self.add_and_normalize(attended, hidden_states, weights[1], normed, residual)
         del attended
-        gate, up = linear(normed, *gate_proj), linear(normed, *up_proj)
-        product = self.product(gate, up)
-        del gate, up
-        out = linear(product, *down_proj)
+        gate, up = _linear(normed, *gate_proj), _linear(normed, *up_proj)
+        self.multiply(gate, gate, up)
+        del up
+        out = _linear(gate, *down_proj)
         # The rows of a single sequence are added as they are, without a view.
-        return residual + (out if self.shape[0] == 1 else out.view(*self.shape))
+        return residual.add_(out if self.shape[0] == 1 else out.view(*self.shape))
 
 
 class _Kept:
