@@ -483,30 +483,47 @@ def test_an_attention_function_that_changes_what_comes_after_it(kernel, run, see
     assert_bits_equal(found, expected)
 
 
-def test_it_writes_into_nothing_that_others_have(layer_and_arguments, decoder_call):
-    """What its caller gave, what the attention function saw and returned, and what its last call returned stay as they were."""
-    layer, x, arguments = layer_and_arguments
-    seen = []
+def test_it_writes_into_nothing_that_others_have(kernel, run, seed):
+    """What a layer is given and returns and what the attention function sees and returns stays as it was, in later calls too."""
+    ours, seen = kernelized(kernel, make("Llama", seed), "decoder"), []
+
+    def keep(*tensors):
+        seen.extend((each, each.clone()) for each in tensors)
 
     def attention(module, *tensors_and_mask, **named):
         out, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors_and_mask, **named)
-        seen.extend((each, each.clone()) for each in (*tensors_and_mask[:3], out))
+        keep(*tensors_and_mask[:3], out)
         return out, weights
 
+    for layer in ours.model.layers:
+        layer.register_forward_pre_hook(lambda _, x, named: keep(*x, *named["position_embeddings"]), with_kwargs=True)
+        layer.register_forward_hook(lambda _, __, out: keep(out))
     ALL_ATTENTION_FUNCTIONS.register("keeping", attention)
     try:
-        layer.self_attn.config._attn_implementation = "keeping"
-        with torch.no_grad():
-            for _ in range(4):
-                given = x, *arguments["position_embeddings"]
-                seen.extend((each, each.clone()) for each in given)
-                out = layer(x, **arguments)
-                seen.append((out, out.clone()))
+        ours.set_attn_implementation("keeping")
+        for number in range(4):
+            # Others each time: memory that is used once more gets other values.
+            _, kept = run(ours, tokens(seed + number, 1, 2))
+            assert kept == [number > 1] * 2
     finally:
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop("keeping")
-    assert decoder_call._kept[id(layer)].call is not None and len(seen) == 4 * (3 + 4 + 1)
+    assert len(seen) == 4 * 2 * (3 + 4 + 1)
     for now, then in seen:
         assert_bits_equal(now, then)
+
+
+def test_parts_of_a_sequence_have_strides_of_their_own(kernel, run, seed):
+    """Their dimension of length 1 has the whole sequence's. What a layer returns is what the next one has seen before."""
+    ours, ids = kernelized(kernel, make("Llama", seed), "decoder"), tokens(seed, 1, 12)
+    embedded, outs = ours.model.embed_tokens(ids).detach(), []
+    with hooked(ours.model.layers[-1], "forward_hook", lambda _, __, out: outs.append(out)):
+        for number in range(6):
+            part = embedded[:, 2 * number : 2 * number + 2]
+            found, kept = run(ours, None, inputs_embeds=part)
+            expected, _ = run(ours, None, ordinary=True, inputs_embeds=part)
+            assert kept == [number > 1] * 2
+            assert_bits_equal(found, expected)
+            assert outs[-2].stride() == outs[-1].stride() != part.stride()
 
 
 def test_no_more_is_alive_in_the_attention_than_in_the_ordinary_way(kernel, run, seed):

@@ -13,7 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Optional
 
 import torch
-from torch import empty_like, is_grad_enabled, nn
+from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.nn import Linear, functional
 
@@ -251,12 +251,13 @@ class Call:
             # Whoever wrote it may have done something to what comes after it.
             found = self.look(layer, hidden_states, cos, sin)
         if found is None or type(mixed) is not torch.Tensor:
+            del normed
             mixed = mixed.reshape(*self.shape[:-1], -1).contiguous()
             return decoder.after_attention(layer, self_attn.o_proj(mixed), hidden_states)
         _, weights, (*_, o_proj, gate_proj, up_proj, down_proj) = found
         attended = _linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
         del mixed
-        residual = empty_like(hidden_states)
+        residual = hidden_states.new_empty(self.shape)
         # What nobody needs any more takes the results: memory that is asked for and given back costs as much as a view or two.
         self.add_and_normalize(attended, hidden_states, weights[1], normed, residual)
         del attended
