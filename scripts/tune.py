@@ -8,7 +8,7 @@ more than the default's own spread. Kernels are compiled before, in processes th
 
 ops:
   rms_norm, add_rms_norm
-                     rows and warps a program
+                     rows and warps a program, whether it reads them twice, whether it has later ones brought into the L2
   rms_norm_backward, add_rms_norm_backward
                      one kernel or several, rows, warps and stages; columns, stages and warps of the sums
   silu, silu_backward  elements and warps a program
@@ -73,6 +73,9 @@ FUSED_TILE = 1 << 13
 STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
 LEAST_STREAMED_FORWARD = 1 << 13
+# Of fewer rows all programs run at once, and more rows a program are as many requests.
+PREFETCHING_ROWS = 512
+MOST_PREFETCHED = 2
 
 Fields = dict[str, Any]
 
@@ -152,9 +155,12 @@ def tile_of(hidden_size: int) -> int:
 def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     tile = tile_of(point.case.hidden_size)
     first = [
-        {"rows_per_program": rows, "num_warps": warps, "streamed": streamed}
+        {"rows_per_program": rows, "num_warps": warps, "streamed": streamed, "prefetch": prefetch}
         for streamed in ((False, True) if point.case.hidden_size >= LEAST_STREAMED_FORWARD else (False,))
         for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
+        for prefetch in (
+            (False, True) if point.least_rows >= PREFETCHING_ROWS and rows <= MOST_PREFETCHED else (False,)
+        )
     ]
     return [first]
 
@@ -256,6 +262,13 @@ class Kernels:
             else:
                 plan = self.activation.launch_plan(case.op, size)
         return dataclasses.asdict(plan)
+
+    def candidates(self, point: Point, device) -> list[list[Fields]]:
+        """What may be faster than the default, stage by stage, if this GPU can do it."""
+        stages = CANDIDATES[point.case.op](point, self.default(point, device), self.threads(point, device))
+        if (self.plans.gpu(device).compute_capability or 0) >= self.plans.LEAST_PREFETCHING:
+            return stages
+        return [[fields for fields in stage if not fields.get("prefetch")] for stage in stages]
 
     def call(self, point: Point, fields: Fields, sets: list) -> Callable[[int], tuple]:
         """The call with this plan, by the index of its inputs; `results_of` what it returns is compared with eager's."""
@@ -377,7 +390,7 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
     weight, rstd = torch.empty(hidden_size, dtype=dtype, device=device), torch.empty(rows, 1, device=device)
     sets = [Given(x, weight, dy, rstd, dy if point.adds else None, residual=dy)]
     default = kernels.default(point, device)
-    stages = list(CANDIDATES[point.case.op](point, default, kernels.threads(point, device)))
+    stages = kernels.candidates(point, device)
     # The sum that is left over has a kernel for each number of rows.
     bases = {fields["rows_per_program"]: fields for fields in stages[0] if fields.get("fused")} if stages[2:] else {}
     plans = [default, *({**default, **fields} for fields in itertools.chain(*stages[:2]))]
@@ -498,8 +511,7 @@ def tune_point(kernels: Kernels, point: Point, gpu, rounds: int, margin: float) 
     expected = kernels.eager(point, inputs[0])
     sets = [kernels.given(point, each) for each in inputs]
     gpu.release()
-    stages = CANDIDATES[point.case.op](point, default, kernels.threads(point, device))
-    for changes in stages:
+    for changes in kernels.candidates(point, device):
         if changes and "chain_columns" in changes[0] and result.best["fused"]:
             continue  # They are about a kernel that the fastest plan has not.
         candidates = [{**result.best, **change} for change in changes]

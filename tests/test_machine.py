@@ -265,6 +265,16 @@ def test_streamed_rows_exchange_their_lanes_sums_alone(compiled):
         assert entry.count(r"ld\.global\S*L1::evict_last") and entry.count(r"ld\.global\S*L1::evict_first"), str(entry)
 
 
+def test_later_rows_are_requested_where_a_plan_says_so(compiled):
+    """One request for each row of each input, on GPUs that have such requests."""
+    prefetching = {(entry["kernel"], entry["arch"]) for entry in compiled if entry["constants"].get("AHEAD")}
+    assert prefetching == {("rms_norm_forward", 90), ("add_rms_norm_forward", 90)}
+    for entry in compiled:
+        constants = entry["constants"]
+        expected = constants["ROWS"] * ROWS_MOVED[entry["kernel"]][0] if constants.get("AHEAD") else 0
+        assert len(re.findall(r"cp\.async\.bulk\.prefetch\.L2", entry["ptx"])) == expected, str(entry)
+
+
 def test_nothing_is_computed_in_double_precision(compiled):
     """But how often a large angle goes round, in CUDA's own cos and sin."""
     assert {entry["kernel"] for entry in compiled if re.search(r"\.f64\b", entry["ptx"])} == {"rotary_tables"}

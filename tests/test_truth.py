@@ -404,6 +404,45 @@ def test_add_rms_norm(kernel, module, refusals, seed):
     assert backward._resolved and None not in backward._resolved.values()
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="requests for rows are new with compute capability 9.0",
+)
+def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
+    """With other plans than the file's, rows that lie apart or at any address, and a last program with too few of them."""
+    choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    families = norm, _ = module("rms_norm"), module("add_rms_norm")
+    make = functools.partial(torch.randn, generator=generator, device="cuda")
+    for hidden_size, dtype in itertools.product((choose.choice((1000, 1024, 5120)), 4096, 8192), DTYPES[::2]):
+        shape = {"rows_per_program": choose.choice((1, 2)), "num_warps": choose.choice((4, 8))}
+        fields = {**shape, "streamed": hidden_size == 8192 and choose.random() < 0.5, "prefetch": True}
+        monkeypatch.setattr(
+            module("plans"), "tuned", lambda gpu, op, *_, f=fields: f if op in norm._OPS.values() else None
+        )
+        for family in families:
+            family._calls.clear()
+            family._recent.clear()
+        ahead = norm.Plan(**fields).ahead(hidden_size * dtype.itemsize)
+        for _ in range(4):
+            # So many that more are ahead than not, and one more than programs take.
+            rows = 3 * ahead * fields["rows_per_program"] + 1
+            x, kind = tensor(choose, generator, rows, hidden_size, dtype)
+            weight = make(hidden_size).to(dtype)
+            label = f"{rows}x{hidden_size} {kind} {dtype} {fields}"
+            with torch.no_grad():
+                assert_same(kernel.rms_norm(x, weight, EPS), eager(x, weight), label)
+            residual, d_normed, d_total = (make(rows, hidden_size).to(dtype) for _ in range(3))
+            compare_added(kernel, (residual + 1, residual, weight, d_normed, d_total), label)
+            with torch.no_grad():
+                unaligned = make(rows * hidden_size + 1).to(dtype)[1:].view(rows, hidden_size)
+                found, expected = (
+                    each(unaligned, residual, weight, EPS) for each in (kernel.fused_add_rms_norm, eager_added)
+                )
+            for ours, eagers in zip(found, expected, strict=True):
+                assert_same(ours, eagers, f"unaligned {label}")
+        assert all(family._calls and None not in family._calls.values() for family in families)
+
+
 @pytest.mark.alone(gib=90)
 @pytest.mark.parametrize("shape", [(70_000, 32_768), (300_000, 4096)], ids=str)
 def test_add_rms_norm_beyond_two_to_the_31(kernel, refusals, shape):

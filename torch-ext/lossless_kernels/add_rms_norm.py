@@ -107,6 +107,7 @@ def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan:
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
         "STREAMED": plan.streamed,
+        "AHEAD": plan.ahead(2 * hidden_size * dtype.itemsize),
     }
     return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)
 

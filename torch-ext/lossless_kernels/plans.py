@@ -33,7 +33,12 @@ def _powers_of_two(least: int, most: int) -> tuple[int, ...]:
 
 
 _WARPS = _powers_of_two(1, 32)
-_FORWARD = {"rows_per_program": _powers_of_two(1, 64), "num_warps": _WARPS, "streamed": (False, True)}
+_FORWARD = {
+    "rows_per_program": _powers_of_two(1, 64),
+    "num_warps": _WARPS,
+    "streamed": (False, True),
+    "prefetch": (False, True),
+}
 _BACKWARD = {
     "fused": (False, True),
     "rows_per_program": _powers_of_two(1, 64),
@@ -59,6 +64,8 @@ FIELDS = {
 }
 # Far beyond what registers hold.
 _MAX_ELEMENTS_PER_THREAD = 512
+# Requests for so many bytes at once are new with it.
+LEAST_PREFETCHING = 9
 # The fewest columns that ATen reads as vectors: a row that is streamed backward is summed in their order.
 _LEAST_STREAMED = 128
 _FOUND = ("gpu", "driver", "torch", "triton", "date", "command")
@@ -152,7 +159,7 @@ def _entries(compute_capability: Optional[int]) -> dict[tuple, list[Entry]]:
             continue
         for number, values in enumerate(content["plans"]):
             try:
-                entry = _entry(f"{path.name}, plans[{number}]", values)
+                entry = _entry(f"{path.name}, plans[{number}]", values, compute_capability)
             except PlanError:
                 continue
             found.setdefault(entry.kind, []).append(entry)
@@ -174,7 +181,7 @@ def read(path: Path) -> tuple[int, dict[str, Any], list[Entry]]:
     entries: list[Entry] = []
     for number, values in enumerate(content["plans"]):
         where = f"{path.name}, plans[{number}]"
-        entry = _entry(where, values)
+        entry = _entry(where, values, content["compute_capability"])
         for other, earlier in enumerate(entries):
             if entry.overlaps(earlier):
                 raise PlanError(f"{where}: overlaps plans[{other}], {entry.op} for {earlier.least_rows} and more rows")
@@ -203,7 +210,7 @@ def _is_count(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _entry(where: str, values) -> Entry:
+def _entry(where: str, values, compute_capability: int) -> Entry:
     """Raises PlanError, which begins with `where`, unless `values` is an entry as this file's first lines describe it."""
 
     def expect(holds, name, expected, found):
@@ -225,6 +232,8 @@ def _entry(where: str, values) -> Entry:
     for name, value in entry.plan.items():
         alike = [allowed for allowed in fields[name] if type(allowed) is type(value) and allowed == value]
         expect(alike, f"plan, {name}", f"one of {', '.join(map(str, fields[name]))}", value)
+    prefetch = entry.plan.get("prefetch", False) and compute_capability < LEAST_PREFETCHING
+    expect(not prefetch, "plan, prefetch", f"false below compute capability {LEAST_PREFETCHING}", prefetch)
     # Of the backward kernels the one that streams rows takes one at a time, and leaves sums of the weight's gradient.
     streamed = "fused" in fields and entry.plan["streamed"]
     expect(not streamed or entry.plan["fused"], "plan, streamed", "false in a plan that is not fused", streamed)

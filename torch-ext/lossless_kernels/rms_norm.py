@@ -114,12 +114,18 @@ def in_domain(dtype: torch.dtype, weight_dtype: torch.dtype, hidden_size: int) -
 class Plan:
     """How the forward kernel is launched for one hidden size and one class of row counts.
 
-    Rows that are streamed are read for their sum and once more for the output, instead of waiting in registers.
+    Rows that are streamed are read for their sum and once more for the output, instead of waiting in registers. With
+    `prefetch` a program has a later one's rows brought into the L2.
     """
 
     rows_per_program: int
     num_warps: int
     streamed: bool = False
+    prefetch: bool = False
+
+    def ahead(self, bytes_per_row: int) -> int:
+        """How many programs later those rows are, if a program reads so many bytes for each of its rows; 0 without."""
+        return max(_BYTES_AHEAD // (self.rows_per_program * bytes_per_row), 1) if self.prefetch else 0
 
 
 # Of longer rows a multiprocessor's registers hold too few: they are streamed, and a warp takes so many bytes (H200).
@@ -129,6 +135,9 @@ _STREAMED_BYTES_PER_WARP = 4 << 10
 _ELEMENTS_PER_THREAD = 64
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
+# What is brought into the L2 lies so far behind what is read. With 1 to 4 MB times are alike, with 6 MB and more it is gone
+# again before it is read (H200, which has an L2 of 50 MB).
+_BYTES_AHEAD = 3 << 20
 
 
 # By whether the rows are those of a residual's sum.
@@ -227,6 +236,7 @@ def _forward_launcher(
         "VECTORIZED": order.vectorized,
         "FUSED": fused,
         "STREAMED": plan.streamed,
+        "AHEAD": plan.ahead(hidden_size * dtype.itemsize),
     }
     return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
 

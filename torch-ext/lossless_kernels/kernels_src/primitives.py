@@ -123,6 +123,24 @@ def prefetch(pointers):
 
 
 @triton.jit
+def prefetch_bulk(pointer, wanted, BYTES: tl.constexpr):
+    """Has the BYTES from `pointer` on brought into the L2 by one request of the program if `wanted`; nobody waits for them.
+
+    For compute capability 9.0 and later. Addresses and sizes of such requests are multiples of 16: both are rounded down.
+    """
+    if PTX and not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.ne.and.s32 p, $2, 0, p;"
+            " and.b64 a, $1, -16; @p cp.async.bulk.prefetch.L2.global [a], $3; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [pointer, wanted.to(tl.int32), tl.cast(BYTES // 16 * 16, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def rsqrt(x):
     """CUDA's `rsqrtf` in fp32; `tl.rsqrt` is the same instruction but takes subnormal inputs for zero."""
     if INTERPRETED:

@@ -7,7 +7,7 @@ multiplies them in fp32 by 1 + weight, "none" has no weight.
 import triton
 import triton.language as tl
 
-from .primitives import divide, prefetch, rsqrt
+from .primitives import divide, prefetch, prefetch_bulk, rsqrt
 from .summation import fused_sum_of_squares, halves_sum, row_sum, sum_of_blocks, sum_of_columns, thread_sum
 
 
@@ -67,6 +67,15 @@ def _mean_of_squares(
         h = x.to(tl.float32)
         total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
         return total * _mean_factor(rows, HIDDEN_SIZE)
+
+
+@triton.jit
+def _prefetch_rows(x_ptr, rows, row_stride, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr):
+    """Has the rows of the program that comes AHEAD programs later brought into the L2, if there is one."""
+    BYTES: tl.constexpr = HIDDEN_SIZE * x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    first = (tl.program_id(0).to(tl.int64) + AHEAD) * ROWS
+    for each in tl.static_range(ROWS):
+        prefetch_bulk(x_ptr + (first + each) * row_stride, first + each < rows, BYTES)
 
 
 @triton.jit
@@ -150,15 +159,18 @@ def rms_norm_forward(
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
     STREAMED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
     One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
     time: few registers, so that many programs have loads under way, and threads that exchange their lanes' sums alone.
     `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
-    `store_rstd` is 1.
+    `store_rstd` is 1. Not with AHEAD 0, a program has the rows of the one so many later brought into the L2.
     """
     tl.static_assert(not (FUSED and STREAMED), "ATen's own kernel adds in another order")
+    if AHEAD:
+        _prefetch_rows(x_ptr, rows, x_row_stride * STRIDE_UNIT, HIDDEN_SIZE, ROWS, AHEAD)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
@@ -205,11 +217,15 @@ def add_rms_norm_forward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     STREAMED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE].
 
-    STREAMED, both are read a second time and added once more.
+    STREAMED, both are read a second time and added once more. AHEAD is that of `rms_norm_forward`.
     """
+    if AHEAD:
+        _prefetch_rows(x_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
+        _prefetch_rows(residual_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
