@@ -73,7 +73,8 @@ FUSED_TILE = 1 << 13
 STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
 LEAST_STREAMED_FORWARD = 1 << 13
-# Of fewer rows all programs run at once, and more rows a program are as many requests.
+# Rows are brought into the L2 ahead only of so many, of which not all are on their way at once, and of programs with few
+# rows: each row is a request.
 PREFETCHING_ROWS = 512
 MOST_PREFETCHED = 2
 

@@ -147,6 +147,41 @@ def test_streamed_rows_have_the_same_output(module, seed):
                     assert_bits_equal(found, total, f"sum of {label}")
 
 
+def test_every_later_row_is_requested_once(module, monkeypatch, seed):
+    """A program asks for all rows of the one that comes so many programs later, and for nothing beyond the last row."""
+    family, added = module("rms_norm"), module("add_rms_norm")
+    requests = []
+
+    def record(pointer, wanted, BYTES):
+        (address,), (is_wanted,) = pointer.handle.data, wanted.handle.data
+        if is_wanted:
+            requests.append((int(address), getattr(BYTES, "value", BYTES)))
+
+    monkeypatch.setattr(module("kernels_src.rms_norm"), "prefetch_bulk", record)
+    generator, llama = torch.Generator().manual_seed(seed), module("variants").LLAMA
+    rows, hidden_size = 23, 100
+    for dtype, rows_per_program, (ahead, padding) in itertools.product(DTYPES, (1, 2, 4), ((1, 4), (3, 0), (30, 4))):
+        bytes_per_row = hidden_size * dtype.itemsize
+        plan = family.Plan(rows_per_program, 4, prefetch=True)
+        shape, row_stride = (dtype, dtype, hidden_size, rows), hidden_size + padding
+        x = torch.randn(rows, row_stride, generator=generator).to(dtype)[:, :hidden_size]
+        residual, weight = x.clone(), x[0].clone()
+        # Twice as many bytes are read of a sum, and so half as many programs are ahead.
+        monkeypatch.setattr(family, "_BYTES_AHEAD", ahead * rows_per_program * bytes_per_row)
+        alone = family._forward(llama, *shape, row_stride, x.device, 1e-5, plan=plan)
+        monkeypatch.setattr(family, "_BYTES_AHEAD", 2 * ahead * rows_per_program * bytes_per_row)
+        of_sum = added._forward(llama, *shape, x.device, 1e-5, False, plan=plan)
+        for launch, inputs in ((alone, [x]), (of_sum, [x.contiguous(), residual])):
+            outs = [torch.empty_like(residual) for _ in inputs]
+            requests.clear()
+            launch(*inputs, weight, *outs)
+            later = range(ahead * rows_per_program, rows)
+            expected = [(tensor[row].data_ptr(), bytes_per_row) for tensor in inputs for row in later]
+            assert sorted(requests) == sorted(expected), (dtype, rows_per_program, ahead, len(inputs))
+        for launcher in (family._forward_launcher, added._launcher):
+            launcher.cache_clear()
+
+
 def given(generator, shape, dtype, weight_dtype):
     """x, weight, dy and rstd [...] of a call; contiguous."""
     x = torch.randn(shape, generator=generator).to(dtype)

@@ -1,5 +1,6 @@
 """The kernels against eager on the GPU at hand: outputs and gradients, bit for bit, dtype and strides included."""
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -409,23 +410,31 @@ def test_add_rms_norm(kernel, module, refusals, seed):
     reason="requests for rows are new with compute capability 9.0",
 )
 def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
-    """With other plans than the file's, rows that lie apart or at any address, and a last program with too few of them."""
+    """With other plans than the file's: rows that lie apart or at any address, some of them no multiple of 16 bytes."""
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     families = norm, _ = module("rms_norm"), module("add_rms_norm")
     make = functools.partial(torch.randn, generator=generator, device="cuda")
-    for hidden_size, dtype in itertools.product((choose.choice((1000, 1024, 5120)), 4096, 8192), DTYPES[::2]):
-        shape = {"rows_per_program": choose.choice((1, 2)), "num_warps": choose.choice((4, 8))}
-        fields = {**shape, "streamed": hidden_size == 8192 and choose.random() < 0.5, "prefetch": True}
+    launcher, bound = module("launch").Launcher, set()
+    bind = launcher.bind
+    monkeypatch.setattr(
+        launcher, "bind", lambda self, *given: (bound.add(self.constants.get("AHEAD")), bind(self, *given))[1]
+    )
+    for hidden_size, dtype in itertools.product((choose.choice((1004, 4100)), 4096, 8192), DTYPES[::2]):
+        plan = norm.Plan(choose.choice((1, 2)), choose.choice((4, 8)), hidden_size == 8192 and choose.random() < 0.5)
+        if hidden_size % 1024:
+            plan = norm.default_plan(norm.ROW_CLASSES[-1], hidden_size, dtype.itemsize)
+        fields = {**dataclasses.asdict(plan), "prefetch": True}
         monkeypatch.setattr(
             module("plans"), "tuned", lambda gpu, op, *_, f=fields: f if op in norm._OPS.values() else None
         )
         for family in families:
             family._calls.clear()
             family._recent.clear()
-        ahead = norm.Plan(**fields).ahead(hidden_size * dtype.itemsize)
+        bound.clear()
+        ahead = [norm.Plan(**fields).ahead(inputs * hidden_size * dtype.itemsize) for inputs in (1, 2)]
         for _ in range(4):
-            # So many that more are ahead than not, and one more than programs take.
-            rows = 3 * ahead * fields["rows_per_program"] + 1
+            # Three times as many as are ahead, and of two rows a program one alone.
+            rows = 3 * ahead[0] * fields["rows_per_program"] + 1
             x, kind = tensor(choose, generator, rows, hidden_size, dtype)
             weight = make(hidden_size).to(dtype)
             label = f"{rows}x{hidden_size} {kind} {dtype} {fields}"
@@ -441,6 +450,7 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
             for ours, eagers in zip(found, expected, strict=True):
                 assert_same(ours, eagers, f"unaligned {label}")
         assert all(family._calls and None not in family._calls.values() for family in families)
+        assert all(ahead) and bound >= set(ahead)
 
 
 @pytest.mark.alone(gib=90)

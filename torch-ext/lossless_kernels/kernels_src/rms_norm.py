@@ -166,7 +166,7 @@ def rms_norm_forward(
     One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
     time: few registers, so that many programs have loads under way, and threads that exchange their lanes' sums alone.
     `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
-    `store_rstd` is 1. Not with AHEAD 0, a program has the rows of the one so many later brought into the L2.
+    `store_rstd` is 1. With AHEAD a program has the rows of the one that comes AHEAD later brought into the L2.
     """
     tl.static_assert(not (FUSED and STREAMED), "ATen's own kernel adds in another order")
     if AHEAD:
