@@ -159,9 +159,8 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
         {"rows_per_program": rows, "num_warps": warps, "streamed": streamed, "prefetch": prefetch}
         for streamed in ((False, True) if point.case.hidden_size >= LEAST_STREAMED_FORWARD else (False,))
         for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
-        for prefetch in (
-            (False, True) if point.least_rows >= PREFETCHING_ROWS and rows <= MOST_PREFETCHED else (False,)
-        )
+        for prefetch in (False, True)
+        if not prefetch or (point.least_rows >= PREFETCHING_ROWS and rows <= MOST_PREFETCHED)
     ]
     return [first]
 

@@ -64,7 +64,7 @@ FIELDS = {
 }
 # Far beyond what registers hold.
 _MAX_ELEMENTS_PER_THREAD = 512
-# Requests for so many bytes at once are new with it.
+# The compute capability from which on a GPU can be asked for a whole row at once.
 LEAST_PREFETCHING = 9
 # The fewest columns that ATen reads as vectors: a row that is streamed backward is summed in their order.
 _LEAST_STREAMED = 128
