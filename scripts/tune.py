@@ -8,7 +8,8 @@ more than the default's own spread. Kernels are compiled before, in processes th
 
 ops:
   rms_norm, add_rms_norm
-                     rows and warps a program, whether it reads them twice, whether it has later ones brought into the L2
+                     rows and warps a program, whether it reads them twice, one after the other or (rms_norm) at once, whether
+                     it has later ones brought into the L2
   rms_norm_backward, add_rms_norm_backward
                      one kernel or several, rows, warps and stages; columns, stages and warps of the sums
   silu, silu_backward  elements and warps a program
@@ -57,8 +58,8 @@ EPS = 1e-5
 
 # Head dimensions, and the hidden sizes of models of 1B to 70B parameters and beyond.
 HIDDEN_SIZES = (64, 128, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
-# Rows from which on a plan holds, up to the next, and with how many it is measured: decode, prefill of one, of a batch.
-ROWS = ((1, 4), (16, 16), (512, 4096), (8192, 32768))
+# Rows from which on a plan holds, up to the next, and with how many it is measured: decode, a short and a long prompt, a batch.
+ROWS = ((1, 4), (16, 16), (512, 1024), (2048, 4096), (8192, 32768))
 # Gradients are of training.
 TRAINING_ROWS = 512
 # Of the last range short rows are as many more as these elements have, and long ones as many less.
@@ -73,6 +74,9 @@ FUSED_TILE = 1 << 13
 STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
 LEAST_STREAMED_FORWARD = 1 << 13
+# Rows that are loaded by lane have several steps, of which registers hold all. Many are loaded with fewer requests.
+TILES_BY_LANE = range(1 << 10, (1 << 13) + 1)
+ROWS_BY_LANE = 8192
 # Rows are brought into the L2 ahead only of so many, of which not all are on their way at once, and of programs with few
 # rows: each row is a request.
 PREFETCHING_ROWS = 512
@@ -155,9 +159,14 @@ def tile_of(hidden_size: int) -> int:
 
 def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     tile = tile_of(point.case.hidden_size)
+    ways = [{"streamed": False, "by_lane": False}]
+    if point.case.hidden_size >= LEAST_STREAMED_FORWARD:
+        ways.append({"streamed": True, "by_lane": False})
+    if not point.adds and point.least_rows < ROWS_BY_LANE and tile in TILES_BY_LANE:
+        ways.append({"streamed": False, "by_lane": True})
     first = [
-        {"rows_per_program": rows, "num_warps": warps, "streamed": streamed, "prefetch": prefetch}
-        for streamed in ((False, True) if point.case.hidden_size >= LEAST_STREAMED_FORWARD else (False,))
+        {"rows_per_program": rows, "num_warps": warps, "prefetch": prefetch, **way}
+        for way in ways
         for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
         for prefetch in (False, True)
         if not prefetch or (point.least_rows >= PREFETCHING_ROWS and rows <= MOST_PREFETCHED)

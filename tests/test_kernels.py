@@ -119,12 +119,13 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
-def test_streamed_rows_have_the_same_output(module, seed):
-    """Read twice, of every length of a step and number of steps, alone and as a sum with a residual."""
+@pytest.mark.parametrize("way", ["streamed", "by_lane"])
+def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
+    """Of every length of a step and number of steps, alone and, streamed, as a sum with a residual."""
     family, added, generator = module("rms_norm"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
     variants = module("variants")
     for hidden_size, dtype in itertools.product((64, 100, 260, 8192, 20_000, 32_768), DTYPES):
-        plan, rows, row_stride = family.Plan(4, 4, streamed=True), 18, hidden_size + 4
+        plan, rows, row_stride = family.Plan(4, 4, **{way: True}), 18, hidden_size + 4
         x = torch.randn(rows, row_stride, generator=generator).to(dtype)[:, :hidden_size]
         residual = torch.randn(rows, hidden_size, generator=generator).to(dtype)
         weight, total = torch.randn(hidden_size, generator=generator).to(dtype), residual + x
@@ -132,7 +133,8 @@ def test_streamed_rows_have_the_same_output(module, seed):
             shape = (dtype, dtype, hidden_size, rows)
             alone = family._forward(variant, *shape, row_stride, x.device, 1e-5, store_rstd=True, plan=plan)
             of_sum = added._forward(variant, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
-            for launch, given_x, inputs in ((alone, x, [x]), (of_sum, total, [x.contiguous(), residual])):
+            calls = [(alone, x, [x]), (of_sum, total, [x.contiguous(), residual])]
+            for launch, given_x, inputs in calls[: 2 if plan.streamed else 1]:
                 outs = [torch.full_like(total, math.nan) for _ in inputs]
                 rstd = torch.full((rows, 1), math.nan)
                 launch(*inputs, weight, *outs, rstd)

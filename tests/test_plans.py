@@ -29,7 +29,7 @@ ENTRY = {
     "element_size": 2,
     "least_rows": 16,
     "most_rows": 99,
-    "plan": {"rows_per_program": 8, "num_warps": 2, "streamed": False, "prefetch": False},
+    "plan": {"rows_per_program": 8, "num_warps": 2, "streamed": False, "prefetch": False, "by_lane": False},
     "measured": {"shape": [64, 128], "ms": 0.1, "default_ms": 0.2},
 }
 FOUND = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "date": "e", "command": "f"}
@@ -73,7 +73,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
             **ENTRY,
             "least_rows": 100,
             "most_rows": None,
-            "plan": {"rows_per_program": 4, "num_warps": 1, "streamed": False, "prefetch": False},
+            "plan": {"rows_per_program": 4, "num_warps": 1, "streamed": False, "prefetch": False, "by_lane": False},
         },
     )
     rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
@@ -129,9 +129,17 @@ def test_a_gpu_without_such_requests_prefetches_nothing(plans, write):
     assert plans.tuned(plans.Gpu("GPU", 8, 108, 163 << 10), "rms_norm", 128, 16, 2) is None
 
 
+@pytest.mark.parametrize("wrong", [{"op": "add_rms_norm"}, {"plan": {**ENTRY["plan"], "by_lane": True, "streamed": True}}])
+def test_rows_are_loaded_by_lane_for_a_norm_alone_and_unstreamed(plans, write, wrong):
+    by_lane = {**ENTRY, "plan": {**ENTRY["plan"], "by_lane": True}}
+    assert len(plans.read(write(by_lane))[2]) == 1
+    with pytest.raises(plans.PlanError, match="plan, by_lane: expected false for rows that are streamed, and .* found True"):
+        plans.read(write({**by_lane, **wrong}))
+
+
 def test_rows_ahead_are_so_many_bytes(module):
     rms_norm = module("rms_norm")
-    for rows, bytes_per_row, ahead in ((1, 8 << 10, 384), (2, 8 << 10, 192), (1, 128 << 10, 24), (64, 256 << 10, 1)):
+    for rows, bytes_per_row, ahead in ((1, 8 << 10, 512), (2, 8 << 10, 256), (1, 128 << 10, 32), (64, 256 << 10, 1)):
         assert rms_norm.Plan(rows, 8, prefetch=True).ahead(bytes_per_row) == ahead
         assert rms_norm.Plan(rows, 8).ahead(bytes_per_row) == 0
 
@@ -175,20 +183,20 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
     [
         ({"op": "rms_nrom"}, r"plans\[1\], op: expected one of rms_norm, .* found 'rms_nrom'"),
         (
-            {"plan": {"rows_per_program": 3, "num_warps": 2, "streamed": False, "prefetch": False}},
+            {"plan": {"rows_per_program": 3, "num_warps": 2, "streamed": False, "prefetch": False, "by_lane": False}},
             "plan, rows_per_program: expected one of 1, 2, .* found 3",
         ),
         (
-            {"plan": {"rows_per_program": True, "num_warps": 2, "streamed": False, "prefetch": False}},
+            {"plan": {"rows_per_program": True, "num_warps": 2, "streamed": False, "prefetch": False, "by_lane": False}},
             "plan, rows_per_program: .* found True",
         ),
         (
             {"plan": {"rows_per_program": 1}},
-            "plan: expected the keys rows_per_program, num_warps, streamed, prefetch, found",
+            "plan: expected the keys rows_per_program, num_warps, streamed, prefetch, by_lane, found",
         ),
         (
             {
-                "plan": {"rows_per_program": 64, "num_warps": 1, "streamed": False, "prefetch": False},
+                "plan": {"rows_per_program": 64, "num_warps": 1, "streamed": False, "prefetch": False, "by_lane": False},
                 "hidden_size": 4096,
             },
             "at most 512 elements a thread",

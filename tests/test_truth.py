@@ -423,7 +423,7 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
         plan = norm.Plan(choose.choice((1, 2)), choose.choice((4, 8)), hidden_size == 8192 and choose.random() < 0.5)
         if hidden_size % 1024:
             plan = norm.default_plan(norm.ROW_CLASSES[-1], hidden_size, dtype.itemsize)
-        fields = {**dataclasses.asdict(plan), "prefetch": True}
+        fields = {**dataclasses.asdict(plan), "prefetch": True, "by_lane": not plan.streamed and choose.random() < 0.5}
         monkeypatch.setattr(
             module("plans"), "tuned", lambda gpu, op, *_, f=fields: f if op in norm._OPS.values() else None
         )

@@ -38,6 +38,7 @@ _FORWARD = {
     "num_warps": _WARPS,
     "streamed": (False, True),
     "prefetch": (False, True),
+    "by_lane": (False, True),
 }
 _BACKWARD = {
     "fused": (False, True),
@@ -234,6 +235,8 @@ def _entry(where: str, values, compute_capability: int) -> Entry:
         expect(alike, f"plan, {name}", f"one of {', '.join(map(str, fields[name]))}", value)
     prefetch = entry.plan.get("prefetch", False) and compute_capability < LEAST_PREFETCHING
     expect(not prefetch, "plan, prefetch", f"false below compute capability {LEAST_PREFETCHING}", prefetch)
+    by_lane = entry.plan.get("by_lane", False) and (entry.plan["streamed"] or entry.op != "rms_norm")
+    expect(not by_lane, "plan, by_lane", "false for rows that are streamed, and those of a residual's sum", by_lane)
     # Of the backward kernels the one that streams rows takes one at a time, and leaves sums of the weight's gradient.
     streamed = "fused" in fields and entry.plan["streamed"]
     expect(not streamed or entry.plan["fused"], "plan, streamed", "false in a plan that is not fused", streamed)

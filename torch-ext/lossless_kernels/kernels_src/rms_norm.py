@@ -129,6 +129,38 @@ def _streamed_mean_of_squares(
 
 
 @triton.jit
+def _mean_of_squares_by_lane(
+    x_ptr,
+    start,
+    in_range,
+    rows,
+    HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    VECTORIZED: tl.constexpr,
+):
+    """That of ATen's reduction, of rows that begin at `start` [ROWS] and are loaded for it alone.
+
+    What ATen adds in sequence goes into one thread, all steps at once, and the division is done meanwhile.
+    """
+    COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
+    STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
+    steps = ()
+    for step in tl.static_range(STEPS):
+        at = step * COLUMNS + tl.arange(0, COLUMNS)
+        mask = in_range[:, None] & (at < HIDDEN_SIZE)[None, :]
+        steps = steps + (tl.load(x_ptr + start[:, None] + at[None, :], mask=mask, other=0.0),)
+    factor = _mean_factor(rows, HIDDEN_SIZE)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for step in tl.static_range(STEPS):
+        h = steps[step].to(tl.float32)
+        total += h * h
+    FEW_STEPS: tl.constexpr = STEPS > 1 and STEPS <= 4
+    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=FEW_STEPS) * factor
+
+
+@triton.jit
 def _normalize(h, rstd, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr):
     """The output of rows h [ROWS, STEPS, COLUMNS] with rstd [ROWS], in fp32."""
     out = h * rstd[:, None, None]
@@ -159,16 +191,18 @@ def rms_norm_forward(
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
     STREAMED: tl.constexpr,
+    BY_LANE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
     One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
     time: few registers, so that many programs have loads under way, and threads that exchange their lanes' sums alone.
+    BY_LANE it loads them for the sum and for the store at once: such threads too, and no second wait for a few rows.
     `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
     `store_rstd` is 1. With AHEAD a program has the rows of the one that comes AHEAD later brought into the L2.
     """
-    tl.static_assert(not (FUSED and STREAMED), "ATen's own kernel adds in another order")
+    tl.static_assert(not (FUSED and (STREAMED or BY_LANE)), "ATen's own kernel adds in another order")
     if AHEAD:
         _prefetch_rows(x_ptr, rows, x_row_stride * STRIDE_UNIT, HIDDEN_SIZE, ROWS, AHEAD)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -187,7 +221,12 @@ def rms_norm_forward(
     else:
         x = tl.load(x_ptr + x_offset, mask=mask, other=0.0)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
-        mean = _mean_of_squares(x, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
+        if BY_LANE:
+            mean = _mean_of_squares_by_lane(
+                x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED
+            )  # fmt: skip
+        else:
+            mean = _mean_of_squares(x, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
         h = x.to(tl.float32)
     rstd = rsqrt(mean + eps)
     if STREAMED:
