@@ -129,11 +129,15 @@ def test_a_gpu_without_such_requests_prefetches_nothing(plans, write):
     assert plans.tuned(plans.Gpu("GPU", 8, 108, 163 << 10), "rms_norm", 128, 16, 2) is None
 
 
-@pytest.mark.parametrize("wrong", [{"op": "add_rms_norm"}, {"plan": {**ENTRY["plan"], "by_lane": True, "streamed": True}}])
+@pytest.mark.parametrize(
+    "wrong", [{"op": "add_rms_norm"}, {"plan": {**ENTRY["plan"], "by_lane": True, "streamed": True}}]
+)
 def test_rows_are_loaded_by_lane_for_a_norm_alone_and_unstreamed(plans, write, wrong):
     by_lane = {**ENTRY, "plan": {**ENTRY["plan"], "by_lane": True}}
     assert len(plans.read(write(by_lane))[2]) == 1
-    with pytest.raises(plans.PlanError, match="plan, by_lane: expected false for rows that are streamed, and .* found True"):
+    with pytest.raises(
+        plans.PlanError, match="plan, by_lane: expected false for rows that are streamed, and .* found True"
+    ):
         plans.read(write({**by_lane, **wrong}))
 
 
@@ -187,7 +191,15 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
             "plan, rows_per_program: expected one of 1, 2, .* found 3",
         ),
         (
-            {"plan": {"rows_per_program": True, "num_warps": 2, "streamed": False, "prefetch": False, "by_lane": False}},
+            {
+                "plan": {
+                    "rows_per_program": True,
+                    "num_warps": 2,
+                    "streamed": False,
+                    "prefetch": False,
+                    "by_lane": False,
+                }
+            },
             "plan, rows_per_program: .* found True",
         ),
         (
@@ -196,7 +208,13 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
         ),
         (
             {
-                "plan": {"rows_per_program": 64, "num_warps": 1, "streamed": False, "prefetch": False, "by_lane": False},
+                "plan": {
+                    "rows_per_program": 64,
+                    "num_warps": 1,
+                    "streamed": False,
+                    "prefetch": False,
+                    "by_lane": False,
+                },
                 "hidden_size": 4096,
             },
             "at most 512 elements a thread",
