@@ -74,7 +74,7 @@ FUSED_TILE = 1 << 13
 STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
 LEAST_STREAMED_FORWARD = 1 << 13
-# Rows that are loaded by lane have several steps, of which registers hold all. Many are loaded with fewer requests.
+# Registers hold all steps of rows that are loaded by lane. Many rows are loaded with fewer requests.
 TILES_BY_LANE = range(1 << 10, (1 << 13) + 1)
 ROWS_BY_LANE = 8192
 # Rows are brought into the L2 ahead only of so many, of which not all are on their way at once, and of programs with few

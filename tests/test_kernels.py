@@ -121,24 +121,29 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
 
 @pytest.mark.parametrize("way", ["streamed", "by_lane"])
 def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
-    """Of every length of a step and number of steps, alone and, streamed, as a sum with a residual."""
+    """Of every length of a step and number of steps, alone and, streamed, as a sum with a residual; by lane of few rows, too."""
     family, added, generator = module("rms_norm"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
     variants = module("variants")
-    for hidden_size, dtype in itertools.product((64, 100, 260, 8192, 20_000, 32_768), DTYPES):
-        plan, rows, row_stride = family.Plan(4, 4, **{way: True}), 18, hidden_size + 4
+    cases = [(18, size) for size in (64, 100, 260, 8192, 20_000, 32_768)]
+    if way == "by_lane":
+        cases += itertools.product((1, 3, 5, 9), (100, 1028, 5120))
+    for (rows, hidden_size), dtype in itertools.product(cases, DTYPES):
+        plan, row_stride = family.Plan(4 if rows > 4 else 1, 4, **{way: True}), hidden_size + 4
         x = torch.randn(rows, row_stride, generator=generator).to(dtype)[:, :hidden_size]
         residual = torch.randn(rows, hidden_size, generator=generator).to(dtype)
         weight, total = torch.randn(hidden_size, generator=generator).to(dtype), residual + x
         for variant in (variants.LLAMA, variants.BY_NAME["one_plus_weight"]):
             shape = (dtype, dtype, hidden_size, rows)
             alone = family._forward(variant, *shape, row_stride, x.device, 1e-5, store_rstd=True, plan=plan)
-            of_sum = added._forward(variant, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
-            calls = [(alone, x, [x]), (of_sum, total, [x.contiguous(), residual])]
-            for launch, given_x, inputs in calls[: 2 if plan.streamed else 1]:
+            calls = [(alone, x, [x])]
+            if plan.streamed:
+                of_sum = added._forward(variant, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
+                calls.append((of_sum, total, [x.contiguous(), residual]))
+            for launch, given_x, inputs in calls:
                 outs = [torch.full_like(total, math.nan) for _ in inputs]
                 rstd = torch.full((rows, 1), math.nan)
                 launch(*inputs, weight, *outs, rstd)
-                label = f"{len(inputs)} of {hidden_size} {dtype} {variant.scale}"
+                label = f"{len(inputs)} of {rows}x{hidden_size} {dtype} {variant.scale}"
                 statistics = aten_model.rms_norm_statistics(given_x, 1e-5, rsqrt=numpy_rsqrt)
                 assert_bits_equal(rstd[:, 0], statistics.rstd, f"rstd of {label}")
                 factor = weight if variant is variants.LLAMA else 1.0 + weight.float()

@@ -198,7 +198,7 @@ def rms_norm_forward(
 
     One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
     time: few registers, so that many programs have loads under way, and threads that exchange their lanes' sums alone.
-    BY_LANE it loads them for the sum and for the store at once: such threads too, and no second wait for a few rows.
+    BY_LANE it loads them for the sum and for the store at once: a few rows do not wait a second time.
     `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
     `store_rstd` is 1. With AHEAD a program has the rows of the one that comes AHEAD later brought into the L2.
     """
