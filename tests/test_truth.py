@@ -410,7 +410,7 @@ def test_add_rms_norm(kernel, module, refusals, seed):
     reason="requests for rows are new with compute capability 9.0",
 )
 def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
-    """With other plans than the file's: rows that lie apart or at any address, some of them no multiple of 16 bytes."""
+    """With other plans than the file's, some of them by lane: rows that lie apart or at any address, no multiple of 16 bytes too."""
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     families = norm, _ = module("rms_norm"), module("add_rms_norm")
     make = functools.partial(torch.randn, generator=generator, device="cuda")
