@@ -8,8 +8,8 @@ more than the default's own spread. Kernels are compiled before, in processes th
 
 ops:
   rms_norm, add_rms_norm
-                     rows and warps a program, whether it reads them twice, one after the other or (rms_norm) at once, whether
-                     it has later ones brought into the L2
+                     rows and warps a program, whether it reads them twice, one after the other or at once, by lane, and then
+                     programs a row, whether it has later ones brought into the L2
   rms_norm_backward, add_rms_norm_backward
                      one kernel or several, rows, warps and stages; columns, stages and warps of the sums
   silu, silu_backward  elements and warps a program
@@ -19,6 +19,7 @@ examples:
   tune.py --dtypes fp32 --output torch-ext/lossless_kernels/plans/hopper_fp32.json
   tune.py --ops rms_norm_backward --hidden-sizes 32768 --update     once more, when a kernel has changed
   tune.py --ops rms_norm --hidden-sizes 5120 --rows 16 512:4096 --output /tmp/plans.json
+  tune.py --ops rms_norm --rows 1 2:4 16 --most-rows 63 --update    decode alone
 
 Build again afterwards: the package reads its plans from where it lies.
 Exit status: 0; 1 if a default plan differed from eager in a bit or failed; 2 if it could not run.
@@ -59,7 +60,7 @@ EPS = 1e-5
 # Head dimensions, and the hidden sizes of models of 1B to 70B parameters and beyond.
 HIDDEN_SIZES = (64, 128, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
 # Rows from which on a plan holds, up to the next, and with how many it is measured: decode, a short and a long prompt, a batch.
-ROWS = ((1, 4), (16, 16), (512, 1024), (2048, 4096), (8192, 32768))
+ROWS = ((1, 1), (2, 4), (16, 16), (64, 128), (512, 1024), (2048, 4096), (8192, 32768))
 # Gradients are of training.
 TRAINING_ROWS = 512
 # Of the last range short rows are as many more as these elements have, and long ones as many less.
@@ -75,8 +76,12 @@ STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
 LEAST_STREAMED_FORWARD = 1 << 13
 # Registers hold all steps of rows that are loaded by lane. Many rows are loaded with fewer requests.
-TILES_BY_LANE = range(1 << 10, (1 << 13) + 1)
+LEAST_BY_LANE = 1 << 10
+MOST_BY_LANE = 1 << 13
 ROWS_BY_LANE = 8192
+# Programs share rows as long as they are no more than a GPU can have under way, and a thread writes so many elements.
+MOST_SHARING = 256
+WRITTEN_A_THREAD = range(4, 33)
 # Rows are brought into the L2 ahead only of so many, of which not all are on their way at once, and of programs with few
 # rows: each row is a request.
 PREFETCHING_ROWS = 512
@@ -122,13 +127,17 @@ class Point:
         return self.case.op, size, self.element_size, self.least_rows, self.most_rows
 
 
-def points(ops, hidden_sizes, rows, dtypes) -> Iterator[Point]:
-    """Everything that is measured, one after the other."""
+def points(ops, hidden_sizes, rows, dtypes, most_rows: Optional[int] = None) -> Iterator[Point]:
+    """Everything that is measured, one after the other.
+
+    Args:
+        most_rows: the last range's; None: it has no end.
+    """
     for dtype, op in itertools.product(dtypes, ops):
         if "rms_norm" not in OPS[op].family:
             yield Point(Case(op, ACTIVATION_SHAPE), dtype, 1, None)
             continue
-        ranges = zip(rows, [least - 1 for least, _ in rows[1:]] + [None])
+        ranges = zip(rows, [least - 1 for least, _ in rows[1:]] + [most_rows])
         for ((least, measured), most), hidden_size in itertools.product(ranges, hidden_sizes):
             if OPS[op].backward and least < TRAINING_ROWS and len(rows) > 1:
                 continue
@@ -158,18 +167,27 @@ def tile_of(hidden_size: int) -> int:
 
 
 def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
-    tile = tile_of(point.case.hidden_size)
-    ways = [{"streamed": False, "by_lane": False}]
+    tile, few = tile_of(point.case.hidden_size), point.case.rows <= MOST_SHARING
+    kept = {"streamed": False, "by_lane": False, "programs_per_row": 1}
+    ways = [kept]
     if point.case.hidden_size >= LEAST_STREAMED_FORWARD:
-        ways.append({"streamed": True, "by_lane": False})
-    if not point.adds and point.least_rows < ROWS_BY_LANE and tile in TILES_BY_LANE:
-        ways.append({"streamed": False, "by_lane": True})
+        ways.append({**kept, "streamed": True})
+    if LEAST_BY_LANE <= tile and (few or (tile <= MOST_BY_LANE and point.least_rows < ROWS_BY_LANE and not point.adds)):
+        ways.append({**kept, "by_lane": True})
     first = [
         {"rows_per_program": rows, "num_warps": warps, "prefetch": prefetch, **way}
         for way in ways
         for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
         for prefetch in (False, True)
         if not prefetch or (point.least_rows >= PREFETCHING_ROWS and rows <= MOST_PREFETCHED)
+    ]
+    shared = {**kept, "rows_per_program": 1, "prefetch": False, "by_lane": True}
+    first += [
+        {**shared, "num_warps": warps, "programs_per_row": sharing}
+        for sharing, warps in itertools.product(powers_of_two(2, 16), powers_of_two(2, 16))
+        if LEAST_BY_LANE <= tile
+        and sharing * point.case.rows <= MOST_SHARING
+        and tile // (sharing * 32 * warps) in WRITTEN_A_THREAD
     ]
     return [first]
 
@@ -654,6 +672,9 @@ def parse(arguments=None):
         f"{' '.join(f'{least}:{measured}' for least, measured in ROWS)}; gradients from {TRAINING_ROWS} on)",
     )  # fmt: skip
     what.add_argument(
+        "--most-rows", type=positive, metavar="N", help="the last of these ranges ends with so many (default: no end)"
+    )
+    what.add_argument(
         "--dtypes", nargs="+", choices=DTYPES, default=["bf16"], metavar="DTYPE",
         help="bf16, fp16 or fp32; plans are for a size of elements, 16 bits alike (default: bf16)",
     )  # fmt: skip
@@ -684,6 +705,10 @@ def parse(arguments=None):
         parser.error("--rows: expected ranges that begin with different numbers")
     if any(measured >= later for (_, measured), (later, _) in zip(options.rows, options.rows[1:])):
         parser.error("--rows: expected numbers that are measured to lie below the next range")
+    if options.most_rows is not None and options.most_rows < options.rows[-1][1]:
+        parser.error(
+            f"--most-rows: expected at least {options.rows[-1][1]}, which is measured, found {options.most_rows}"
+        )
     if not 0 <= options.margin < 1:
         parser.error(f"--margin: expected a share such as 0.01, found {options.margin}")
     return options
@@ -696,7 +721,7 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
 
     kernels = Kernels(load_kernel(options.build))
     before = earlier(kernels, options.output, capability, how(gpu)) if options.update else None
-    todo = list(points(options.ops, options.hidden_sizes, options.rows, options.dtypes))
+    todo = list(points(options.ops, options.hidden_sizes, options.rows, options.dtypes, options.most_rows))
     results: list[Measured] = []
     with progress_bar(console) as progress:
         found: dict = {}

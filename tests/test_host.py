@@ -133,10 +133,15 @@ def test_forward_plans_can_be_launched(module):
                 assert is_power_of_two(each.rows_per_program) and is_power_of_two(order.columns)
                 assert each.rows_per_program * order.columns << order.log2_steps <= MOST_ELEMENTS
                 assert is_power_of_two(each.num_warps) and each.num_warps <= MOST_WARPS
+                part = (order.columns << order.log2_steps) // each.programs_per_row
+                assert each.by_lane == (each.programs_per_row > 1) and (not each.by_lane or part >= 1024)
             same = rms_norm.launch_plan(2 * rows - 1, hidden_size, element_size)
             assert plan == same, "one plan for a class of row counts"
-            assert plan.streamed == (hidden_size * element_size > 32 << 10)
-            assert not of_sum.streamed and (plan.streamed or of_sum == plan)
+            # Up to 15 rows are shared if they are long, longer ones with a residual.
+            assert plan.by_lane == (rows < 16 and hidden_size > 1024)
+            assert of_sum.by_lane == (rows < 16 and hidden_size > 4096)
+            assert plan.streamed == (not plan.by_lane and hidden_size * element_size > 32 << 10)
+            assert not of_sum.streamed and (plan.streamed or plan.by_lane or of_sum == plan)
         if hidden_size > rms_norm.MAX_FUSED_HIDDEN_SIZE:
             continue
         order = config.fused_row_reduction(hidden_size)

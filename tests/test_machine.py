@@ -84,9 +84,14 @@ COMPILE = """
     for arch, hidden_sizes in json.loads(sys.argv[1]):
         for dtype in (torch.bfloat16, torch.float32):
             for hidden_size in hidden_sizes:
+                weight = torch.empty(hidden_size, dtype=dtype)
+                if hidden_size == 8192:
+                    # Of a single row programs share the columns.
+                    x, residual = torch.empty(2, 1, hidden_size, dtype=dtype)
+                    kernel.rms_norm(x, weight, 1e-6)
+                    add_rms_norm.replacement(x, residual, weight, 1e-6, module("rms_norm").EAGER[LLAMA])
                 # The backward of few rows has a kernel for each gradient; that of many is fused, if the row is not too long.
                 for rows in (16, (1 << 25) // hidden_size):
-                    weight = torch.empty(hidden_size, dtype=dtype)
                     # Rows of activations that lie apart are spread over the threads in another way.
                     for padding in (0, 2) if hidden_size == 4096 else (0,):
                         dy, x = torch.empty(2, rows, hidden_size + padding, dtype=dtype)
@@ -190,11 +195,16 @@ class Compiled(dict):
         return 32 * self["num_warps"]
 
     @property
-    def row(self):
-        """Columns of a row's tile."""
+    def step(self):
+        """Columns of a step of all of ATen's lanes."""
         constants = self["constants"]
-        columns = (4 if constants.get("VECTORIZED", True) else 1) * constants["WIDTH"] * constants["HEIGHT"]
-        return columns << constants["LOG2_STEPS"]
+        return (4 if constants.get("VECTORIZED", True) else 1) * constants["WIDTH"] * constants["HEIGHT"]
+
+    @property
+    def row(self):
+        """Columns of a row's tile, or of the part of it that is this program's."""
+        constants = self["constants"]
+        return (self.step << constants["LOG2_STEPS"]) // constants.get("PARTS", 1)
 
     def count(self, instruction):
         """Elements on which a thread carries out the instruction, a regular expression: a packed one counts twice."""
@@ -261,7 +271,8 @@ def test_rows_that_are_read_twice_exchange_their_lanes_sums_alone(compiled):
         [entry for entry in compiled if entry["constants"].get(way)] for way in ("STREAMED", "BY_LANE")
     )
     assert {entry["kernel"] for entry in streamed} == {"rms_norm_forward", "add_rms_norm_forward"}
-    assert {entry["kernel"] for entry in by_lane} == {"rms_norm_forward"}
+    shared = {entry["kernel"] for entry in by_lane if entry["constants"]["PARTS"] > 1}
+    assert shared == {"rms_norm_forward", "add_rms_norm_forward"}
     for entry in streamed + by_lane:
         constants = entry["constants"]
         assert entry["shared"] <= constants["ROWS"] * 4 * max(entry.threads, constants["WIDTH"] * constants["HEIGHT"])
@@ -313,8 +324,9 @@ def test_rows_move_16_bytes_at_a_time(compiled):
         assert entry.count(rf"st\.global\S*\.v{size // 4}\.b32") >= written * accesses, str(entry)
         # But a weight of which a thread has one number, and a step that is loaded for a sum by lane.
         narrow = "WIDTH" in constants and entry.row <= entry.threads
-        of_a_step = "WIDTH" in constants and (tile >> constants["LOG2_STEPS"]) // entry.threads
-        again = tile // entry.threads if constants.get("BY_LANE") and of_a_step == 1 else 0
+        again = 0
+        if constants.get("BY_LANE") and constants["ROWS"] * entry.step <= entry.threads:
+            again = read << constants["LOG2_STEPS"]
         assert entry.count(r"(ld|st)\.global\S*\.[bu](8|16)\b") <= narrow + again, str(entry)
 
 

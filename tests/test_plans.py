@@ -23,13 +23,21 @@ def plans(module):
     return module("plans")
 
 
+PLAN = {
+    "rows_per_program": 8,
+    "num_warps": 2,
+    "streamed": False,
+    "prefetch": False,
+    "by_lane": False,
+    "programs_per_row": 1,
+}
 ENTRY = {
     "op": "rms_norm",
     "hidden_size": 128,
     "element_size": 2,
     "least_rows": 16,
     "most_rows": 99,
-    "plan": {"rows_per_program": 8, "num_warps": 2, "streamed": False, "prefetch": False, "by_lane": False},
+    "plan": PLAN,
     "measured": {"shape": [64, 128], "ms": 0.1, "default_ms": 0.2},
 }
 FOUND = {"gpu": "a", "driver": "b", "torch": "c", "triton": "d", "date": "e", "command": "f"}
@@ -67,15 +75,8 @@ def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
 
 
 def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
-    write(
-        ENTRY,
-        {
-            **ENTRY,
-            "least_rows": 100,
-            "most_rows": None,
-            "plan": {"rows_per_program": 4, "num_warps": 1, "streamed": False, "prefetch": False, "by_lane": False},
-        },
-    )
+    other = {**PLAN, "rows_per_program": 4, "num_warps": 1}
+    write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, "plan": other})
     rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
     default = rms_norm.default_plan(16, 128)
     first, second = rms_norm.Plan(8, 2), rms_norm.Plan(4, 1)
@@ -97,7 +98,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
 
 
 def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
-    write(ENTRY, {**ENTRY, "op": "add_rms_norm", "least_rows": 50, "plan": {**ENTRY["plan"], "num_warps": 8}})
+    write(ENTRY, {**ENTRY, "op": "add_rms_norm", "least_rows": 50, "plan": {**PLAN, "num_warps": 8}})
     rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
     assert rms_norm.launch_plan(60, 128, 2, hopper) == rms_norm.Plan(8, 2)
     assert rms_norm.launch_plan(60, 128, 2, hopper, added=True) == rms_norm.Plan(8, 8)
@@ -123,22 +124,28 @@ FUSED = {
 
 
 def test_a_gpu_without_such_requests_prefetches_nothing(plans, write):
-    path = write({**ENTRY, "plan": {**ENTRY["plan"], "prefetch": True}}, compute_capability=8)
+    path = write({**ENTRY, "plan": {**PLAN, "prefetch": True}}, compute_capability=8)
     with pytest.raises(plans.PlanError, match="plan, prefetch: expected false below compute capability 9, found True"):
         plans.read(path)
     assert plans.tuned(plans.Gpu("GPU", 8, 108, 163 << 10), "rms_norm", 128, 16, 2) is None
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"op": "add_rms_norm"}, {"plan": {**ENTRY["plan"], "by_lane": True, "streamed": True}}]
-)
-def test_rows_are_loaded_by_lane_for_a_norm_alone_and_unstreamed(plans, write, wrong):
-    by_lane = {**ENTRY, "plan": {**ENTRY["plan"], "by_lane": True}}
-    assert len(plans.read(write(by_lane))[2]) == 1
+def test_rows_are_loaded_by_lane_unless_they_are_streamed(plans, write):
+    by_lane = {**PLAN, "by_lane": True}
+    for op in ("rms_norm", "add_rms_norm"):
+        assert len(plans.read(write({**ENTRY, "op": op, "plan": by_lane}))[2]) == 1
+    with pytest.raises(plans.PlanError, match="plan, by_lane: expected false for rows that are streamed, found True"):
+        plans.read(write({**ENTRY, "plan": {**by_lane, "streamed": True}}))
+
+
+@pytest.mark.parametrize("wrong", [{"by_lane": False}, {"rows_per_program": 2}, {"prefetch": True}], ids=str)
+def test_programs_share_single_rows_by_lane(plans, write, wrong):
+    shared = {**PLAN, "rows_per_program": 1, "by_lane": True, "programs_per_row": 4}
+    assert len(plans.read(write({**ENTRY, "plan": shared}))[2]) == 1
     with pytest.raises(
-        plans.PlanError, match="plan, by_lane: expected false for rows that are streamed, and .* found True"
+        plans.PlanError, match="plan, programs_per_row: expected 1 but for single rows by lane, .* found 4"
     ):
-        plans.read(write({**by_lane, **wrong}))
+        plans.read(write({**ENTRY, "plan": {**shared, **wrong}}))
 
 
 def test_rows_ahead_are_so_many_bytes(module):
@@ -187,36 +194,16 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
     [
         ({"op": "rms_nrom"}, r"plans\[1\], op: expected one of rms_norm, .* found 'rms_nrom'"),
         (
-            {"plan": {"rows_per_program": 3, "num_warps": 2, "streamed": False, "prefetch": False, "by_lane": False}},
+            {"plan": {**PLAN, "rows_per_program": 3}},
             "plan, rows_per_program: expected one of 1, 2, .* found 3",
         ),
-        (
-            {
-                "plan": {
-                    "rows_per_program": True,
-                    "num_warps": 2,
-                    "streamed": False,
-                    "prefetch": False,
-                    "by_lane": False,
-                }
-            },
-            "plan, rows_per_program: .* found True",
-        ),
+        ({"plan": {**PLAN, "rows_per_program": True}}, "plan, rows_per_program: .* found True"),
         (
             {"plan": {"rows_per_program": 1}},
-            "plan: expected the keys rows_per_program, num_warps, streamed, prefetch, by_lane, found",
+            "plan: expected the keys rows_per_program, num_warps, streamed, prefetch, by_lane, programs_per_row, found",
         ),
         (
-            {
-                "plan": {
-                    "rows_per_program": 64,
-                    "num_warps": 1,
-                    "streamed": False,
-                    "prefetch": False,
-                    "by_lane": False,
-                },
-                "hidden_size": 4096,
-            },
+            {"plan": {**PLAN, "rows_per_program": 64, "num_warps": 1}, "hidden_size": 4096},
             "at most 512 elements a thread",
         ),
         (

@@ -1,5 +1,6 @@
 """`scripts/tune.py`: what it would measure, and a whole run with the clocks of a CPU, in Triton's interpreter."""
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -23,10 +24,12 @@ def test_points_divide_the_rows():
     found = every_point(ops=["rms_norm"], hidden_sizes=(64, 4096, 32768))
     for hidden_size in (64, 4096, 32768):
         ranges = [(p.least_rows, p.most_rows, p.case.rows) for p in found if p.case.hidden_size == hidden_size]
-        assert [least for least, _, _ in ranges] == [1, 16, 512, 2048, 8192]
-        assert [most for _, most, _ in ranges] == [15, 511, 2047, 8191, None]
+        assert [least for least, _, _ in ranges] == [1, 2, 16, 64, 512, 2048, 8192]
+        assert [most for _, most, _ in ranges] == [1, 15, 63, 511, 2047, 8191, None]
         assert all(least <= rows <= (most or rows) for least, most, rows in ranges)
         assert hidden_size * ranges[-1][-1] <= tune.MOST_ELEMENTS
+    decode = every_point(ops=["rms_norm"], hidden_sizes=[64], rows=[(1, 1), (2, 4)], most_rows=15)
+    assert [(p.least_rows, p.most_rows, p.case.rows) for p in decode] == [(1, 1, 1), (2, 15, 4)]
     backward = every_point(ops=["rms_norm_backward"])
     assert {point.least_rows for point in backward} == {512, 2048, 8192}
 
@@ -46,7 +49,7 @@ def test_candidates_are_valid_plans(kernel):
             for changes in stage:
                 for name, value in changes.items():
                     assert value in plans.FIELDS[point.case.op][name], (point, name, value)
-    assert 800 < number < 4200, "a default run is to be quick"
+    assert 800 < number < 5400, "a default run is to be quick"
 
 
 def test_plans_that_leave_many_sums_are_for_many_rows(kernel):
@@ -71,12 +74,21 @@ def test_only_long_rows_are_streamed(kernel):
         )
 
 
-def test_rows_are_loaded_by_lane_alone_few_and_not_too_long(kernel):
+def test_rows_are_loaded_by_lane_if_they_are_few_or_not_too_long(kernel):
     sizes, rows = [128, 1024, 8192, 16384], [(1, 4), (2048, 4096), (8192, 8192)]
     for point in every_point(ops=["rms_norm", "add_rms_norm"], hidden_sizes=sizes, rows=rows):
         (first,) = tune.forward_candidates(point, {}, None)
-        can = point.case.op == "rms_norm" and point.case.hidden_size in (1024, 8192) and point.least_rows < 8192
-        assert {fields["by_lane"] for fields in first} == {False, can}, str(point)
+        few, hidden_size = point.least_rows == 1, point.case.hidden_size
+        many = point.case.op == "rms_norm" and point.least_rows == 2048 and hidden_size in (1024, 8192)
+        assert {fields["by_lane"] for fields in first} == {False, hidden_size > 128 and (few or many)}, str(point)
+
+
+def test_programs_share_rows_as_long_as_there_are_few(kernel):
+    for point in every_point(ops=["rms_norm", "add_rms_norm"], hidden_sizes=[128, 4096]):
+        (first,) = tune.forward_candidates(point, {}, None)
+        most = max(fields["programs_per_row"] for fields in first)
+        expected = {1: 16, 4: 16, 16: 16, 128: 2}.get(point.case.rows, 1) if point.case.hidden_size == 4096 else 1
+        assert most == expected, str(point)
 
 
 def test_only_many_rows_are_prefetched_and_where_a_gpu_can(kernel, monkeypatch):
@@ -97,7 +109,7 @@ def test_only_many_rows_are_prefetched_and_where_a_gpu_can(kernel, monkeypatch):
 def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
     plans = sys.modules[f"{kernel.__name__}.plans"]
     (point,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64)])
-    default = {"rows_per_program": 1, "num_warps": 4, "streamed": False, "prefetch": False, "by_lane": False}
+    default = dataclasses.asdict(tune.Kernels(kernel).rms_norm.Plan(1, 4))
     best = {**default, "rows_per_program": 2, "num_warps": 8}
     measured = tune.Measured(point, default, best, default_ms=0.2, best_ms=0.1)
     found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
@@ -111,7 +123,7 @@ def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
 
 def test_an_update_keeps_what_was_not_measured(kernel, tmp_path):
     kernels, path = tune.Kernels(kernel), tmp_path / "plans.json"
-    plan = {"rows_per_program": 1, "num_warps": 4, "streamed": False, "prefetch": False, "by_lane": False}
+    plan = dataclasses.asdict(tune.Kernels(kernel).rms_norm.Plan(1, 4))
     results = [
         tune.Measured(point, {}, {**plan, "num_warps": warps}, default_ms=0.2, best_ms=0.1)
         for warps, point in zip(

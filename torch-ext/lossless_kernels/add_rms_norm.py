@@ -107,6 +107,8 @@ def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan:
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
         "STREAMED": plan.streamed,
+        "BY_LANE": plan.by_lane,
+        "PARTS": plan.programs_per_row,
         "AHEAD": plan.ahead(2 * hidden_size * dtype.itemsize),
     }
     return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)
@@ -124,7 +126,7 @@ def _forward(
         plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
     launcher = _launcher(variant.scale, *dtypes, hidden_size, row_class(rows), plan, device.index or 0)
-    return launcher.bind(-(-rows // launcher.constants["ROWS"]), rows, int(store_rstd), eps)
+    return launcher.bind(plan.programs(rows), rows, int(store_rstd), eps)
 
 
 class _Inference:

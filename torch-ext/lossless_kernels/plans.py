@@ -39,6 +39,7 @@ _FORWARD = {
     "streamed": (False, True),
     "prefetch": (False, True),
     "by_lane": (False, True),
+    "programs_per_row": _powers_of_two(1, 16),
 }
 _BACKWARD = {
     "fused": (False, True),
@@ -235,8 +236,11 @@ def _entry(where: str, values, compute_capability: int) -> Entry:
         expect(alike, f"plan, {name}", f"one of {', '.join(map(str, fields[name]))}", value)
     prefetch = entry.plan.get("prefetch", False) and compute_capability < LEAST_PREFETCHING
     expect(not prefetch, "plan, prefetch", f"false below compute capability {LEAST_PREFETCHING}", prefetch)
-    by_lane = entry.plan.get("by_lane", False) and (entry.plan["streamed"] or entry.op != "rms_norm")
-    expect(not by_lane, "plan, by_lane", "false for rows that are streamed, and those of a residual's sum", by_lane)
+    by_lane = entry.plan.get("by_lane", False)
+    expect(not (by_lane and entry.plan["streamed"]), "plan, by_lane", "false for rows that are streamed", by_lane)
+    programs = entry.plan.get("programs_per_row", 1)
+    shared = by_lane and entry.plan["rows_per_program"] == 1 and not entry.plan["prefetch"]
+    expect(programs == 1 or shared, "plan, programs_per_row", "1 but for single rows by lane, not prefetched", programs)
     # Of the backward kernels the one that streams rows takes one at a time, and leaves sums of the weight's gradient.
     streamed = "fused" in fields and entry.plan["streamed"]
     expect(not streamed or entry.plan["fused"], "plan, streamed", "false in a plan that is not fused", streamed)

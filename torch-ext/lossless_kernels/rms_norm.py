@@ -115,8 +115,8 @@ class Plan:
     """How the forward kernel is launched for one hidden size and one class of row counts.
 
     Rows that are streamed are read for their sum and once more for the output, instead of waiting in registers. `by_lane`
-    they are read for both at once, for the sum in the order of ATen's lanes. With `prefetch` a program has a later one's
-    rows brought into the L2.
+    they are read for both at once, for the sum in the order of ATen's lanes. Then `programs_per_row` may share a row: each
+    reads all of it for the sum, and writes a part. With `prefetch` a program has a later one's rows brought into the L2.
     """
 
     rows_per_program: int
@@ -124,6 +124,11 @@ class Plan:
     streamed: bool = False
     prefetch: bool = False
     by_lane: bool = False
+    programs_per_row: int = 1
+
+    def programs(self, rows: int) -> int:
+        """How many it takes for so many rows."""
+        return -(-rows // self.rows_per_program) * self.programs_per_row
 
     def ahead(self, bytes_per_row: int) -> int:
         """How many programs later those rows are, if a program reads so many bytes for each of its rows; 0 without."""
@@ -137,6 +142,11 @@ _STREAMED_BYTES_PER_WARP = 4 << 10
 _ELEMENTS_PER_THREAD = 64
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
+# The time of a few rows is the wait for what a multiprocessor loads. So programs share a row that is longer than this, of which
+# each writes so many columns at least; with a residual each has twice as much to load. How many there are at most (H200).
+_SHARED_COLUMNS = 1024
+_SHARED_COLUMNS_ADDED = 4096
+_MAX_PROGRAMS_PER_ROW = 8
 # What is brought into the L2 lies so far ahead of what is read. From 1 to 4 MB times are alike, of 8192 and 16384 columns best
 # at 4; what lies 8 MB ahead is gone again, in part, before it is read (H200, which has an L2 of 60 MB).
 _BYTES_AHEAD = 4 << 20
@@ -195,7 +205,11 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
 
 def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False) -> Plan:
     """A sound plan for any GPU; rows of one `row_class` share it. The arguments are those of `launch_plan`."""
-    size = (1 << (hidden_size - 1).bit_length()) * element_size
+    columns = 1 << (hidden_size - 1).bit_length()
+    size = columns * element_size
+    if row_class(rows) < ROW_CLASSES[-1] and columns > (_SHARED_COLUMNS_ADDED if added else _SHARED_COLUMNS):
+        programs = min(columns // _SHARED_COLUMNS, _MAX_PROGRAMS_PER_ROW)
+        return Plan(1, 4 if columns // programs == _SHARED_COLUMNS else 8, by_lane=True, programs_per_row=programs)
     # With residuals so long a row does not stay in a multiprocessor's L1 until it is read again (H200).
     if size > _MAX_KEPT_BYTES and not added:
         return Plan(1, min(size // _STREAMED_BYTES_PER_WARP, _MAX_WARPS), streamed=True)
@@ -239,6 +253,7 @@ def _forward_launcher(
         "FUSED": fused,
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,
+        "PARTS": plan.programs_per_row,
         "AHEAD": plan.ahead(hidden_size * dtype.itemsize),
     }
     return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
@@ -263,8 +278,7 @@ def _forward(
     dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
     arguments = (variant.scale, variant.fused, *dtypes, hidden_size, row_class(rows), unit, plan, device.index or 0)
     launcher = _forward_launcher(*arguments)
-    blocks = -(-rows // launcher.constants["ROWS"])
-    return launcher.bind(blocks, rows, row_stride // unit, int(store_rstd), eps)
+    return launcher.bind(plan.programs(rows), rows, row_stride // unit, int(store_rstd), eps)
 
 
 # From a call's tensors to a kernel

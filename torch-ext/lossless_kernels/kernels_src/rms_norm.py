@@ -21,10 +21,20 @@ def _factor(weight, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _columns(LOG2_STEPS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, VECTORIZED: tl.constexpr):
-    """The columns of a row as a tile [STEPS, COLUMNS], the steps those of `row_sum`."""
+def _columns(
+    LOG2_STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    VECTORIZED: tl.constexpr,
+    PARTS: tl.constexpr = 1,
+):
+    """The columns of a row as a tile [STEPS, COLUMNS], the steps those of `row_sum`; of this program's part in one step."""
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
-    return tl.arange(0, 1 << LOG2_STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if PARTS > 1:
+        PART: tl.constexpr = (COLUMNS << LOG2_STEPS) // PARTS
+        return (tl.program_id(0) % PARTS * PART + tl.arange(0, PART))[None, :]
+    else:
+        return tl.arange(0, 1 << LOG2_STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
@@ -131,6 +141,7 @@ def _streamed_mean_of_squares(
 @triton.jit
 def _mean_of_squares_by_lane(
     x_ptr,
+    residual_ptr,
     start,
     in_range,
     rows,
@@ -139,8 +150,9 @@ def _mean_of_squares_by_lane(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    """That of ATen's reduction, of rows that begin at `start` [ROWS] and are loaded for it alone.
+    """That of ATen's reduction, of rows that begin at `start` [ROWS] and are loaded for it alone, with ADD of residual + x.
 
     What ATen adds in sequence goes into one thread, all steps at once, and the division is done meanwhile.
     """
@@ -150,14 +162,19 @@ def _mean_of_squares_by_lane(
     for step in tl.static_range(STEPS):
         at = step * COLUMNS + tl.arange(0, COLUMNS)
         mask = in_range[:, None] & (at < HIDDEN_SIZE)[None, :]
-        steps = steps + (tl.load(x_ptr + start[:, None] + at[None, :], mask=mask, other=0.0),)
+        offset = start[:, None] + at[None, :]
+        if ADD:
+            x = _load_sum(x_ptr, residual_ptr, offset, mask, "")
+        else:
+            x = tl.load(x_ptr + offset, mask=mask, other=0.0)
+        steps = steps + (x,)
     factor = _mean_factor(rows, HIDDEN_SIZE)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in tl.static_range(STEPS):
         h = steps[step].to(tl.float32)
         total += h * h
-    FEW_STEPS: tl.constexpr = STEPS > 1 and STEPS <= 4
-    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=FEW_STEPS) * factor
+    # Of several steps that are loaded one by one there is no row into which the compiler could take the exchange back.
+    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=STEPS > 1) * factor
 
 
 @triton.jit
@@ -192,6 +209,7 @@ def rms_norm_forward(
     FUSED: tl.constexpr,
     STREAMED: tl.constexpr,
     BY_LANE: tl.constexpr,
+    PARTS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
@@ -205,9 +223,9 @@ def rms_norm_forward(
     tl.static_assert(not (FUSED and (STREAMED or BY_LANE)), "ATen's own kernel adds in another order")
     if AHEAD:
         _prefetch_rows(x_ptr, rows, x_row_stride * STRIDE_UNIT, HIDDEN_SIZE, ROWS, AHEAD)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
     in_row = column < HIDDEN_SIZE
     mask = in_range[:, None, None] & in_row[None, :, :]
     start = row * x_row_stride * STRIDE_UNIT
@@ -223,7 +241,7 @@ def rms_norm_forward(
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
         if BY_LANE:
             mean = _mean_of_squares_by_lane(
-                x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED
+                x_ptr, x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
             )  # fmt: skip
         else:
             mean = _mean_of_squares(x, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
@@ -256,6 +274,8 @@ def add_rms_norm_forward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     STREAMED: tl.constexpr,
+    BY_LANE: tl.constexpr,
+    PARTS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE].
@@ -265,9 +285,9 @@ def add_rms_norm_forward(
     if AHEAD:
         _prefetch_rows(x_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
         _prefetch_rows(residual_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
     in_row = column < HIDDEN_SIZE
     mask = in_range[:, None, None] & in_row[None, :, :]
     start = row * HIDDEN_SIZE
@@ -282,7 +302,12 @@ def add_rms_norm_forward(
         tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
-        mean = _mean_of_squares(total, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
+        if BY_LANE:
+            mean = _mean_of_squares_by_lane(
+                x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
+            )  # fmt: skip
+        else:
+            mean = _mean_of_squares(total, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
     rstd = rsqrt(mean + eps)
     if STREAMED:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
