@@ -66,6 +66,29 @@ def tensor(choose, generator, rows, hidden_size, dtype):
     return x, kind
 
 
+def test_memory_of_a_call_is_as_torchs_own(module, monkeypatch):
+    """In the short way, of a machine with one GPU and with several."""
+    domain, device = module("domain"), torch.device("cuda", torch.cuda.current_device())
+    assert domain._empty_strided_cuda is not None
+    layouts = [((2, 3, 64), (192, 64, 1)), ((2, 3, 64), (64, 128, 1)), ((1, 1, 64), (9, 640, 1)), ((0, 4), (4, 1))]
+    for count, (shape, strides), dtype in itertools.product((1, 2), layouts, DTYPES):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        allocate = domain.allocator(shape, strides, dtype, device)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                expected, found, other = (
+                    torch.empty_strided(shape, strides, dtype=dtype, device=device),
+                    allocate(),
+                    allocate(),
+                )
+            for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn"):
+                assert getattr(found, name) == getattr(expected, name), name
+            for name in ("stride", "is_inference", "is_contiguous", "storage_offset"):
+                assert getattr(found, name)() == getattr(expected, name)(), name
+            assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+            assert not found.numel() or found.data_ptr() != other.data_ptr()
+
+
 def test_rms_norm_forward(kernel, module, refusals, seed):
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     calls = module("rms_norm")._calls

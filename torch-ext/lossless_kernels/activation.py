@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Callable, Optional
 
 import torch
-from torch import empty_like, is_grad_enabled
+from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -295,16 +295,15 @@ def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
 class _Call:
     """All that follows from the shapes, strides, dtype and device of a call: of an activation or of its gradients."""
 
-    __slots__ = ("activation", "launch", "out", "like_input")
+    __slots__ = ("activation", "launch", "empty")
 
     def __init__(self, activation: Activation, launch: Optional[launch.Launch], out: Output):
         self.activation = activation
         self.launch = launch
-        self.out = out
-        self.like_input = out.like_input
+        self.empty = out.empty
 
     def __call__(self, input):
-        out = empty_like(input) if self.like_input else self.out.empty(input)
+        out = self.empty()
         if self.launch is not None:
             self.launch.on_two(input, out)
         return out
@@ -314,10 +313,10 @@ class _Call:
 
     def gradients(self, dy, input):
         if self.activation.paths == 1:
-            dx = self.out.empty(dy)
+            dx = self.empty()
             self.launch.on_three(dy, input, dx)
             return (dx,)
-        dxs = tuple([self.out.empty(dy) for _ in range(self.activation.paths)])
+        dxs = tuple([self.empty() for _ in range(self.activation.paths)])
         self.launch(dy, input, *dxs)
         return dxs
 

@@ -5,7 +5,7 @@ import math
 from typing import Callable, Optional, Union
 
 import torch
-from torch import contiguous_format, empty_like, is_grad_enabled
+from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -13,6 +13,7 @@ from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import (
     UNSEEN,
+    allocator,
     apply_of,
     are_dense,
     are_ours,
@@ -22,7 +23,7 @@ from .domain import (
     same_tensors,
     under_transform,
 )
-from .layout import Output
+from .layout import Output, contiguous_strides
 from .reduce_config import ROW_CLASSES, row_class, row_reduction
 from .rms_norm import (
     EAGER,
@@ -132,16 +133,16 @@ def _forward(
 class _Inference:
     """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
 
-    __slots__ = ("launch", "out", "like_input")
+    __slots__ = ("launch", "out", "empty", "empty_total")
 
-    def __init__(self, launch: launch.Launch, out: Output):
+    def __init__(self, launch: launch.Launch, out: Output, empty_total: Callable):
         self.launch = launch.on_five
         self.out = out
-        self.like_input = out.like_input
+        self.empty = out.empty
+        self.empty_total = empty_total
 
     def __call__(self, x, residual, weight):
-        normed = empty_like(x) if self.like_input else self.out.empty(x)
-        total = empty_like(residual, memory_format=contiguous_format)
+        normed, total = self.empty(), self.empty_total()
         self.launch(x, residual, weight, normed, total)
         return normed, total
 
@@ -149,13 +150,15 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "out", "like_input", "empty_rstd", "eps")
+    __slots__ = ("variant", "launch", "empty", "empty_total", "empty_rstd", "eps")
 
-    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, empty_rstd: Callable, eps):
+    def __init__(
+        self, variant: Variant, launch: launch.Launch, out: Output, empty_total: Callable, empty_rstd: Callable, eps
+    ):
         self.variant = variant
         self.launch = launch.on_six
-        self.out = out
-        self.like_input = out.like_input
+        self.empty = out.empty
+        self.empty_total = empty_total
         self.empty_rstd = empty_rstd
         self.eps = eps
 
@@ -168,9 +171,7 @@ class _Training:
             total = residual + x
             normed, rstd = self.variant.with_rstd(total, weight, self.eps)
             return normed, total, rstd
-        normed = empty_like(x) if self.like_input else self.out.empty(x)
-        total = empty_like(residual, memory_format=contiguous_format)
-        rstd = self.empty_rstd()
+        normed, total, rstd = self.empty(), self.empty_total(), self.empty_rstd()
         self.launch(x, residual, weight, normed, total, rstd)
         return normed, total, rstd
 
@@ -268,10 +269,12 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inferen
         functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
     )
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, x.device, eps, with_rstd)
+    empty_total = allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device)
     if with_rstd:
-        empty_rstd = functools.partial(torch.empty, (*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-        return _Training(variant, launch, out, empty_rstd, eps)
-    return _Inference(launch, out)
+        shape = (*x.shape[:-1], 1)
+        empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, x.device)
+        return _Training(variant, launch, out, empty_total, empty_rstd, eps)
+    return _Inference(launch, out, empty_total)
 
 
 class _Differentiable(torch.autograd.Function):

@@ -18,7 +18,8 @@ from torch.autograd import forward_ad
 from torch.nn import Linear, functional
 
 from . import add_rms_norm, attention, decoder, gated_activation, launch, mlp, rms_norm, rotary
-from .domain import are_dense, are_plain, dispatch_modes, has_global_hooks, is_bare, same_tensors
+from .domain import allocator, are_dense, are_plain, dispatch_modes, has_global_hooks, is_bare, same_tensors
+from .layout import contiguous_strides
 from .rms_norm import NO_GRADIENTS
 
 # Of a module's `_modules`.
@@ -140,13 +141,18 @@ class Call:
         if None in (first, second, rotate, product, *self.head_norms):
             raise _Unknown
         outs = first.out, second.out, rotate.q_out, rotate.k_out, product.out
-        if {out.dtype for out in outs} != {hidden_states.dtype} or not (second.like_input and product.like_gate):
+        if {out.dtype for out in outs} != {hidden_states.dtype}:
+            raise _Unknown
+        # They take memory that is there.
+        if (second.out.strides, product.out.strides) != (rows.stride(), gate.stride()):
             raise _Unknown
         self.normalize, self.rotate, self.add_and_normalize = first.launch, rotate.launch, second.launch
         self.multiply = product.launch.on_three
-        # Shapes and strides: a tensor made from them takes as long as a view.
-        self.of_rows, self.of_value = ((tuple(x.shape), x.stride()) for x in (rows, value))
-        self.of_query, self.of_key = ((tuple(out.shape), out.strides) for out in (rotate.q_out, rotate.k_out))
+        self.of_value = tuple(value.shape), value.stride()
+        self.empty_rows, self.empty_residual = (
+            allocator(shape, contiguous_strides(shape), rows.dtype, rows.device) for shape in (rows.shape, self.shape)
+        )
+        self.empty_query, self.empty_key = rotate.empty_q, rotate.empty_k
 
     def look(self, layer: nn.Module, hidden_states, cos, sin) -> Optional[tuple]:
         """The attention, the norms' weights and the linear layers' weights and biases; None if this is not the layer's call."""
@@ -222,7 +228,7 @@ class Call:
         if found is None:
             return None
         self_attn, weights, (q_proj, k_proj, v_proj, *_) = found
-        normed = hidden_states.new_empty_strided(*self.of_rows)
+        normed = self.empty_rows()
         self.normalize(hidden_states, weights[0], normed)
         query, key = _linear(normed, *q_proj), _linear(normed, *k_proj)
         value = _linear(normed, *v_proj).as_strided(*self.of_value)
@@ -230,7 +236,7 @@ class Call:
             normalize_query, normalize_key = self.head_norms
             query = normalize_query(query.view(*self.heads[0]), weights[2])
             key = normalize_key(key.view(*self.heads[1]), weights[3])
-        turned_query, turned_key = query.new_empty_strided(*self.of_query), key.new_empty_strided(*self.of_key)
+        turned_query, turned_key = self.empty_query(), self.empty_key()
         self.rotate(query, key, cos, sin, turned_query, turned_key)
         query, key = turned_query, turned_key
         del turned_query, turned_key
@@ -258,7 +264,7 @@ class Call:
         _, weights, (*_, o_proj, gate_proj, up_proj, down_proj) = found
         attended = _linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
         del mixed
-        residual = hidden_states.new_empty(self.shape)
+        residual = self.empty_residual()
         # What nobody needs any more takes the results: memory that is asked for and given back costs as much as a view or two.
         self.add_and_normalize(attended, hidden_states, weights[1], normed, residual)
         del attended

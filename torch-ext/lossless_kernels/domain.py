@@ -1,9 +1,11 @@
 """What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
 
+import functools
 import re
 import threading
 import time
 from types import MethodType
+from typing import Callable
 
 import torch
 from torch.autograd import forward_ad
@@ -207,6 +209,10 @@ try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     _GUARDS_KNOWN = False
+# What TorchInductor's code has memory from: on the current GPU, without the dispatcher, in half the time of `empty_like`.
+_empty_strided_cuda = None
+if _GUARDS_KNOWN and torch.version.hip is None:
+    _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def same_tensors(*tensors: torch.Tensor):
@@ -223,3 +229,19 @@ def same_tensors(*tensors: torch.Tensor):
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     ).check
+
+
+def allocator(shape, strides, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A function that returns a new tensor like this, with whatever its memory held before.
+
+    For calls that no mode watches: one would not see it.
+    """
+    shape, strides = tuple(shape), tuple(strides)
+    anywhere = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+    if device.type != "cuda" or _empty_strided_cuda is None:
+        return anywhere
+    here = functools.partial(_empty_strided_cuda, shape, strides, dtype)
+    if torch.cuda.device_count() == 1:
+        return here
+    current_device = torch._C._cuda_getDevice
+    return lambda: here() if current_device() == device.index else anywhere()

@@ -1,6 +1,5 @@
 """An activation of a gate times another tensor, as gated MLPs compute it, with the bits of eager's two operations."""
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from types import FunctionType
 from typing import Optional
 
 import torch
-from torch import empty_like, is_grad_enabled
+from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -233,16 +232,16 @@ def _backward(activation, dtype, layout: _Layout, device, with_up: bool) -> laun
 class _Call:
     """All that follows from the shapes, strides, dtype and device of a call."""
 
-    __slots__ = ("activation", "launch", "out", "like_gate")
+    __slots__ = ("activation", "launch", "out", "empty")
 
     def __init__(self, activation: Activation, launch: Optional[launch.Launch], out: Output):
         self.activation = activation
         self.launch = launch
         self.out = out
-        self.like_gate = out.like_input
+        self.empty = out.empty
 
     def __call__(self, gate, up):
-        out = empty_like(gate) if self.like_gate else self.out.empty(gate)
+        out = self.empty()
         if self.launch is not None:
             self.launch.on_three(gate, out, up)
         return out
@@ -251,7 +250,7 @@ class _Call:
         return _apply(self, up, gate)
 
     def packed(self, packed):
-        out = self.out.empty(packed)
+        out = self.empty()
         if self.launch is not None:
             self.launch.on_two(packed, out)
         return out
@@ -397,8 +396,7 @@ def _resolve_packed(packed, activation, needs_grad) -> Optional[_Call]:
     if reason is not None:
         proof.outside(product_of(activation.forward), reason)
         return None
-    # Of another shape than the call's only tensor.
-    out = dataclasses.replace(Output.of(functools.partial(_eager, activation), gate, up), like_input=False)
+    out = Output.of(functools.partial(_eager, activation), gate, up)
     if gate.numel() == 0:
         return None if needs_grad else _Call(activation, None, out)
     layout = _Layout.of_packed(packed)
@@ -441,8 +439,8 @@ def gradients(
             call = remember(_gradient_calls, key, _resolve_gradients(activation, dy, gate, up, with_up))
         if call is not None:
             launch, gate_output, up_output = call
-            d_gate = gate_output.empty(dy)
-            d_up = up_output.empty(dy) if with_up else None
+            d_gate = gate_output.empty()
+            d_up = up_output.empty() if with_up else None
             launch(dy, gate, d_gate, up, *(() if d_up is None else (d_up,)))
             return d_gate, d_up
     return _eager_gradients(activation, dy, gate, up)

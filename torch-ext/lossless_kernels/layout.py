@@ -6,6 +6,8 @@ from typing import Callable, Optional
 
 import torch
 
+from .domain import allocator
+
 
 def contiguous_strides(shape):
     """The strides that a freshly allocated contiguous tensor of this shape has."""
@@ -108,8 +110,8 @@ class Output:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    # Strides and dtype are the first argument's: a shorter call allocates it.
-    like_input: bool
+    # A new one, on the first argument's device.
+    empty: Callable[[], torch.Tensor]
 
     @classmethod
     def of(cls, formula: Callable, *arguments: torch.Tensor, dtype: Optional[torch.dtype] = None) -> "Output":
@@ -129,10 +131,4 @@ class Output:
                     *(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in arguments)
                 )
             strides = out.stride()
-        return cls(first.shape, strides, dtype, (strides, dtype) == (first.stride(), first.dtype))
-
-    def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A new tensor on the device of `like`, the call's first argument."""
-        if self.like_input:
-            return torch.empty_like(like)
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=like.device)
+        return cls(first.shape, strides, dtype, allocator(first.shape, strides, dtype, first.device))

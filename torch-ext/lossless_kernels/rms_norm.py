@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable, Optional, Union
 
 import torch
-from torch import empty_like, is_grad_enabled
+from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -17,6 +17,7 @@ from .domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     UNSEEN,
+    allocator,
     apply_of,
     are_ours,
     check_floating,
@@ -287,16 +288,16 @@ def _forward(
 class _Inference:
     """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
 
-    __slots__ = ("launch", "out", "like_input")
+    __slots__ = ("launch", "out", "empty")
 
     def __init__(self, launch: launch.Launch, out: Output):
         # Methods, here and in `_recent`: to call an object that is no function costs 0.1 us more.
         self.launch = launch.on_three
         self.out = out
-        self.like_input = out.like_input
+        self.empty = out.empty
 
     def __call__(self, x, weight):
-        out = empty_like(x) if self.like_input else self.out.empty(x)
+        out = self.empty()
         self.launch(x, weight, out)
         return out
 
@@ -304,13 +305,12 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "out", "like_input", "empty_rstd", "two_edges", "eps")
+    __slots__ = ("variant", "launch", "empty", "empty_rstd", "two_edges", "eps")
 
     def __init__(self, variant: Variant, launch: launch.Launch, out: Output, empty_rstd: Callable, two_edges, eps):
         self.variant = variant
         self.launch = launch.on_four
-        self.out = out
-        self.like_input = out.like_input
+        self.empty = out.empty
         self.empty_rstd = empty_rstd
         # Eager's fp32 activations reach the sum by two edges, the product's and the mean's.
         self.two_edges = two_edges
@@ -323,7 +323,7 @@ class _Training:
         """The output and rstd, `[..., 1]`."""
         if dispatch_modes():
             return self.variant.with_rstd(x, weight, self.eps)
-        out = empty_like(x) if self.like_input else self.out.empty(x)
+        out = self.empty()
         rstd = self.empty_rstd()
         self.launch(x, weight, out, rstd)
         return out, rstd
@@ -347,7 +347,7 @@ class _FusedInference(_Inference):
     def __call__(self, x, weight):
         if not _read_in_vectors(x, weight):
             return self.variant.eager(x, weight, self.eps)
-        out = empty_like(x) if self.like_input else self.out.empty(x)
+        out = self.empty()
         self.launch(x, weight, out)
         return out
 
@@ -528,7 +528,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference,
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, with_rstd)
     if with_rstd:
         shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
-        empty_rstd = functools.partial(torch.empty_strided, shape, strides, dtype=torch.float32, device=x.device)
+        empty_rstd = allocator(shape, strides, torch.float32, x.device)
         training = _FusedTraining if variant.fused else _Training
         return training(variant, launch, out, empty_rstd, x.dtype == torch.float32, eps)
     return _FusedInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Callable, Optional
 
 import torch
-from torch import empty_like, is_grad_enabled
+from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -296,7 +296,7 @@ def _walk(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Option
 class _Call:
     """All that follows from the shapes, strides, dtypes and device of a call."""
 
-    __slots__ = ("variant", "unsqueeze_dim", "launch", "q_out", "k_out", "like_inputs", "needs")
+    __slots__ = ("variant", "unsqueeze_dim", "launch", "q_out", "k_out", "empty_q", "empty_k", "needs")
 
     def __init__(self, variant, unsqueeze_dim, launch: launch.Launch, q_out: Output, k_out: Output, needs):
         self.variant = variant
@@ -304,15 +304,12 @@ class _Call:
         self.launch = launch.on_six
         self.q_out = q_out
         self.k_out = k_out
-        self.like_inputs = q_out.like_input and k_out.like_input
+        self.empty_q, self.empty_k = q_out.empty, k_out.empty
         # Whether gradients of q and of k are.
         self.needs = needs
 
     def __call__(self, q, k, cos, sin):
-        if self.like_inputs:
-            q_embed, k_embed = empty_like(q), empty_like(k)
-        else:
-            q_embed, k_embed = self.q_out.empty(q), self.k_out.empty(k)
+        q_embed, k_embed = self.empty_q(), self.empty_k()
         self.launch(q, k, cos, sin, q_embed, k_embed)
         return q_embed, k_embed
 

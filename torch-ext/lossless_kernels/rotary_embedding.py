@@ -17,6 +17,7 @@ from .domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     UNSEEN,
+    allocator,
     are_dense,
     are_plain,
     dispatch_modes,
@@ -24,6 +25,7 @@ from .domain import (
     runs_kernels,
     same_tensors,
 )
+from .layout import contiguous_strides
 
 if launch.AVAILABLE:
     from .kernels_src.rotary import rotary_tables
@@ -106,21 +108,21 @@ def _launcher(dtype, inv_freq_dtype, position_dtype, half, adds_zero, device) ->
 class _Call:
     """All that follows from the shapes, strides, dtypes and device of a call, and from the scaling."""
 
-    __slots__ = ("launch", "shape", "dtype", "device")
+    __slots__ = ("launch", "empty")
 
     def __init__(self, variant: Variant, position_ids, inv_freq, dtype, scaling):
         batch, length = position_ids.shape
-        half, self.device, self.dtype = inv_freq.numel(), position_ids.device, variant.dtype(dtype)
-        dtypes = (self.dtype, inv_freq.dtype, position_ids.dtype)
-        launcher = _launcher(*dtypes, half, variant.adds_zero(position_ids), self.device.index or 0)
+        half, device, dtype = inv_freq.numel(), position_ids.device, variant.dtype(dtype)
+        dtypes = (dtype, inv_freq.dtype, position_ids.dtype)
+        launcher = _launcher(*dtypes, half, variant.adds_zero(position_ids), device.index or 0)
         programs = -(-batch * length // _POSITIONS_PER_PROGRAM)
         launch = launcher.bind(programs, batch * length, length, *position_ids.stride(), scaling)
         self.launch = launch.on_four
-        self.shape = (batch, length, 2 * half)
+        shape = (batch, length, 2 * half)
+        self.empty = allocator(shape, contiguous_strides(shape), dtype, device)
 
     def __call__(self, position_ids, inv_freq) -> Tables:
-        cos = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        sin = torch.empty_like(cos)
+        cos, sin = self.empty(), self.empty()
         self.launch(position_ids, inv_freq, cos, sin)
         return cos, sin
 
