@@ -60,7 +60,7 @@ EPS = 1e-5
 # Head dimensions, and the hidden sizes of models of 1B to 70B parameters and beyond.
 HIDDEN_SIZES = (64, 128, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
 # Rows from which on a plan holds, up to the next, and with how many it is measured: decode, a short and a long prompt, a batch.
-ROWS = ((1, 1), (2, 4), (16, 16), (64, 128), (512, 1024), (2048, 4096), (8192, 32768))
+ROWS = ((1, 1), (2, 4), (16, 16), (32, 32), (64, 128), (512, 1024), (2048, 4096), (8192, 32768))
 # Gradients are of training.
 TRAINING_ROWS = 512
 # Of the last range short rows are as many more as these elements have, and long ones as many less.
@@ -75,13 +75,16 @@ FUSED_TILE = 1 << 13
 STREAMED_TILE = 1 << 14
 # In the forward pass a step of shorter rows is too short to be loaded by itself.
 LEAST_STREAMED_FORWARD = 1 << 13
-# Registers hold all steps of rows that are loaded by lane. Many rows are loaded with fewer requests.
+# Registers hold all steps of rows that are loaded by lane, if there are few also of long ones. Many rows are loaded with fewer
+# requests.
 LEAST_BY_LANE = 1 << 10
 MOST_BY_LANE = 1 << 13
+FEW_BY_LANE = 512
 ROWS_BY_LANE = 8192
-# Programs share rows as long as they are no more than a GPU can have under way, and a thread writes so many elements.
-MOST_SHARING = 256
+# Programs share rows as long as each has a multiprocessor for itself, and a thread writes so many elements and reads so many.
+MOST_SHARING = 128
 WRITTEN_A_THREAD = range(4, 33)
+MOST_READ_A_THREAD = 128
 # Rows are brought into the L2 ahead only of so many, of which not all are on their way at once, and of programs with few
 # rows: each row is a request.
 PREFETCHING_ROWS = 512
@@ -167,7 +170,7 @@ def tile_of(hidden_size: int) -> int:
 
 
 def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
-    tile, few = tile_of(point.case.hidden_size), point.case.rows <= MOST_SHARING
+    tile, few = tile_of(point.case.hidden_size), point.case.rows < FEW_BY_LANE
     kept = {"streamed": False, "by_lane": False, "programs_per_row": 1}
     ways = [kept]
     if point.case.hidden_size >= LEAST_STREAMED_FORWARD:
@@ -177,7 +180,7 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     first = [
         {"rows_per_program": rows, "num_warps": warps, "prefetch": prefetch, **way}
         for way in ways
-        for rows, warps in programs(tile, point.least_rows, 1 << 14, (4, 128))
+        for rows, warps in programs(tile, 1 if few and way["by_lane"] else point.least_rows, 1 << 14, (4, 128))
         for prefetch in (False, True)
         if not prefetch or (point.least_rows >= PREFETCHING_ROWS and rows <= MOST_PREFETCHED)
     ]
@@ -185,8 +188,9 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
     first += [
         {**shared, "num_warps": warps, "programs_per_row": sharing}
         for sharing, warps in itertools.product(powers_of_two(2, 16), powers_of_two(2, 16))
-        if LEAST_BY_LANE <= tile
-        and sharing * point.case.rows <= MOST_SHARING
+        if LEAST_BY_LANE <= tile <= MOST_READ_A_THREAD * 32 * warps
+        and point.most_rows is not None
+        and sharing * point.most_rows <= MOST_SHARING
         and tile // (sharing * 32 * warps) in WRITTEN_A_THREAD
     ]
     return [first]

@@ -11,7 +11,7 @@ import math
 import random
 import threading
 import warnings
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import aten_model
 import pytest
@@ -137,9 +137,10 @@ def test_forward_plans_can_be_launched(module):
                 assert each.by_lane == (each.programs_per_row > 1) and (not each.by_lane or part >= 1024)
             same = rms_norm.launch_plan(2 * rows - 1, hidden_size, element_size)
             assert plan == same, "one plan for a class of row counts"
-            # Up to 15 rows are shared if they are long, longer ones with a residual.
-            assert plan.by_lane == (rows < 16 and hidden_size > 1024)
-            assert of_sum.by_lane == (rows < 16 and hidden_size > 4096)
+            # Up to 15 rows are shared if they are long, with a residual if two fit into registers.
+            tile = order.columns << order.log2_steps
+            assert plan.by_lane == (rows < 16 and tile > 1024)
+            assert of_sum.by_lane == (plan.by_lane and tile * element_size <= 64 << 10)
             assert plan.streamed == (not plan.by_lane and hidden_size * element_size > 32 << 10)
             assert not of_sum.streamed and (plan.streamed or plan.by_lane or of_sum == plan)
         if hidden_size > rms_norm.MAX_FUSED_HIDDEN_SIZE:
@@ -332,6 +333,19 @@ def test_gradients_are_laid_out_as_eagers(module, chooser):
 def test_memory_has_a_short_way_in_this_torch(module):
     """`torch.empty_strided` takes twice as long: nobody would notice."""
     assert module("domain")._empty_strided_cuda is not None
+
+
+@pytest.mark.parametrize("count, current, short", [(1, 1, True), (2, 1, True), (2, 0, False)])
+def test_memory_is_on_the_tensors_gpu(module, monkeypatch, count, current, short):
+    """The short way is the current GPU's."""
+    domain, device = module("domain"), SimpleNamespace(type="cuda", index=1)
+    monkeypatch.setattr(domain, "_empty_strided_cuda", lambda *given: ("short", *given))
+    monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: ("long", *given, *named.values()))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    layout = ((2, 64), (64, 1), torch.float16)
+    expected = ("short", *layout) if short else ("long", *layout, device)
+    assert domain.allocator(torch.Size((2, 64)), (64, 1), torch.float16, device)() == expected
 
 
 @pytest.mark.xfail(reason="on the meta device elementwise operators keep the strides of size 1, elsewhere they do not")

@@ -133,7 +133,9 @@ def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
     for call, ((rows, hidden_size), dtype) in enumerate(itertools.product(cases, DTYPES)):
         plan = family.Plan(4 if rows > 4 else 1, 4, **{"by_lane" if way != "streamed" else way: True})
         if way == "shared":
-            plan = dataclasses.replace(plan, rows_per_program=1, programs_per_row=(2, 4)[call % 2] if rows > 2 else 8)
+            plan = dataclasses.replace(
+                plan, rows_per_program=1, programs_per_row=(2, 4)[call % 2] if rows > 2 else (8, 16)[call % 2]
+            )
         row_stride = hidden_size + 4
         x = family.spike(torch.randn(rows, row_stride, generator=generator).to(dtype)[:, :hidden_size], call)
         residual = torch.randn(rows, hidden_size, generator=generator).to(dtype)

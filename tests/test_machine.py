@@ -85,11 +85,11 @@ COMPILE = """
         for dtype in (torch.bfloat16, torch.float32):
             for hidden_size in hidden_sizes:
                 weight = torch.empty(hidden_size, dtype=dtype)
-                if hidden_size == 8192:
-                    # Of a single row programs share the columns.
-                    x, residual = torch.empty(2, 1, hidden_size, dtype=dtype)
-                    kernel.rms_norm(x, weight, 1e-6)
-                    add_rms_norm.replacement(x, residual, weight, 1e-6, module("rms_norm").EAGER[LLAMA])
+                # Of a few rows programs share the columns, with the plans that are computed and with those of a file.
+                for x in torch.empty(1, hidden_size, dtype=dtype), torch.empty(4, hidden_size, dtype=dtype):
+                    if hidden_size in (4096, 32768):
+                        kernel.rms_norm(x, weight, 1e-6)
+                        add_rms_norm.replacement(x, x, weight, 1e-6, module("rms_norm").EAGER[LLAMA])
                 # The backward of few rows has a kernel for each gradient; that of many is fused, if the row is not too long.
                 for rows in (16, (1 << 25) // hidden_size):
                     # Rows of activations that lie apart are spread over the threads in another way.
@@ -172,8 +172,8 @@ PATHS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
 # Bytes that a thread spills, the most of the three generations with Triton 3.6.0 and 3.7.1. No other kernel spills any.
 SPILLED = {
     ("rms_norm_forward", "bfloat16", 8192): 60,
-    ("add_rms_norm_forward", "float32", 32768): 132,
-    ("rms_norm_backward", "bfloat16", 32768): 352,
+    ("add_rms_norm_forward", "float32", 32768): 200,
+    ("rms_norm_backward", "bfloat16", 32768): 364,
     ("rms_norm_backward", "float32", 32768): 1880,
     ("rms_norm_backward_streamed", "bfloat16", 32768): 32,
     ("rotary_tables", "bfloat16", None): 8,

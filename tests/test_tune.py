@@ -24,8 +24,8 @@ def test_points_divide_the_rows():
     found = every_point(ops=["rms_norm"], hidden_sizes=(64, 4096, 32768))
     for hidden_size in (64, 4096, 32768):
         ranges = [(p.least_rows, p.most_rows, p.case.rows) for p in found if p.case.hidden_size == hidden_size]
-        assert [least for least, _, _ in ranges] == [1, 2, 16, 64, 512, 2048, 8192]
-        assert [most for _, most, _ in ranges] == [1, 15, 63, 511, 2047, 8191, None]
+        assert [least for least, _, _ in ranges] == [1, 2, 16, 32, 64, 512, 2048, 8192]
+        assert [most for _, most, _ in ranges] == [1, 15, 31, 63, 511, 2047, 8191, None]
         assert all(least <= rows <= (most or rows) for least, most, rows in ranges)
         assert hidden_size * ranges[-1][-1] <= tune.MOST_ELEMENTS
     decode = every_point(ops=["rms_norm"], hidden_sizes=[64], rows=[(1, 1), (2, 4)], most_rows=15)
@@ -49,6 +49,10 @@ def test_candidates_are_valid_plans(kernel):
             for changes in stage:
                 for name, value in changes.items():
                     assert value in plans.FIELDS[point.case.op][name], (point, name, value)
+                if set(changes) == set(plans.FIELDS[point.case.op]):
+                    plans._entry(
+                        str(point), {**dict(zip(plans._ENTRY, point.kind)), "plan": changes, "measured": None}, 9
+                    )
     assert 800 < number < 5400, "a default run is to be quick"
 
 
@@ -75,11 +79,11 @@ def test_only_long_rows_are_streamed(kernel):
 
 
 def test_rows_are_loaded_by_lane_if_they_are_few_or_not_too_long(kernel):
-    sizes, rows = [128, 1024, 8192, 16384], [(1, 4), (2048, 4096), (8192, 8192)]
+    sizes, rows = [128, 1024, 8192, 16384], [(1, 4), (512, 512), (2048, 4096), (8192, 8192)]
     for point in every_point(ops=["rms_norm", "add_rms_norm"], hidden_sizes=sizes, rows=rows):
         (first,) = tune.forward_candidates(point, {}, None)
         few, hidden_size = point.least_rows == 1, point.case.hidden_size
-        many = point.case.op == "rms_norm" and point.least_rows == 2048 and hidden_size in (1024, 8192)
+        many = point.case.op == "rms_norm" and point.least_rows in (512, 2048) and hidden_size in (1024, 8192)
         assert {fields["by_lane"] for fields in first} == {False, hidden_size > 128 and (few or many)}, str(point)
 
 
@@ -87,7 +91,7 @@ def test_programs_share_rows_as_long_as_there_are_few(kernel):
     for point in every_point(ops=["rms_norm", "add_rms_norm"], hidden_sizes=[128, 4096]):
         (first,) = tune.forward_candidates(point, {}, None)
         most = max(fields["programs_per_row"] for fields in first)
-        expected = {1: 16, 4: 16, 16: 16, 128: 2}.get(point.case.rows, 1) if point.case.hidden_size == 4096 else 1
+        expected = {1: 16, 4: 8, 16: 4, 32: 2}.get(point.case.rows, 1) if point.case.hidden_size == 4096 else 1
         assert most == expected, str(point)
 
 

@@ -232,9 +232,10 @@ def same_tensors(*tensors: torch.Tensor):
 
 
 def allocator(shape, strides, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A function that returns a new tensor like this, with whatever its memory held before.
+    """A function that returns a new tensor like this, with whatever its memory held before, and a kernel writes to all of it.
 
-    For calls that no mode watches: one would not see it.
+    For calls that no dispatch mode watches: neither one nor a profiler sees it, and nothing is filled by
+    `torch.use_deterministic_algorithms`.
     """
     shape, strides = tuple(shape), tuple(strides)
     anywhere = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)

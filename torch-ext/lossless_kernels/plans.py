@@ -239,8 +239,13 @@ def _entry(where: str, values, compute_capability: int) -> Entry:
     by_lane = entry.plan.get("by_lane", False)
     expect(not (by_lane and entry.plan["streamed"]), "plan, by_lane", "false for rows that are streamed", by_lane)
     programs = entry.plan.get("programs_per_row", 1)
-    shared = by_lane and entry.plan["rows_per_program"] == 1 and not entry.plan["prefetch"]
-    expect(programs == 1 or shared, "plan, programs_per_row", "1 but for single rows by lane, not prefetched", programs)
+    single = by_lane and entry.plan["rows_per_program"] == 1 and not entry.plan["prefetch"] and most is not None
+    expect(
+        programs == 1 or single,
+        "plan, programs_per_row",
+        "1 but for single rows by lane, few and not prefetched",
+        programs,
+    )
     # Of the backward kernels the one that streams rows takes one at a time, and leaves sums of the weight's gradient.
     streamed = "fused" in fields and entry.plan["streamed"]
     expect(not streamed or entry.plan["fused"], "plan, streamed", "false in a plan that is not fused", streamed)

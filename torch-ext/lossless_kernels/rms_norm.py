@@ -143,10 +143,10 @@ _STREAMED_BYTES_PER_WARP = 4 << 10
 _ELEMENTS_PER_THREAD = 64
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
-# The time of a few rows is the wait for what a multiprocessor loads. So programs share a row that is longer than this, of which
-# each writes so many columns at least; with a residual each has twice as much to load. How many there are at most (H200).
+# The time of a few rows is the wait for what a multiprocessor loads. So programs share a row if that leaves so many columns to
+# each, up to so many programs (H200), and if registers hold all that each has under way, with a residual twice as much.
 _SHARED_COLUMNS = 1024
-_SHARED_COLUMNS_ADDED = 4096
+_MAX_SHARED_BYTES_ADDED = 64 << 10
 _MAX_PROGRAMS_PER_ROW = 8
 # What is brought into the L2 lies so far ahead of what is read. From 1 to 4 MB times are alike, of 8192 and 16384 columns best
 # at 4; what lies 8 MB ahead is gone again, in part, before it is read (H200, which has an L2 of 60 MB).
@@ -208,7 +208,8 @@ def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool
     """A sound plan for any GPU; rows of one `row_class` share it. The arguments are those of `launch_plan`."""
     columns = 1 << (hidden_size - 1).bit_length()
     size = columns * element_size
-    if row_class(rows) < ROW_CLASSES[-1] and columns > (_SHARED_COLUMNS_ADDED if added else _SHARED_COLUMNS):
+    few, fit = row_class(rows) < ROW_CLASSES[-1], not added or size <= _MAX_SHARED_BYTES_ADDED
+    if few and fit and columns > _SHARED_COLUMNS:
         programs = min(columns // _SHARED_COLUMNS, _MAX_PROGRAMS_PER_ROW)
         return Plan(1, 4 if columns // programs == _SHARED_COLUMNS else 8, by_lane=True, programs_per_row=programs)
     # With residuals so long a row does not stay in a multiprocessor's L1 until it is read again (H200).

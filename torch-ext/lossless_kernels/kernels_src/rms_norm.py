@@ -216,7 +216,8 @@ def rms_norm_forward(
 
     One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
     time: few registers, so that many programs have loads under way, and threads that exchange their lanes' sums alone.
-    BY_LANE it loads them for the sum and for the store at once: a few rows do not wait a second time.
+    BY_LANE it loads them for the sum and for the store at once: a few rows do not wait a second time. PARTS programs then take
+    the same rows: each reads all of them for the sum, stores a part, and rstd, which is the same in all.
     `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
     `store_rstd` is 1. With AHEAD a program has the rows of the one that comes AHEAD later brought into the L2.
     """
@@ -280,7 +281,7 @@ def add_rms_norm_forward(
 ):
     """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE].
 
-    STREAMED, both are read a second time and added once more. AHEAD is that of `rms_norm_forward`.
+    STREAMED, both are read a second time and added once more. BY_LANE, PARTS and AHEAD are those of `rms_norm_forward`.
     """
     if AHEAD:
         _prefetch_rows(x_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
@@ -299,13 +300,16 @@ def add_rms_norm_forward(
         )  # fmt: skip
     else:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "")
-        tl.store(sum_ptr + offset, total, mask=mask)
+        if not BY_LANE:
+            tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
         if BY_LANE:
             mean = _mean_of_squares_by_lane(
                 x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
             )  # fmt: skip
+            # Not before: for all that the compiler knows it is what is loaded next.
+            tl.store(sum_ptr + offset, total, mask=mask)
         else:
             mean = _mean_of_squares(total, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
     rstd = rsqrt(mean + eps)
