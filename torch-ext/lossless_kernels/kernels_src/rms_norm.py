@@ -97,6 +97,42 @@ def _load_sum(x_ptr, residual_ptr, offset, mask, EVICTION: tl.constexpr):
 
 
 @triton.jit
+def _load_steps(
+    x_ptr,
+    residual_ptr,
+    start,
+    in_range,
+    first,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+    ADD: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """COUNT steps of rows that begin at `start` [ROWS], from the step `first` on: of x, with ADD of residual + x."""
+    steps = ()
+    for step in tl.static_range(COUNT):
+        at = (first + step) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = in_range[:, None] & (at < HIDDEN_SIZE)[None, :]
+        offset = start[:, None] + at[None, :]
+        if ADD:
+            x = _load_sum(x_ptr, residual_ptr, offset, mask, EVICTION)
+        else:
+            x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy=EVICTION)
+        steps = steps + (x,)
+    return steps
+
+
+@triton.jit
+def _add_squares(total, steps, COUNT: tl.constexpr):
+    """((total + step 0 squared) + step 1 squared) + ..., in fp32."""
+    for step in tl.static_range(COUNT):
+        h = steps[step].to(tl.float32)
+        total += h * h
+    return total
+
+
+@triton.jit
 def _streamed_mean_of_squares(
     x_ptr,
     residual_ptr,
@@ -117,22 +153,12 @@ def _streamed_mean_of_squares(
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
     AT_ONCE: tl.constexpr = STEPS if STEPS < 8 else 8
-    column = tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in tl.range(0, STEPS, AT_ONCE, num_stages=1):
-        steps = ()
-        for step in tl.static_range(AT_ONCE):
-            at = (first + step) * COLUMNS + column
-            mask = in_range[:, None] & (at < HIDDEN_SIZE)[None, :]
-            offset = start[:, None] + at[None, :]
-            if ADD:
-                x = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
-            else:
-                x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_last")
-            steps = steps + (x,)
-        for step in tl.static_range(AT_ONCE):
-            h = steps[step].to(tl.float32)
-            total += h * h
+        steps = _load_steps(
+            x_ptr, residual_ptr, start, in_range, first, AT_ONCE, COLUMNS, HIDDEN_SIZE, ADD, "evict_last"
+        )  # fmt: skip
+        total = _add_squares(total, steps, AT_ONCE)
     FEW_STEPS: tl.constexpr = STEPS > 1 and STEPS <= 4
     squares = sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=FEW_STEPS)
     return squares * _mean_factor(rows, HIDDEN_SIZE)
@@ -158,21 +184,9 @@ def _mean_of_squares_by_lane(
     """
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
-    steps = ()
-    for step in tl.static_range(STEPS):
-        at = step * COLUMNS + tl.arange(0, COLUMNS)
-        mask = in_range[:, None] & (at < HIDDEN_SIZE)[None, :]
-        offset = start[:, None] + at[None, :]
-        if ADD:
-            x = _load_sum(x_ptr, residual_ptr, offset, mask, "")
-        else:
-            x = tl.load(x_ptr + offset, mask=mask, other=0.0)
-        steps = steps + (x,)
+    steps = _load_steps(x_ptr, residual_ptr, start, in_range, 0, STEPS, COLUMNS, HIDDEN_SIZE, ADD, "")
     factor = _mean_factor(rows, HIDDEN_SIZE)
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for step in tl.static_range(STEPS):
-        h = steps[step].to(tl.float32)
-        total += h * h
+    total = _add_squares(tl.zeros([ROWS, COLUMNS], dtype=tl.float32), steps, STEPS)
     # Of several steps that are loaded one by one there is no row into which the compiler could take the exchange back.
     return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=STEPS > 1) * factor
 
