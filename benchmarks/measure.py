@@ -21,7 +21,9 @@ _MAX_SETS = 64
 _TURN_MS = 2.0
 _MAX_CALLS_A_TURN = 10
 _MAX_CALLS_A_GRAPH = 512
+# A turn of the host takes milliseconds, in which hosts change their pace.
 _HOST_CALLS_A_TURN = 200
+_HOST_TURNS_A_ROUND = 10
 _COPY_BYTES = 1 << 31
 _COPIES = 40
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -365,7 +367,7 @@ def host_case(case: Case, calls: dict, gpu, dtype_name: str, rounds: int) -> lis
         gc.collect()
         gc.disable()
         try:
-            for _ in range(rounds):
+            for _ in range(rounds * _HOST_TURNS_A_ROUND):
                 for peer in shuffle.sample(list(times), len(times)):
                     turn(peer)
         finally:
