@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import threading
 
 import pytest
 import torch
@@ -85,17 +86,20 @@ def test_whole_decoder_layers(fresh, module, monkeypatch, training):
     for name, each in llama.named_modules():
         if name.endswith(("_proj", "self_attn", "mlp", "layers.0", "layers.1.post_attention_layernorm")):
             each.register_forward_hook(lambda *_: 1 / 0)
-    launched, launch = set(), module("launch").Launcher
+    launched, threads, launch = set(), set(), module("launch").Launcher
     through_triton = launch.through_triton
 
     def record(self, *arguments):
-        if not module("launch").is_asking():
+        if module("launch").is_asking():
+            threads.add(torch._C._is_multithreading_enabled())
+        else:
             launched.add((self.kernel.__name__, self.constants.get("ADD")))
         return through_triton(self, *arguments)
 
     monkeypatch.setattr(launch, "through_triton", record)
     report = fresh.warmup(llama, rows=[16], training=training)
     assert not report.skipped and not report.refused
+    assert threads == {False}, "a GPU's gradients would be computed in another thread, which does not only ask"
     expected = {"rms_norm_forward", "add_rms_norm_forward", "activation_forward", "gated_activation_forward"}
     if training:
         expected |= {"activation_backward", "gated_activation_backward", "rms_norm_sum_chains", "rms_norm_sum_blocks"}
@@ -232,3 +236,21 @@ def test_after_a_warmup_no_call_compiles_or_proves(fresh, module, monkeypatch, h
     torch.cuda.synchronize()
     assert set(proof._verdicts) == before
     assert launch.seconds_compiling == compiling
+
+
+@pytest.mark.gpu
+def test_everything_is_compiled_in_threads(fresh, module, monkeypatch):
+    """A hidden size that no other test has, so that this process has none of its kernels yet."""
+    import triton
+
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    layers, compiled = model(fresh, 1216, torch.bfloat16), []
+
+    def listen(*, src, **_):
+        compiled.append((src.name, threading.current_thread().name.split("-")[0]))
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    fresh.warmup(layers, rows=[16], training=True)
+    norm = {"rms_norm_forward", "rms_norm_backward", "rms_norm_sum_blocks"}
+    assert norm <= {name for name, _ in compiled}
+    assert {thread for _, thread in compiled} == {"ThreadPoolExecutor"}

@@ -901,9 +901,10 @@ def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, r
 def _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum):
     """rstd, the gradients, and the fp32 statistics in them."""
     rows, hidden_size = x.shape
-    forward = _forward(
-        variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, x.device, PROOF_EPS, store_rstd=True
-    )
+    # The forward kernel of the call that is proved for, which is compiled already.
+    plan = _plan(variant, x.dtype, hidden_size, like_rows, x.device)
+    where = (hidden_size, rows, hidden_size, x.device)
+    forward = _forward(variant, x.dtype, weight.dtype, *where, PROOF_EPS, store_rstd=True, plan=plan)
     # Each in memory of its own, which is aligned as in a real call: the kernel is compiled apart for other pointers.
     rstd, d_rstd = (torch.full((rows, 1), math.nan, dtype=torch.float32, device=x.device) for _ in range(2))
     dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=x.device)

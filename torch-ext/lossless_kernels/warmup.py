@@ -107,7 +107,7 @@ def warmup(
     calls = list(_calls(model, rows, dtypes, training, skipped))
     if not calls:
         warnings.warn(f"lossless-kernels: nothing to warm up: {'; '.join(skipped)}", RuntimeWarning, stacklevel=2)
-    with launch.asking() as found, torch.autograd.set_multithreading_enabled(False):
+    with launch.asking() as found:
         for call in calls:
             with contextlib.suppress(Exception):
                 call()
@@ -173,7 +173,12 @@ class _Call:
         self.name = type(module).__name__
 
     def __call__(self):
-        with proof.undisturbed(self.device), torch.set_grad_enabled(self.training):
+        with (
+            proof.undisturbed(self.device),
+            # Whether kernels are only asked for is of this thread. Inside, for leaving inference mode allows threads again.
+            torch.autograd.set_multithreading_enabled(False),
+            torch.set_grad_enabled(self.training),
+        ):
             layer = self._stand_in()
             # The tensors that the layer takes are all of one shape.
             _, *names = inspect.signature(self.forward).parameters
