@@ -411,6 +411,7 @@ def test_kernels_benchmark_finds_the_classes_and_demands_bits(build, run_python)
         print(found.__name__, {name: timing.verified for name, timing in results.items()})
         found.kernel = None
         wrong = found()
+        wrong.device = sys.argv[3]
         wrong.setup_training()
         wrong.keep(wrong.inference(lambda x, *weight: x))
         try:
@@ -418,11 +419,12 @@ def test_kernels_benchmark_finds_the_classes_and_demands_bits(build, run_python)
         except RuntimeError as error:
             print(error)
     """
-    done = run_python(code, arguments=(ROOT, build))
+    device, rows = ("cuda", 8192) if torch.cuda.is_available() else ("cpu", 2)
+    done = run_python(code, arguments=(ROOT, build, device))
+    assert f"Running RMSNorm on {device}" in done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "['benchmark_layers.py']"
     assert lines[1].startswith("RMSNorm {") and "False" not in lines[1] and "None" not in lines[1]
-    rows = 8192 if torch.cuda.is_available() else 2
     assert lines[2] == f"RMSNorm: {rows * 4096} of {rows * 4096} elements differ from eager's"
     assert lines[3] == "SiLU {'inference': True, 'training': True}"
     assert lines[4] == f"SiLU: {rows * 14336} of {rows * 14336} elements differ from eager's"
