@@ -425,7 +425,12 @@ def parse(arguments=None):
         help="only these beside eager and ours: " + ", ".join(PEERS),
     )
     what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations and weight (default: bf16)")
-    what.add_argument("--rounds", type=positive, metavar="N", help="turns of each peer (default: 20; 5 with --quick)")
+    what.add_argument(
+        "--rounds",
+        type=positive,
+        metavar="N",
+        help="turns of each peer, ten times as many of the host's (default: 20; 5 with --quick)",
+    )
     files = parser.add_argument_group("files")
     files.add_argument(
         "--build", type=Path, default=ROOT / "build", help="folder with the built kernel (default: build/)"
