@@ -21,7 +21,7 @@ _MAX_SETS = 64
 _TURN_MS = 2.0
 _MAX_CALLS_A_TURN = 10
 _MAX_CALLS_A_GRAPH = 512
-# A turn of the host takes milliseconds, in which hosts change their pace.
+# Hosts change their pace within seconds: many short turns, of milliseconds each.
 _HOST_CALLS_A_TURN = 200
 _HOST_TURNS_A_ROUND = 10
 _COPY_BYTES = 1 << 31

@@ -120,6 +120,25 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
+def test_a_proof_of_gradients_runs_its_calls_forward_kernel(module, monkeypatch):
+    """Which a norm has compiled already; for the fewer rows of the proof there may be another plan."""
+    family, backward, launcher = module("rms_norm"), module("rms_norm_backward"), module("launch").Launcher
+    llama, through_triton, warps = module("variants").LLAMA, launcher.through_triton, []
+
+    def recorded(self, *arguments):
+        if self.kernel.__name__ == "rms_norm_forward":
+            warps.append(self.num_warps)
+        return through_triton(self, *arguments)
+
+    monkeypatch.setattr(launcher, "through_triton", recorded)
+    monkeypatch.setattr(family, "launch_plan", lambda rows, *_: family.Plan(16, 2 if rows == 40 else 1))
+    cpu, dtype = torch.device("cpu"), torch.float16
+    least, _ = backward.proof_class(40, 64, cpu, True, dtype.itemsize, "one")
+    subject = llama, family.EAGER[llama], dtype, dtype, 64
+    list(family._gradient_comparisons(*subject, least, 40, cpu, (True, True), "one"))
+    assert least < 40 and set(warps) == {2}
+
+
 @pytest.mark.parametrize("way", ["streamed", "by_lane", "shared"])
 def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
     """Of every length of a step and number of steps, alone and as a sum with a residual; by lane of few rows, too."""

@@ -901,7 +901,7 @@ def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, r
 def _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum):
     """rstd, the gradients, and the fp32 statistics in them."""
     rows, hidden_size = x.shape
-    # The forward kernel of the call that is proved for, which is compiled already.
+    # For the rows of the call that is proved for: of a norm that kernel is compiled already.
     plan = _plan(variant, x.dtype, hidden_size, like_rows, x.device)
     where = (hidden_size, rows, hidden_size, x.device)
     forward = _forward(variant, x.dtype, weight.dtype, *where, PROOF_EPS, store_rstd=True, plan=plan)
