@@ -105,9 +105,8 @@ def is_same_order(shape, strides, others) -> bool:
 
 @dataclass(frozen=True)
 class Output:
-    """Shape, strides and dtype of what eager returns for a call's arguments."""
+    """Strides and dtype of what eager returns for a call's arguments, and memory for it."""
 
-    shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     # A new one, on the first argument's device.
@@ -131,4 +130,4 @@ class Output:
                     *(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in arguments)
                 )
             strides = out.stride()
-        return cls(first.shape, strides, dtype, allocator(first.shape, strides, dtype, first.device))
+        return cls(strides, dtype, allocator(first.shape, strides, dtype, first.device))
