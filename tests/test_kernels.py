@@ -120,23 +120,20 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
-def test_a_proof_of_gradients_runs_its_calls_forward_kernel(module, monkeypatch):
-    """Which a norm has compiled already; for the fewer rows of the proof there may be another plan."""
-    family, backward, launcher = module("rms_norm"), module("rms_norm_backward"), module("launch").Launcher
-    llama, through_triton, warps = module("variants").LLAMA, launcher.through_triton, []
+@pytest.mark.parametrize("edges", ["one", "added"])
+def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, edges):
+    """Which it would have to compile, and which one depends on the call's rows: verdicts are kept for more than those."""
+    family, launcher = module("rms_norm"), module("launch").Launcher
+    llama, through_triton, launched = module("variants").LLAMA, launcher.through_triton, set()
 
     def recorded(self, *arguments):
-        if self.kernel.__name__ == "rms_norm_forward":
-            warps.append(self.num_warps)
+        launched.add(self.kernel.__name__)
         return through_triton(self, *arguments)
 
     monkeypatch.setattr(launcher, "through_triton", recorded)
-    monkeypatch.setattr(family, "launch_plan", lambda rows, *_: family.Plan(16, 2 if rows == 40 else 1))
-    cpu, dtype = torch.device("cpu"), torch.float16
-    least, _ = backward.proof_class(40, 64, cpu, True, dtype.itemsize, "one")
-    subject = llama, family.EAGER[llama], dtype, dtype, 64
-    list(family._gradient_comparisons(*subject, least, 40, cpu, (True, True), "one"))
-    assert least < 40 and set(warps) == {2}
+    subject = llama, family.EAGER[llama], torch.float16, torch.float16, 64
+    list(family._gradient_comparisons(*subject, 16, 40, torch.device("cpu"), (True, True), edges))
+    assert launched == {"rms_norm_backward", "rms_norm_sum_chains", "rms_norm_sum_blocks"}
 
 
 @pytest.mark.parametrize("way", ["streamed", "by_lane", "shared"])

@@ -900,15 +900,11 @@ def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, r
 
 def _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum):
     """rstd, the gradients, and the fp32 statistics in them."""
-    rows, hidden_size = x.shape
-    # For the rows of the call that is proved for: of a norm that kernel is compiled already.
-    plan = _plan(variant, x.dtype, hidden_size, like_rows, x.device)
-    where = (hidden_size, rows, hidden_size, x.device)
-    forward = _forward(variant, x.dtype, weight.dtype, *where, PROOF_EPS, store_rstd=True, plan=plan)
+    # The formula's, in few rows at a time for the memory: the forward kernel has a proof of its own.
+    rstd = torch.cat([variant.rstd(few, weight, PROOF_EPS) for few in x.split(PROOF_ROWS)])
     # Each in memory of its own, which is aligned as in a real call: the kernel is compiled apart for other pointers.
-    rstd, d_rstd = (torch.full((rows, 1), math.nan, dtype=torch.float32, device=x.device) for _ in range(2))
-    dweight_sum = torch.full((hidden_size,), math.nan, dtype=torch.float32, device=x.device)
-    forward(x, weight, torch.empty_like(dy), rstd)
+    d_rstd = torch.full_like(rstd, math.nan)
+    dweight_sum = torch.full((x.shape[-1],), math.nan, dtype=torch.float32, device=x.device)
     backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, edges, like_rows, statistics=True)
     return rstd, backward(dy, x, weight, rstd, d_sum, d_rstd, dweight_sum), d_rstd, dweight_sum
 
