@@ -1555,6 +1555,38 @@ def test_the_default_eps_of_torchs_norm_is_recognised(kernel, module, proof_off,
     assert len(asked) == 1
 
 
+def test_norms_that_are_alike_share_what_their_calls_are_recognised_by(kernel, module, proof_off, monkeypatch):
+    """And each of those that are not has its own: a frozen weight, an eps that is equal but another object, another class."""
+    family, asked = module("rms_norm"), []
+    call = family.call_of
+    monkeypatch.setattr(family, "call_of", lambda *arguments: asked.append(arguments) or call(*arguments))
+    for table in ("_calls", "_recent"):
+        monkeypatch.setattr(family, table, {})
+    eps = 1e-6
+    first, second, frozen, equal = (modeling_llama.LlamaRMSNorm(64, each) for each in (eps, eps, eps, float("1e-6")))
+    other = type("Other", (modeling_llama.LlamaRMSNorm,), {})(64, eps)
+    frozen.weight.requires_grad_(False)
+    norms = first, second, frozen, equal, other
+    for norm in norms:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(1, 4, 64)
+    expected = [norm(x) for norm in norms]
+    for norm in norms:
+        norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
+    kept = {}
+    for enabled in (False, True):
+        asked.clear()
+        with torch.set_grad_enabled(enabled):
+            # A CPU adds in another order than CUDA.
+            for _ in range(3):
+                torch.testing.assert_close([norm(x) for norm in norms], expected)
+        assert len(asked) == len(norms)
+        kept[enabled] = [family._recent[id(norm.weight)] for norm in norms]
+        assert kept[enabled][0] is kept[enabled][1]
+        assert len({id(each) for each in kept[enabled]}) == len(norms) - 1
+    assert not {id(each) for each in kept[False]} & {id(each) for each in kept[True]}
+
+
 def _written(normalize, weighted="weight * n.to(dtype)"):
     """A norm's forward: `normalize` takes fp32 values and eps."""
 

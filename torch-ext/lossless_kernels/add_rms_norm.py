@@ -18,9 +18,9 @@ from .domain import (
     are_dense,
     are_ours,
     dispatch_modes,
+    recognition,
     remember,
     runs_kernels,
-    same_tensors,
     under_transform,
 )
 from .layout import Output, contiguous_strides
@@ -133,13 +133,14 @@ def _forward(
 class _Inference:
     """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
 
-    __slots__ = ("launch", "out", "empty", "empty_total")
+    __slots__ = ("launch", "out", "empty", "empty_total", "recent")
 
     def __init__(self, launch: launch.Launch, out: Output, empty_total: Callable):
         self.launch = launch.on_five
         self.out = out
         self.empty = out.empty
         self.empty_total = empty_total
+        self.recent = None
 
     def __call__(self, x, residual, weight):
         normed, total = self.empty(), self.empty_total()
@@ -150,7 +151,7 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "empty", "empty_total", "empty_rstd", "eps")
+    __slots__ = ("variant", "launch", "empty", "empty_total", "empty_rstd", "eps", "recent")
 
     def __init__(
         self, variant: Variant, launch: launch.Launch, out: Output, empty_total: Callable, empty_rstd: Callable, eps
@@ -161,6 +162,7 @@ class _Training:
         self.empty_total = empty_total
         self.empty_rstd = empty_rstd
         self.eps = eps
+        self.recent = None
 
     def __call__(self, x, residual, weight):
         return _apply(x, residual, weight, self)
@@ -225,9 +227,9 @@ def replacement(
     call = call_of(hidden_states, residual, weight, eps, owner, eps_name, needs)
     if call is None:
         return None
-    same = same_tensors(*tensors)
-    if same is not None:
-        remember(_recent, id(weight), (same, owner, owner.forward, eps, is_grad_enabled(), call.__call__))
+    recent = recognition(call, (owner, owner.forward, eps, is_grad_enabled()), *tensors)
+    if recent is not None:
+        remember(_recent, id(weight), recent)
     return call(hidden_states, residual, weight)
 
 

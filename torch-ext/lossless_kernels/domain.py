@@ -1,6 +1,7 @@
 """What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
 
 import functools
+import operator
 import re
 import threading
 import time
@@ -229,6 +230,21 @@ def same_tensors(*tensors: torch.Tensor):
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     ).check
+
+
+def recognition(call, told: tuple, *tensors: torch.Tensor):
+    """`(same_tensors(*tensors), *told, call.__call__)`, by which later calls are recognised; None where that cannot be.
+
+    The norms of a model whose weights are alike get one and the same, which the call keeps: one place in memory that all of
+    them read, and one guard to make when a sequence has another length. `told` is compared by identity, as later calls do.
+    """
+    recent = call.recent
+    if recent is None or not (all(map(operator.is_, recent[1:], told)) and recent[0](*tensors)):
+        same = same_tensors(*tensors)
+        if same is None:
+            return None
+        recent = call.recent = (same, *told, call.__call__)
+    return recent
 
 
 def allocator(shape, strides, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:

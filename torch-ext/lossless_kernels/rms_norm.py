@@ -22,9 +22,9 @@ from .domain import (
     are_ours,
     check_floating,
     dispatch_modes,
+    recognition,
     remember,
     runs_kernels,
-    same_tensors,
     under_transform,
 )
 from .layout import Output, row_number_strides, rows_in_memory
@@ -289,13 +289,14 @@ def _forward(
 class _Inference:
     """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
 
-    __slots__ = ("launch", "out", "empty")
+    __slots__ = ("launch", "out", "empty", "recent")
 
     def __init__(self, launch: launch.Launch, out: Output):
         # Methods, here and in `_recent`: to call an object that is no function costs 0.1 us more.
         self.launch = launch.on_three
         self.out = out
         self.empty = out.empty
+        self.recent = None
 
     def __call__(self, x, weight):
         out = self.empty()
@@ -306,7 +307,7 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "empty", "empty_rstd", "two_edges", "eps")
+    __slots__ = ("variant", "launch", "empty", "empty_rstd", "two_edges", "eps", "recent")
 
     def __init__(self, variant: Variant, launch: launch.Launch, out: Output, empty_rstd: Callable, two_edges, eps):
         self.variant = variant
@@ -316,6 +317,7 @@ class _Training:
         # Eager's fp32 activations reach the sum by two edges, the product's and the mean's.
         self.two_edges = two_edges
         self.eps = eps
+        self.recent = None
 
     def __call__(self, x, weight):
         return _apply(x, x if self.two_edges else None, weight, self)
@@ -425,9 +427,9 @@ def replacement(
     call = call_of(hidden_states, weight, eps, owner, eps_name, needs, fused)
     if call is None:
         return None
-    same = same_tensors(hidden_states, weight)
-    if same is not None and weight.numel():
-        remember(recently, id(weight), (same, owner, owner.forward, eps, is_grad_enabled(), call.__call__))
+    recent = recognition(call, (owner, owner.forward, eps, is_grad_enabled()), hidden_states, weight)
+    if recent is not None and weight.numel():
+        remember(recently, id(weight), recent)
     return call(hidden_states, weight)
 
 
