@@ -1556,24 +1556,24 @@ def test_the_default_eps_of_torchs_norm_is_recognised(kernel, module, proof_off,
 
 
 def test_norms_that_are_alike_share_what_their_calls_are_recognised_by(kernel, module, proof_off, monkeypatch):
-    """And each of those that are not has its own: a frozen weight, an eps that is equal but another object, another class."""
+    """And each of those that are not has its own: an eps that is equal but another object, another class, a frozen weight."""
     family, asked = module("rms_norm"), []
     call = family.call_of
     monkeypatch.setattr(family, "call_of", lambda *arguments: asked.append(arguments) or call(*arguments))
     for table in ("_calls", "_recent"):
         monkeypatch.setattr(family, table, {})
-    eps = 1e-6
-    first, second, frozen, equal = (modeling_llama.LlamaRMSNorm(64, each) for each in (eps, eps, eps, float("1e-6")))
-    other = type("Other", (modeling_llama.LlamaRMSNorm,), {})(64, eps)
-    frozen.weight.requires_grad_(False)
-    norms = first, second, frozen, equal, other
+    eps, llama = 1e-6, modeling_llama.LlamaRMSNorm
+    derived = type("Derived", (llama,), {})
+    # Each differs from the one before in a single thing.
+    norms = llama(64, float("1e-6")), llama(64, eps), llama(64, eps), derived(64, eps), derived(64, eps)
+    norms[-1].weight.requires_grad_(False)
     for norm in norms:
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     x = torch.randn(1, 4, 64)
     expected = [norm(x) for norm in norms]
     for norm in norms:
         norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
-    kept = {}
+    kept = []
     for enabled in (False, True):
         asked.clear()
         with torch.set_grad_enabled(enabled):
@@ -1581,10 +1581,22 @@ def test_norms_that_are_alike_share_what_their_calls_are_recognised_by(kernel, m
             for _ in range(3):
                 torch.testing.assert_close([norm(x) for norm in norms], expected)
         assert len(asked) == len(norms)
-        kept[enabled] = [family._recent[id(norm.weight)] for norm in norms]
-        assert kept[enabled][0] is kept[enabled][1]
-        assert len({id(each) for each in kept[enabled]}) == len(norms) - 1
-    assert not {id(each) for each in kept[False]} & {id(each) for each in kept[True]}
+        kept += [family._recent[id(norm.weight)] for norm in norms]
+        assert kept[-4] is kept[-3]
+    assert len({id(each) for each in kept}) == len(kept) - 2
+
+
+def test_sums_and_norms_that_are_alike_share_what_their_calls_are_recognised_by(module, proof_off, monkeypatch):
+    family, owner, eps = module("add_rms_norm"), modeling_llama.LlamaRMSNorm, 1e-6
+    for table in ("_calls", "_recent"):
+        monkeypatch.setattr(family, table, {})
+    x, residual = torch.randn(2, 1, 4, 64)
+    first, second, half = torch.ones(64), torch.ones(64), torch.ones(64, dtype=torch.float16)
+    with torch.no_grad():
+        for weight in (first, second, half):
+            family.replacement(x, residual, weight, eps, owner)
+    kept = [family._recent[id(weight)] for weight in (first, second, half)]
+    assert kept[0] is kept[1] and kept[1] is not kept[2]
 
 
 def _written(normalize, weighted="weight * n.to(dtype)"):
