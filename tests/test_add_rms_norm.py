@@ -77,7 +77,8 @@ def test_gradients_lie_as_the_two_operations_leave_them(kernel, seed, dtype, whi
         found.append(torch.autograd.grad(outs, leaves, tuple(gradients.values())))
     for ours, expected in zip(*found, strict=True):
         assert ours.stride() == expected.stride()
-        # torch computes these here, and a CPU adds in another order than CUDA.
+        # torch computes these here, and a CPU adds in another order than CUDA: the defaults allow ten units in the last place
+        # of fp32, one of fp16, and a wrong gradient would be off by as much as the values.
         torch.testing.assert_close(ours, expected)
 
 
