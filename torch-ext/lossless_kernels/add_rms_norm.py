@@ -154,12 +154,13 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "original", "launch", "empty", "empty_total", "empty_rstd", "eps", "recent")
+    __slots__ = ("variant", "original", "weight_dtype", "launch", "empty", "empty_total", "empty_rstd", "eps", "recent")
 
     def __init__(
         self,
         variant: Variant,
         original: Callable,
+        weight_dtype: torch.dtype,
         launch: launch.Launch,
         out: Output,
         empty_total: Callable,
@@ -168,6 +169,7 @@ class _Training:
     ):
         self.variant = variant
         self.original = original
+        self.weight_dtype = weight_dtype
         self.launch = launch.on_six
         self.empty = out.empty
         self.empty_total = empty_total
@@ -316,7 +318,7 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inferen
     if with_rstd:
         shape = (*x.shape[:-1], 1)
         empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, x.device)
-        return _Training(variant, owner.forward, launch, out, empty_total, empty_rstd, eps)
+        return _Training(variant, owner.forward, weight.dtype, launch, out, empty_total, empty_rstd, eps)
     return _Inference(launch, out, empty_total)
 
 
@@ -347,19 +349,33 @@ class _Differentiable(torch.autograd.Function):
             again = torch.is_grad_enabled()  # Somebody differentiates the gradients.
             if again:
                 rstd = eager_rstd(total.to(torch.float32), ctx.call.eps)
+            # The model may have been given another dtype since.
+            in_torch, weight_dtype = again or weight.dtype is not ctx.call.weight_dtype, ctx.call.weight_dtype
             arguments = (ctx.call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight)
-            dx, dweight = _gradients(*arguments, d_total, again, ctx.call.original)
+            dx, dweight = _gradients(*arguments, d_total, in_torch, weight_dtype, ctx.call.original)
         return dx if needs_x else None, dx if needs_residual else None, dweight, None
 
 
 _apply = apply_of(_Differentiable)
 
 
-def _gradients(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, d_total, in_torch=False, original=None):
+def _gradients(
+    variant,
+    d_normed,
+    total,
+    weight,
+    rstd,
+    needs_dx,
+    needs_dweight,
+    d_total,
+    in_torch=False,
+    dweight_dtype=None,
+    original=None,
+):
     """The gradients of the sum and of the weight."""
     arguments = (variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
     if in_torch:
-        found = rms_norm_backward.joined_formula(*arguments)
+        found = rms_norm_backward.joined_formula(*arguments, dweight_dtype)
     else:
         found = rms_norm_backward.gradients(*arguments, original)
     return found.dx, found.dweight

@@ -38,6 +38,7 @@ class Variant:
         return f"attention{', q_norm and k_norm' * self.normed}{', a sliding window' * bool(self.window)}"
 
 
+_NORMS = frozenset(("q_norm", "k_norm"))
 _VARIANTS = [Variant(normed, window) for normed in (False, True) for window in ("", "module", "config")]
 
 
@@ -60,7 +61,7 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
     modules, variant = module._modules, None
     if is_bare(module) and "q_proj" in modules and "k_proj" in modules and "v_proj" in modules and "o_proj" in modules:
         variant = admitted(owner, hidden_states)
-    if variant is None:
+    if variant is None or (variant.normed and not _NORMS <= modules.keys()):
         return module(hidden_states=hidden_states, **arguments)[0]
     found = owner.forward.__globals__
     functions = Functions(

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import proof
-from .domain import NO_STATE, are_ours, runs_kernels
+from .domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
 from .rms_norm import EAGER, formula_cases, leaves, output_and_gradients, stand_in
 from .rms_norm import replacement as rms_norm_replacement
 from .variants import FP32_OUTPUT, LLAMA, Variant
@@ -41,6 +41,9 @@ def replacement(
     Which is everywhere under torch.compile: Inductor has an arithmetic of its own for the gate.
     """
     if is_dynamo_compiling():
+        return None
+    # The original calls an activation layer, which hooks on all modules see. A checkpoint is to save the same with and without.
+    if has_global_hooks() and not is_checkpointed():
         return None
     reason = _outside(hidden_states, gate, weight, activation)
     if reason is not None:

@@ -309,12 +309,13 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "original", "launch", "empty", "empty_rstd", "two_edges", "eps", "recent")
+    __slots__ = ("variant", "original", "weight_dtype", "launch", "empty", "empty_rstd", "two_edges", "eps", "recent")
 
     def __init__(
         self,
         variant: Variant,
         original: Callable,
+        weight_dtype: torch.dtype,
         launch: launch.Launch,
         out: Output,
         empty_rstd: Callable,
@@ -323,6 +324,7 @@ class _Training:
     ):
         self.variant = variant
         self.original = original
+        self.weight_dtype = weight_dtype
         self.launch = launch.on_four
         self.empty = out.empty
         self.empty_rstd = empty_rstd
@@ -558,7 +560,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference,
         shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
         empty_rstd = allocator(shape, strides, torch.float32, x.device)
         training = _FusedTraining if variant.fused else _Training
-        return training(variant, owner.forward, launch, out, empty_rstd, x.dtype == torch.float32, eps)
+        return training(variant, owner.forward, weight.dtype, launch, out, empty_rstd, x.dtype == torch.float32, eps)
     return _FusedInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
 
 
@@ -583,13 +585,13 @@ class _Differentiable(torch.autograd.Function):
         needs_dx, _, needs_dweight, _ = ctx.needs_input_grad
         if weight is None:
             weight = ctx.weight
-        variant = ctx.call.variant
+        variant, weight_dtype = ctx.call.variant, ctx.call.weight_dtype
+        arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
         if torch.is_grad_enabled():  # Somebody differentiates the gradients.
-            rstd = eager_rstd(x.to(torch.float32), ctx.call.eps)
-            return *rms_norm_backward.formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
-        needs = (needs_dx, needs_dweight)
-        found = rms_norm_backward.gradients(variant, dy, x, weight, rstd, *needs, original=ctx.call.original)
-        return *found, None
+            arguments = (*arguments[:4], eager_rstd(x.to(torch.float32), ctx.call.eps), *arguments[5:])
+        elif weight.dtype is weight_dtype:  # Or else the model was given another dtype since.
+            return *rms_norm_backward.gradients(*arguments, original=ctx.call.original), None
+        return *rms_norm_backward.formula(*arguments, weight_dtype), None
 
 
 _apply = apply_of(_Differentiable)

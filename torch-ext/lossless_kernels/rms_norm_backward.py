@@ -31,12 +31,22 @@ class Gradients(NamedTuple):
     dweight: Optional[torch.Tensor]
 
 
-def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
+def formula(
+    variant: Variant,
+    dy,
+    hidden_states,
+    weight,
+    rstd,
+    needs_dx: bool,
+    needs_dweight: bool,
+    dweight_dtype: Optional[torch.dtype] = None,
+) -> Gradients:
     """The gradients in torch operations, one rounding each, as autograd computes them; differentiable in turn.
 
     Args:
         dy: the gradient of the output, `[..., hidden_size]`.
         rstd: fp32, `[..., 1]`.
+        dweight_dtype: that of the weight in the forward pass, if it may have another one now.
     """
     h = hidden_states.to(torch.float32)
     dx = dx_mean = dweight = None
@@ -51,7 +61,8 @@ def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, n
         if hidden_states.dtype != torch.float32:
             dx, dx_mean = (dx + dx_mean).to(hidden_states.dtype), None
     if needs_dweight:
-        dweight = weight_products(variant, dy, h, rstd, hidden_states.dtype).sum_to_size(weight.shape).to(weight.dtype)
+        products = weight_products(variant, dy, h, rstd, hidden_states.dtype)
+        dweight = products.sum_to_size(weight.shape).to(dweight_dtype or weight.dtype)
     return Gradients(dx, dx_mean, dweight)
 
 
@@ -535,10 +546,10 @@ def _lies_alike(d_sum, dy, x) -> bool:
 
 
 def joined_formula(
-    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined, d_sum
+    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined, d_sum, dweight_dtype=None
 ) -> Gradients:
     """`formula`, with the arguments of `gradients`."""
-    found = formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight)
+    found = formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, dweight_dtype)
     return _joined(found, d_sum) if joined else found
 
 
