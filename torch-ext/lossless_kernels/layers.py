@@ -76,7 +76,11 @@ class LlamaRMSNorm(nn.Module):
         weight = state["_parameters"].get("weight")
         if weight is None:
             weight = _own_weight(state)
-        out = rms_norm_replacement(hidden_states, weight, state.get("variance_epsilon"), owner, state=state)
+        try:
+            eps = self.variance_epsilon
+        except AttributeError:
+            eps = None
+        out = rms_norm_replacement(hidden_states, weight, eps, owner, state=state)
         if out is not None:
             return out
         # Somebody may have made a module of this class itself.
@@ -99,7 +103,7 @@ class RMSNormZeroCentered(nn.Module):
         if owner is _SCRIPTED:
             return _scripted(self, x)
         state = self.__dict__
-        out = rms_norm_replacement(x, _own_weight(state), state.get("eps"), owner, "eps", state=state)
+        out = rms_norm_replacement(x, _own_weight(state), getattr(self, "eps", None), owner, "eps", state=state)
         if out is not None:
             return out
         if isinstance(self, RMSNormZeroCentered):
@@ -125,7 +129,7 @@ class TorchRMSNorm(nn.Module):
         state = self.__dict__
         weight = _own_weight(state)
         if _fused(x, weight, state.get("normalized_shape")):
-            eps = state.get("eps")
+            eps = getattr(self, "eps", None)
             if eps is None and owner.forward is nn.RMSNorm.forward:
                 eps = _TORCH_EPS
             out = rms_norm_replacement(x, weight, eps, owner, "eps", fused=True, state=state)
@@ -175,8 +179,8 @@ class RMSNormGated(nn.Module):
         if isinstance(self, RMSNormGated):
             return gated_eager(LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon)
         state = self.__dict__
-        weight, eps, activation = _own_weight(state), state.get("variance_epsilon"), state.get("activation")
-        out = gated_replacement(hidden_states, gate, weight, eps, activation, owner, state)
+        eps, activation = getattr(self, "variance_epsilon", None), getattr(self, "activation", None)
+        out = gated_replacement(hidden_states, gate, _own_weight(state), eps, activation, owner, state)
         return owner.forward(self, hidden_states, gate) if out is None else out
 
 
