@@ -263,7 +263,7 @@ def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> P
     return Plan(**(plans.tuned(gpu, op, None, 1, element_size) or {}))
 
 
-@functools.cache
+@launch.kept
 def _launcher(kernel, activation, dtype, kind, plan: Plan, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
     constants = {"ACTIVATION": activation.name, **dict(kind), "BLOCK": plan.block}
