@@ -282,7 +282,7 @@ def test_attentions_that_depend_on_what_may_be_absent(kernel, monkeypatch):
     # Whoever was refused before is not warned of again.
     monkeypatch.setattr(attention.proof, "_verdicts", {})
     monkeypatch.setattr(attention.proof, "_warned", set())
-    monkeypatch.setattr(attention, "_admitted", {})
+    monkeypatch.setattr(attention.proof, "_codes", {})
     assert attention.admitted(LlamaAttention, x).window == "" and attention.admitted(MistralAttention, x).window
     with pytest.warns(RuntimeWarning, match="lossless-kernels: .* none of the known formulas"):
         assert attention.admitted(Cohere2Attention, x) is None
@@ -443,11 +443,9 @@ class AnotherKernel(torch.nn.Module):
 
 
 def test_hooks_on_all_modules_see_none_of_a_proof(kernel, seed, monkeypatch):
-    for name in ("proof", "decoder", "attention"):
-        module = importlib.import_module(f"{kernel.__name__}.{name}")
-        for table in ("_verdicts", "_admitted"):
-            if hasattr(module, table):
-                monkeypatch.setattr(module, table, {})
+    proof = importlib.import_module(f"{kernel.__name__}.proof")
+    for table in ("_verdicts", "_codes"):
+        monkeypatch.setattr(proof, table, {})
     ours, called = kernelized(kernel, make("Llama", seed), "decoder"), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
     attention = importlib.import_module(f"{kernel.__name__}.attention")

@@ -968,9 +968,9 @@ def test_another_forward_of_a_class_is_another_subject(proof):
         def forward(self, x):
             return x
 
-    before = proof.code(Layer)
+    before = proof.functions_of(Layer)
     Layer.forward = lambda self, x: 2 * x
-    assert proof.code(Layer) == (Layer.forward,) != before
+    assert proof.functions_of(Layer) == (Layer.forward,) != before
 
 
 def test_without_proof_the_formula_runs(kernel, module, monkeypatch):
@@ -1288,7 +1288,6 @@ def test_eps_is_the_one_that_the_forward_reads(kernel, module, monkeypatch, proo
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     monkeypatch.setattr(Norm, "_normalized", reads_both)
-    module("proof")._code.cache_clear()
     assert module("rms_norm").variant_of(Norm, looked_for, x.dtype, x.dtype, CPU) is None
     assert module("rms_norm").variant_of(Norm, read, x.dtype, x.dtype, CPU) is module("variants").LLAMA
 
@@ -1379,12 +1378,12 @@ def test_who_may_ask_more_of_a_module_than_a_stand_in_shows(kernel, module, proo
         def forward(self, hidden_states):
             return hidden_states if self.bias is None else hidden_states + self.bias
 
-    assert module("proof").code(WithBias) is None
+    assert module("proof").functions_of(WithBias) is None
     x, is_plain = torch.randn(3, 64), name == "plain"
     activation = Activation()
     expected = kernel.silu(x) if is_plain else activation(x)
     assert_bits_equal(MethodType(kernel.layers.SiLUActivation.forward, activation)(x), expected)
-    assert (module("proof").code(Norm) is not None) == is_plain
+    assert (module("proof").functions_of(Norm) is not None) == is_plain
     assert module("activation").is_shown(Activation.forward) == is_plain
     if not is_plain:  # The CPU's own SiLU is another one than the kernel's formula in torch.
         assert module("mlp")._recognize("key", modeling_llama.LlamaMLP, Activation.forward, x.dtype, CPU) is None
@@ -1478,13 +1477,8 @@ def test_a_mode_may_watch_half_of_a_checkpoint(kernel, module, proof_off, watche
 def full_memory(module, monkeypatch):
     """A switch: while it is on, every proof finds the memory full; off, the pause after it is over as well."""
     proof, domain = module("proof"), module("domain")
-    tables = [("proof", "_verdicts"), ("proof", "_full_until"), ("mlp", "_activations"), ("decoder", "_admitted")]
-    tables += [
-        ("attention", "_admitted"),
-        ("rms_norm", "_calls"),
-        ("rms_norm", "_recent"),
-        ("gated_rms_norm", "_found"),
-    ]
+    tables = [("proof", "_verdicts"), ("proof", "_full_until"), ("proof", "_codes")]
+    tables += [("rms_norm", "_calls"), ("rms_norm", "_recent")]
     for owner, table in tables:
         monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
     monkeypatch.setattr(domain.proofs, "no_memory_until", 0.0)
@@ -1662,7 +1656,7 @@ def test_what_asks_for_autocast_or_answers_for_missing_attributes_is_not_looked_
     def forward(self, hidden_states):
         return self.weight * hidden_states * self.scale
 
-    code = module("proof").code
+    code = module("proof").functions_of
     assert code(type("Asks", (torch.nn.Module,), {"forward": asks})) is None
     assert code(type("Answers", (torch.nn.Module,), {"forward": forward, "__getattr__": answers})) is None
     assert code(type("Norm", (torch.nn.Module,), {"forward": forward})) is not None
@@ -1672,7 +1666,6 @@ def test_what_asks_for_autocast_or_answers_for_missing_attributes_is_not_looked_
 def test_what_is_almost_a_gated_norm_is_none(module, monkeypatch):
     family = module("gated_rms_norm")
     monkeypatch.setattr(module("proof"), "_verdicts", {})
-    monkeypatch.setattr(family, "_found", {})
 
     def gated(prepared, shown):
         def forward(self, hidden_states, gate):
@@ -1691,5 +1684,5 @@ def test_what_is_almost_a_gated_norm_is_none(module, monkeypatch):
             (gated(same, lambda gate: gate.clamp(-20.0, 20.0)), False),
             (gated(lambda x: x.contiguous(), same), False),
         ):
-            found = family._variant(owner, "silu", (dtype,) * 3, CPU)
+            found = family._variant(owner, module("proof").functions_of(owner), "silu", (dtype,) * 3, CPU)
             assert (found is not None) is expected

@@ -96,9 +96,8 @@ def products(module, monkeypatch):
 @pytest.fixture
 def fresh(module, monkeypatch):
     tables = {
-        "mlp": ["_activations"],
         "gated_activation": ["_calls", "_recent"],
-        "proof": ["_verdicts", "_warned", "_outside"],
+        "proof": ["_codes", "_verdicts", "_warned", "_outside"],
     }
     for owner, table in ((owner, table) for owner, names in tables.items() for table in names):
         monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())

@@ -126,7 +126,7 @@ def test_every_refused_class_has_its_reason(fresh):
     with torch.no_grad():
         layers(torch.randn(16, 64, device=DEVICE))
     found = entries(fresh, layers)
-    assert all("more of its layer" in " ".join(found[name].reasons) for name in ("A", "B")), found
+    assert all("more than every instance" in " ".join(found[name].reasons) for name in ("A", "B")), found
 
 
 def test_activations_and_norms_that_keep_the_original_say_where(fresh):

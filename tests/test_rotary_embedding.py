@@ -163,8 +163,7 @@ def without_kernel(tables, monkeypatch):
     monkeypatch.setattr(tables.launch, "INTERPRETED", False)
     monkeypatch.setattr(tables, "runs_kernels", lambda device: device.type == "cpu")
     monkeypatch.setattr(tables, "_resolve", resolve)
-    for name in ("_calls", "_recent"):
-        monkeypatch.setattr(tables, name, {})
+    monkeypatch.setattr(tables.proof, "_codes", {})
     return resolved
 
 

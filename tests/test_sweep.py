@@ -158,7 +158,7 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
         if layer_name in eps
     }
     proof = importlib.import_module(f"{kernel.__name__}.proof")
-    assert all(proof.code(layer_class) for layer_name, layer_class in found if "RMSNorm" in layer_name)
+    assert all(proof.functions_of(layer_class) for layer_name, layer_class in found if "RMSNorm" in layer_name)
     assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
     assert names["GptOssRMSNorm"] == names["Olmo2RMSNorm"] == "fp32_product"
     assert names["Qwen3_5RMSNorm"] == "one_plus_weight"

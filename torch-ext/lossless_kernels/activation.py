@@ -22,6 +22,7 @@ from .domain import (
     are_plain,
     check_floating,
     dispatch_modes,
+    gradients_apart,
     is_autocast,
     remember,
     runs_kernels,
@@ -166,7 +167,7 @@ def _silu(module, input):
 
 def _silu_gradients(dy, x):
     if is_grad_enabled() and x.requires_grad:  # Somebody differentiates the gradient: ATen then has another formula.
-        return torch.autograd.grad(torch.nn.functional.silu(x), x, dy, create_graph=True)
+        return gradients_apart(torch.nn.functional.silu, (x,), dy)
     return (torch.ops.aten.silu_backward(dy, x),)
 
 
@@ -339,20 +340,25 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     needs_grad = is_grad_enabled() and input.requires_grad
     recent = _recent.get(subject)
     if recent is not None:
-        same, then, call = recent
+        same, computed, then, call = recent
         if (
             type(input) in PLAIN_TYPES
             and not input.is_nested
             and same(input)
+            and computed is activation
             and then == needs_grad
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
             return call(input)
-    if not are_ours(input, input, needs_grad) or _is_widened(activation, input):
+    if not are_ours(input, input, needs_grad):
+        proof.outside(forward_of(subject), proof.NOT_PLAIN)
+        return None
+    if _is_widened(activation, input):
+        proof.outside(forward_of(subject), "autocast, which computes powers in fp32")
         return None
     try:
-        key = (by_value(subject), needs_grad, input.dtype, input.shape, input.stride(), input.device)
+        key = (by_value(subject), activation, needs_grad, input.dtype, input.shape, input.stride(), input.device)
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
         return None
@@ -363,7 +369,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     call = call.differentiable if needs_grad else call.__call__
     same = same_tensors(input)
     if same is not None:
-        remember(_recent, subject, (same, needs_grad, call))
+        remember(_recent, subject, (same, activation, needs_grad, call))
     return call(input)
 
 
@@ -392,19 +398,19 @@ def original_of(subject):
     return functools.partial(forward, SimpleNamespace(**{name: value}))
 
 
-# Of a forward that a stand-in cannot show.
-UNSHOWN = "a forward that asks for more than every instance must have"
-
-
 def is_shown(subject) -> bool:
-    """Whether `original_of` a subject is what its forward computes in every module."""
-    return proof.is_shown(forward_of(subject))
+    """Whether `original_of` a subject is what its forward computes in every module, whatever is replaced around it."""
+    forward = forward_of(subject)
+    return proof.is_shown(forward) and not proof.helpers_of(forward)
+
+
+_UNUSUAL = "an input too large, or whose output lies in memory in another order"
 
 
 def _outside(x, subject) -> Optional[str]:
     """Why no kernel takes this tensor or this forward, None if one may."""
     if not is_shown(subject):
-        return UNSHOWN
+        return proof.UNSHOWN
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
         return f"input {x.dtype} on {x.device}"
     if x.numel() and not is_dense(x.shape, x.stride()) and rows_in_memory(x.shape, x.stride()) is None:
@@ -421,6 +427,8 @@ def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
     out = Output.of(functools.partial(activation.forward, None), x)
     shape, strides = x.shape, x.stride()
     if x.numel() == 0:
+        if needs_grad:
+            proof.outside(forward_of(subject), "gradients of nothing")
         return None if needs_grad else _Call(activation, None, out)
     if is_dense(shape, strides):
         rows, columns, row_stride = 1, x.numel(), x.numel()
@@ -431,9 +439,10 @@ def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     kind = rows == 1, access_unit(columns, row_stride, x.dtype)
     block = launch_plan(activation.name, x.dtype.itemsize, plans.gpu(x.device)).block
-    if rows * -(-columns // block) > MAX_PROGRAMS:
+    if rows * -(-columns // block) > MAX_PROGRAMS or not same_order:
+        proof.outside(forward_of(subject), _UNUSUAL)
         return None
-    if not same_order or not _proved(subject, activation, x.dtype, kind, x.device):
+    if not _proved(subject, activation, x.dtype, kind, x.device):
         return None
     if needs_grad and not _proved(subject, activation, x.dtype, kind, x.device, gradients=True):
         return None

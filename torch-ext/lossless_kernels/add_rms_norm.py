@@ -2,6 +2,8 @@
 
 import functools
 import math
+import weakref
+from collections.abc import Mapping
 from typing import Callable, Optional, Union
 
 import torch
@@ -12,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import (
+    NO_STATE,
     UNSEEN,
     allocator,
     apply_of,
@@ -151,12 +154,22 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "empty", "empty_total", "empty_rstd", "eps", "recent")
+    __slots__ = ("variant", "original", "weight_dtype", "launch", "empty", "empty_total", "empty_rstd", "eps", "recent")
 
     def __init__(
-        self, variant: Variant, launch: launch.Launch, out: Output, empty_total: Callable, empty_rstd: Callable, eps
+        self,
+        variant: Variant,
+        original: Callable,
+        weight_dtype: torch.dtype,
+        launch: launch.Launch,
+        out: Output,
+        empty_total: Callable,
+        empty_rstd: Callable,
+        eps,
     ):
         self.variant = variant
+        self.original = original
+        self.weight_dtype = weight_dtype
         self.launch = launch.on_six
         self.empty = out.empty
         self.empty_total = empty_total
@@ -190,23 +203,27 @@ def replacement(
     eps: float,
     owner: type,
     eps_name: str = "variance_epsilon",
+    state: Mapping = NO_STATE,
 ) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
     """`owner.forward` of `residual + hidden_states`, and that sum, from the kernel; None where the caller must compute them.
 
     Args:
         owner: the class of the norm that is replaced.
         eps_name: the attribute that eps is from.
+        state: the norm's `__dict__`.
     """
     if is_dynamo_compiling():
         return _compiled(hidden_states, residual, weight, eps, owner, eps_name)
     recent = _recent.get(id(weight))
     if recent is not None:
-        same, replaced, forward, added, grad, call = recent
+        same, replaced, forward, helpers, read, added, grad, call = recent
         if (
             are_dense(hidden_states, residual)
             and same(hidden_states, residual, weight)
-            and replaced is owner
+            and replaced() is owner
             and forward is owner.forward
+            and (not helpers or proof.are_current(helpers, owner, state))
+            and read is eps_name
             and added is eps
             and grad == is_grad_enabled()
             and forward_ad._current_level < 0
@@ -215,29 +232,37 @@ def replacement(
             return call(hidden_states, residual, weight)
     tensors = (hidden_states, residual, weight)
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or weight.numel() == 0:
+        proof.outside(owner.forward, "a sum before a norm without a weight")
         return None
     needs = NO_GRADIENTS
     if is_grad_enabled():
         needs = (hidden_states.requires_grad or residual.requires_grad, weight.requires_grad)
     with_grad = needs != NO_GRADIENTS
     if not (are_ours(hidden_states, residual, with_grad) and are_ours(weight, weight, with_grad)):
+        proof.outside(owner.forward, proof.NOT_PLAIN)
         return None
     if with_grad and any(tensor.is_inference() for tensor in tensors):
+        proof.outside(owner.forward, proof.INFERENCE_TENSORS)
         return None
-    call = call_of(hidden_states, residual, weight, eps, owner, eps_name, needs)
+    call = call_of(hidden_states, residual, weight, eps, owner, eps_name, needs, state)
     if call is None:
         return None
-    recent = recognition(call, (owner, owner.forward, eps, is_grad_enabled()), *tensors)
+    told = (weakref.ref(owner), owner.forward, proof.code_of(owner).helpers, eps_name, eps, is_grad_enabled())
+    recent = recognition(call, told, *tensors)
     if recent is not None:
         remember(_recent, id(weight), recent)
     return call(hidden_states, residual, weight)
 
 
-def call_of(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
+def call_of(x, residual, weight, eps, owner, eps_name, needs, state=NO_STATE) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs. The arguments are those of `rms_norm.call_of`."""
+    functions = proof.functions_of(owner, state)
+    if functions is None:
+        proof.outside_for_its_code(owner)
+        return None
     try:
         layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (x, residual, weight))
-        key = (proof.code(owner) or owner.forward, eps_name, needs, eps, layouts)
+        key = (functions, eps_name, needs, eps, layouts)
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
         return None
@@ -246,18 +271,36 @@ def call_of(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inferenc
     return call
 
 
+def _outside(x, residual, weight, eps, owner) -> Optional[str]:
+    """Why no kernel takes these tensors or this class for a sum and its norm, None if one may."""
+    if calls_torch(owner):
+        return "a sum before F.rms_norm"
+    if not isinstance(eps, (int, float)):
+        return f"eps is of type {type(eps).__name__}"
+    if x.dim() < 2 or x.numel() == 0:
+        return "a sum of no rows, or of one row that is no matrix"
+    if not runs_kernels(x.device) or {residual.device, weight.device} != {x.device}:
+        return f"activations on {x.device}, residual on {residual.device}, weight on {weight.device}"
+    if residual.dtype != x.dtype:
+        return f"activations {x.dtype}, residual {residual.dtype}"
+    if residual.shape != x.shape:
+        return "a residual of another shape than the activations"
+    hidden_size = x.shape[-1]
+    if not in_domain(x.dtype, weight.dtype, hidden_size):
+        return f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}"
+    if weight.shape != (hidden_size,) or not weight.is_contiguous():
+        return "a weight that is no contiguous [hidden_size]"
+    if not (x.is_contiguous() and residual.is_contiguous()):
+        return "a sum of tensors that are not contiguous"
+    return None
+
+
 def _resolve(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
-    if proof.code(owner) is None or calls_torch(owner) or not isinstance(eps, (int, float)):
-        return None
-    if x.dim() < 2 or x.numel() == 0 or not runs_kernels(x.device):
-        return None
-    if (residual.shape, residual.dtype) != (x.shape, x.dtype) or {residual.device, weight.device} != {x.device}:
+    reason = _outside(x, residual, weight, eps, owner)
+    if reason is not None:
+        proof.outside(owner.forward, reason)
         return None
     hidden_size = x.shape[-1]
-    if not in_domain(x.dtype, weight.dtype, hidden_size) or weight.shape != (hidden_size,):
-        return None
-    if not (x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
-        return None
     variant = variant_of(owner, eps_name, x.dtype, weight.dtype, x.device)
     if variant is None:
         return None
@@ -275,7 +318,7 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inferen
     if with_rstd:
         shape = (*x.shape[:-1], 1)
         empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, x.device)
-        return _Training(variant, launch, out, empty_total, empty_rstd, eps)
+        return _Training(variant, owner.forward, weight.dtype, launch, out, empty_total, empty_rstd, eps)
     return _Inference(launch, out, empty_total)
 
 
@@ -306,18 +349,35 @@ class _Differentiable(torch.autograd.Function):
             again = torch.is_grad_enabled()  # Somebody differentiates the gradients.
             if again:
                 rstd = eager_rstd(total.to(torch.float32), ctx.call.eps)
+            # The model may have been given another dtype since.
+            in_torch, weight_dtype = again or weight.dtype is not ctx.call.weight_dtype, ctx.call.weight_dtype
             arguments = (ctx.call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight)
-            dx, dweight = _gradients(*arguments, d_total, again)
+            dx, dweight = _gradients(*arguments, d_total, in_torch, weight_dtype, ctx.call.original)
         return dx if needs_x else None, dx if needs_residual else None, dweight, None
 
 
 _apply = apply_of(_Differentiable)
 
 
-def _gradients(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, d_total, in_torch=False):
+def _gradients(
+    variant,
+    d_normed,
+    total,
+    weight,
+    rstd,
+    needs_dx,
+    needs_dweight,
+    d_total,
+    in_torch=False,
+    dweight_dtype=None,
+    original=None,
+):
     """The gradients of the sum and of the weight."""
-    compute = rms_norm_backward.joined_formula if in_torch else rms_norm_backward.gradients
-    found = compute(variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
+    arguments = (variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
+    if in_torch:
+        found = rms_norm_backward.joined_formula(*arguments, dweight_dtype)
+    else:
+        found = rms_norm_backward.gradients(*arguments, original)
     return found.dx, found.dweight
 
 
@@ -328,7 +388,7 @@ def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> b
     """Whether the kernel for such rows has proved to return the bits of the sum and of `owner.forward` of it."""
     plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
     rows = row_class(rows)
-    key = ("add_rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
+    key = ("add_rms_norm", proof.functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", of a sum")
     arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan)
     return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
@@ -444,7 +504,7 @@ _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_con
 def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
     """The name of the variant proved for any number of rows; None if the two operations are traced."""
     device = torch.device("cuda", device_index)
-    if under_transform() or proof.code(owner) is None or calls_torch(owner):
+    if under_transform() or proof.functions_of(owner) is None or calls_torch(owner):
         return None
     variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
     if variant is None:

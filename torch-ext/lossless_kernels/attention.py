@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from . import proof
-from .domain import MODULE_CALL, is_bare
+from .domain import MODULE_CALL, is_bare, keeps_its_saved_tensors
 from .rotary import replacement as rotary_replacement
 
 
@@ -38,6 +38,7 @@ class Variant:
         return f"attention{', q_norm and k_norm' * self.normed}{', a sliding window' * bool(self.window)}"
 
 
+_NORMS = frozenset(("q_norm", "k_norm"))
 _VARIANTS = [Variant(normed, window) for normed in (False, True) for window in ("", "module", "config")]
 
 
@@ -60,7 +61,7 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
     modules, variant = module._modules, None
     if is_bare(module) and "q_proj" in modules and "k_proj" in modules and "v_proj" in modules and "o_proj" in modules:
         variant = admitted(owner, hidden_states)
-    if variant is None:
+    if variant is None or (variant.normed and not _NORMS <= modules.keys()):
         return module(hidden_states=hidden_states, **arguments)[0]
     found = owner.forward.__globals__
     functions = Functions(
@@ -132,7 +133,7 @@ def mixed(
 def _rotated(rotate, query, key, cos, sin):
     """`rotate(query, key, cos, sin)`: nothing else here ever uses query and key."""
     # `kernels` makes a module of a function that has a layer name.
-    if isinstance(rotate, nn.Module) and is_bare(rotate):
+    if isinstance(rotate, nn.Module) and is_bare(rotate) and keeps_its_saved_tensors(rotate):
         out = rotary_replacement(query, key, cos, sin, 1, type(rotate).forward, True)
         if out is not None:
             return out
@@ -176,27 +177,25 @@ _NAMES = frozenset(
 )
 _GLOBALS = frozenset(("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_pos_emb"))
 
-_admitted: dict = {}
-
 
 def admitted(owner: type, hidden_states: torch.Tensor) -> Optional[Variant]:
     """The variant that `owner.forward` has proved to be, on the device of `hidden_states`; None if it is none."""
     if is_dynamo_compiling():
         number = _number_for_compile(owner.forward, hidden_states.device.index or 0) if hidden_states.is_cuda else None
         return None if number is None else _VARIANTS[number]
-    forward = owner.forward
-    key = (forward, hidden_states.get_device())
-    if key in _admitted:
-        return _admitted[key]
-    variant, final = _recognized(forward, hidden_states.device)
+    known, key = proof.code_of(owner).memo, ("attention", hidden_states.get_device())
+    if key in known:
+        return known[key]
+    variant, final = _recognized(owner.forward, hidden_states.device)
     if final:
-        _admitted[key] = variant
+        known[key] = variant
     return variant
 
 
 def _recognized(forward, device) -> tuple[Optional[Variant], bool]:
     """The variant, and whether that may be kept."""
     if not _looks_known(forward):
+        proof.outside(forward, "an attention whose forward asks for more than Llama's")
         return None, True
     subject = proof.Subject(forward, device, "any dtype")
     candidates = {

@@ -1,6 +1,7 @@
 """A pre-norm decoder layer: the sum with the first residual and the norm after it from one kernel, the rest called as modules."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
@@ -8,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import add_rms_norm, proof
 from .attention import attend
-from .domain import is_bare, runs_kernels
+from .domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
 
 # All that the forward of a known decoder layer asks for.
 _MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
@@ -65,9 +66,10 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
     """The same from one kernel, where the norm is one that it knows."""
     owner = type(norm)
     name = _EPS_BY_LAYER_NAME.get(getattr(owner, "kernel_layer_name", None))
-    if name is not None and is_bare(norm):
+    if name is not None and is_bare(norm) and keeps_its_saved_tensors(norm):
         eps = norm.__dict__.get(name)
-        added = add_rms_norm.replacement(hidden_states, residual, norm._parameters.get("weight"), eps, owner, name)
+        weight = norm._parameters.get("weight")
+        added = add_rms_norm.replacement(hidden_states, residual, weight, eps, owner, name, norm.__dict__)
         if added is not None:
             return added
     return apart(hidden_states, residual, norm)
@@ -76,21 +78,25 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
 # Proof
 
 
-_admitted: dict = {}
+def admits(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> bool:
+    """Whether `forward` has proved to do what `owner.forward` does, on the device of `hidden_states`.
 
-
-def admits(owner: type, hidden_states: Any) -> bool:
-    """Whether `forward` has proved to do what `owner.forward` does, on the device of `hidden_states`."""
+    Args:
+        state: the layer's `__dict__`.
+    """
     if not isinstance(hidden_states, torch.Tensor) or not runs_kernels(hidden_states.device):
         return False
     if is_dynamo_compiling():
         return hidden_states.is_cuda and _admits_for_compile(owner, hidden_states.device.index or 0)
-    key = (owner.forward, hidden_states.get_device())
-    admitted = _admitted.get(key)
+    code = proof.code_of(owner)
+    if code.helpers and not proof.are_current(code.helpers, owner, state):
+        return False
+    key = ("decoder", hidden_states.get_device())
+    admitted = code.memo.get(key)
     if admitted is None:
         admitted = _recognized(owner, hidden_states.device)
         if admitted is not None:
-            _admitted[key] = admitted
+            proof.code_of(owner).memo[key] = admitted
     return bool(admitted)
 
 
@@ -101,11 +107,15 @@ def _admits_for_compile(owner, device_index) -> bool:
 
 def _recognized(owner, device) -> Optional[bool]:
     """None where no verdict is possible now, as inside a CUDA graph's capture."""
-    code = proof.code(owner)
+    functions = proof.functions_of(owner)
     # A layer of this package used by itself; a forward that asks for more than its modules.
-    if owner.__module__ == _LAYERS or code is None or not _MODULES.issuperset(code[0].__code__.co_names):
+    if owner.__module__ == _LAYERS or functions is None:
+        proof.outside_for_its_code(owner)
         return False
-    key = ("decoder", code, device)
+    if not _MODULES.issuperset(functions[0].__code__.co_names):
+        proof.outside(owner.forward, "a forward that has more parts than a norm, attention, a norm and an MLP")
+        return False
+    key = ("decoder", functions, device)
     subject = proof.Subject(owner.forward, device, "any dtype", _FORMULA)
     admitted = proof.recognize(key, subject, {True: functools.partial(_comparisons, owner, device)})
     return bool(admitted) if proof.is_settled(key) else None

@@ -17,10 +17,11 @@ from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.nn import Linear, functional
 
-from . import add_rms_norm, attention, decoder, gated_activation, launch, mlp, rms_norm, rotary
+from . import add_rms_norm, attention, decoder, gated_activation, launch, mlp, proof, rotary
 from .domain import allocator, are_dense, are_plain, dispatch_modes, has_global_hooks, is_bare, same_tensors
 from .layout import contiguous_strides
 from .rms_norm import NO_GRADIENTS
+from .rms_norm import call_of as norm_call_of
 
 # Of a module's `_modules`.
 _PARTS = itemgetter("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -86,7 +87,7 @@ class Call:
         self.variant = attention.admitted(type(self_attn), hidden_states)
         self.activation = mlp.attributes_of(act_fn)
         subject = mlp.subject_of(act_fn)
-        activation = mlp.activation_of(type(gated), subject, hidden_states)
+        activation = mlp.activation_of(type(gated), subject, hidden_states, gated.__dict__)
         if self.variant is None or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
             raise _Unknown
         head_norms = _HEAD_NORMS(self_attn._modules) if self.variant.normed else ()
@@ -101,6 +102,12 @@ class Call:
         self.own_forwards = [*map(_own_forward, others)]
         self.classes = [*dict.fromkeys((self.owner, Linear, *self.kinds))]
         self.forwards = [*map(_FORWARD_AND_CALL, self.classes)]
+        # Functions that these forwards call, which somebody may replace.
+        self.helpers = [proof.code_of(kind).helpers for kind in self.kinds]
+        self.of_layer = (
+            *proof.code_of(self.owner).helpers,
+            *proof.helpers_of(proof.function_behind(type(others[-1]).forward)),
+        )
         self.eps_names = [_EPS_NAMES[_layer_of_ours(norm)] for norm in norms]
         self.eps = [norm.__dict__[name] for norm, name in zip(norms, self.eps_names)]
         self.head_dim = self_attn.__dict__["head_dim"]
@@ -126,7 +133,8 @@ class Call:
 
         def norm_call(number, x):
             weight, owner = norms[number]._parameters["weight"], type(norms[number])
-            return rms_norm.call_of(x, weight, self.eps[number], owner, self.eps_names[number], NO_GRADIENTS, False)
+            state = norms[number].__dict__
+            return norm_call_of(x, weight, self.eps[number], owner, self.eps_names[number], NO_GRADIENTS, False, state)
 
         query, key, value = (like_output(projection, batch, tokens, -1, self.head_dim) for projection in linears[:3])
         gate = like_output(linears[4], self.rows, -1)
@@ -136,7 +144,7 @@ class Call:
         rotate = rotary.call_of(query, key, cos, sin, 1, type(others[-1]).forward, NO_GRADIENTS)
         first = norm_call(0, rows)
         of_second = norms[1]._parameters["weight"], self.eps[1], type(norms[1]), self.eps_names[1]
-        second = add_rms_norm.call_of(rows, rows, *of_second, NO_GRADIENTS)
+        second = add_rms_norm.call_of(rows, rows, *of_second, NO_GRADIENTS, norms[1].__dict__)
         product = gated_activation.call_of(gate, gate, subject, activation, False)
         if None in (first, second, rotate, product, *self.head_norms):
             raise _Unknown
@@ -185,13 +193,14 @@ class Call:
                 parameters = state["_parameters"]
                 weights_and_biases.append((parameters["weight"], parameters["bias"]))
             others = (*norms, self_attn, gated, act_fn, rotate)
-            for module, kind, own_forward in zip(others, self.kinds, self.own_forwards):
+            for module, kind, own_forward, helpers in zip(others, self.kinds, self.own_forwards, self.helpers):
                 state = module.__dict__
                 if (
                     type(module) is not kind
                     or state["_forward_hooks"]
                     or state["_forward_pre_hooks"]
                     or "_compiled_call_impl" in state
+                    or (helpers and not proof.are_current(helpers, kind, state))
                 ):
                     return None
                 bound = state.get("forward")
@@ -209,6 +218,7 @@ class Call:
                 [*map(_FORWARD_AND_CALL, self.classes)] != self.forwards
                 or mlp.attributes_of(act_fn) != self.activation
                 or self_attn.__dict__["head_dim"] != self.head_dim
+                or not proof.are_current(self.of_layer, self.owner, layer.__dict__)
             ):
                 return None
         except (KeyError, AttributeError):
@@ -291,7 +301,7 @@ class _Kept:
 
 # By the identity of a layer, as long as it lives.
 _kept: dict[int, _Kept] = {}
-# The last that were made: of a model's layers one is the call of all.
+# The last that were made, while a layer keeps them: of a model's layers one is the call of all.
 _made: deque = deque(maxlen=16)
 
 
@@ -329,11 +339,12 @@ def note(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings) -> 
 
 
 def _known(layer, hidden_states, cos, sin) -> Call:
-    for call in tuple(_made):
-        if call.look(layer, hidden_states, cos, sin) is not None:
+    for made in tuple(_made):
+        call = made()
+        if call is not None and call.look(layer, hidden_states, cos, sin) is not None:
             return call
     call = Call(layer, hidden_states, cos, sin)
     if call.look(layer, hidden_states, cos, sin) is None:
         raise _Unknown
-    _made.appendleft(call)
+    _made.appendleft(weakref.ref(call))
     return call

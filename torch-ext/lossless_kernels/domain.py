@@ -5,6 +5,7 @@ import operator
 import re
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Callable
 
@@ -17,6 +18,8 @@ from torch.nn.modules import module as torch_module
 from . import launch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of a layer that is not asked for its `__dict__`.
+NO_STATE: Mapping = {}
 # A subclass may mean something else by every operation on it.
 PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _OUR_LAYERS = f"{__package__}.layers"
@@ -37,7 +40,7 @@ _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether kernels may be called on what these two tensors' memory holds.
 
-    Not on subclasses or lazily negated tensors, and not while somebody watches or rewrites every operation: functorch,
+    Not on subclasses, lazily negated tensors or zeros without memory, and not while somebody watches or rewrites every operation: functorch,
     forward-mode AD, torch.jit.trace and dispatch modes do not see a kernel, so the operations they know must run.
     """
     return _are_plain(first, second) and not dispatch_modes()
@@ -59,6 +62,8 @@ def _are_plain(first, second) -> bool:
         and type(second) in PLAIN_TYPES
         and not first.is_neg()
         and not second.is_neg()
+        and not first._is_zerotensor()
+        and not second._is_zerotensor()
         and not _legacy_batched(first)
         and not _legacy_batched(second)
         and not _wrapped(first)
@@ -81,6 +86,19 @@ def apply_of(function: type):
     takes a third of an empty function's time.
     """
     return super(torch.autograd.Function, function).apply
+
+
+def gradients_apart(function: Callable, inputs: Sequence, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What autograd sends into the inputs of `function(*inputs)`, and into nothing else that they are made of.
+
+    By new names of the inputs: hooks on them are for the gradients that arrive in the end, and one may be made of another. Where
+    gradients are enabled, these can be differentiated in turn.
+    """
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        names = [each.view_as(each) if differentiable else each.detach() for each in inputs]
+        names = [each if each.requires_grad else each.requires_grad_() for each in names]
+        return torch.autograd.grad(function(*names), names, dy, create_graph=differentiable)
 
 
 def under_transform() -> bool:
@@ -120,21 +138,27 @@ def has_global_hooks() -> bool:
     )
 
 
-def is_bare(module: torch.nn.Module) -> bool:
+def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
     """Whether calling the module is calling its class's forward, or that of this package in its place, and nothing else.
 
     Not with hooks, not if it is compiled by itself, and not if somebody else put a forward of his own there.
+
+    Args:
+        whatever_hooks: leave hooks out of account.
     """
     state = module.__dict__
     if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
+        not whatever_hooks
+        and (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or torch_module._global_forward_hooks
+            or torch_module._global_forward_pre_hooks
+            or torch_module._global_backward_hooks
+            or torch_module._global_backward_pre_hooks
+        )
         or module._compiled_call_impl is not None
         or type(module).__call__ is not MODULE_CALL
     ):
@@ -150,6 +174,17 @@ def is_bare(module: torch.nn.Module) -> bool:
         return False
     # `kernelize` binds the class's own where it has no kernel. In this way TorchDynamo of torch 2.11 can tell, too.
     return function.__module__ == _OUR_LAYERS or function is type(module).forward
+
+
+def keeps_its_saved_tensors(module: torch.nn.Module) -> bool:
+    """Whether autograd saves the same tensors when the module is called as when its kernel is called in its place.
+
+    In a checkpoint it must: hooks, of which FLOP counters put some on all modules, may be there in one of both computations
+    of a block only, and have the module called. So there the module's own forward must be this package's.
+    """
+    if is_dynamo_compiling() or not is_checkpointed():
+        return True
+    return getattr(getattr(module.__dict__.get("forward"), "__func__", None), "__module__", None) == _OUR_LAYERS
 
 
 def runs_kernels(device: torch.device) -> bool:

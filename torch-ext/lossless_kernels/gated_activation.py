@@ -2,9 +2,11 @@
 
 import functools
 import math
+import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
@@ -280,16 +282,18 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
     needs_grad = is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     recent = _recent.get(subject)
     if recent is not None:
-        same, then, call = recent
+        same, computed, then, call = recent
         if (
             are_dense(gate, up)
             and same(gate, up)
+            and computed is activation
             and then == needs_grad
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
             return call(gate, up)
     if not are_ours(gate, up, needs_grad):
+        proof.outside(product_of(forward_of(subject)), proof.NOT_PLAIN)
         return None
     call = call_of(gate, up, subject, activation, needs_grad)
     if call is None:
@@ -297,7 +301,7 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
     call = call.differentiable if needs_grad else call.__call__
     same = same_tensors(gate, up)
     if same is not None:
-        remember(_recent, subject, (same, needs_grad, call))
+        remember(_recent, subject, (same, activation, needs_grad, call))
     return call(gate, up)
 
 
@@ -306,6 +310,7 @@ def call_of(gate, up, subject, activation: Activation, needs_grad: bool) -> Opti
     try:
         key = (
             by_value(subject),
+            activation,
             needs_grad and gate.requires_grad,
             needs_grad and up.requires_grad,
             gate.dtype,
@@ -323,6 +328,12 @@ def call_of(gate, up, subject, activation: Activation, needs_grad: bool) -> Opti
     if call is UNSEEN:
         call = remember(_calls, key, _resolve(gate, up, key[0], activation, needs_grad))
     return call
+
+
+def product_is_ours(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activation) -> bool:
+    """Whether `replacement` would compute this product."""
+    needs_grad = is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    return are_ours(gate, up, needs_grad) and call_of(gate, up, subject, activation, needs_grad) is not None
 
 
 def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional[torch.Tensor]:
@@ -344,6 +355,7 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
         ):
             return call(packed)
     if not are_ours(packed, packed, needs_grad):
+        proof.outside(product_of(activation.forward), proof.NOT_PLAIN)
         return None
     try:
         key = (subject, needs_grad, packed.dtype, packed.shape, packed.stride(), packed.device)
@@ -359,6 +371,9 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
     if same is not None:
         remember(_recent, subject, (same, needs_grad, call))
     return call(packed)
+
+
+_UNUSUAL = "gate and up too large, or whose product lies in memory in another order"
 
 
 def _outside(gate, up, layout) -> Optional[str]:
@@ -378,13 +393,18 @@ def _resolve(gate, up, subject, activation, needs_grad) -> Optional[_Call]:
     if reason is not None:
         proof.outside(product_of(forward_of(subject)), reason)
         return None
-    if needs_grad and not gate.requires_grad:
-        return None  # Eager does not keep the gate then.
+    product = product_of(forward_of(subject))
+    if needs_grad and not gate.requires_grad:  # Eager does not keep the gate then.
+        proof.outside(product, "gradients of up alone")
+        return None
     out = Output.of(functools.partial(_eager, activation), gate, up)
     if gate.numel() == 0:
+        if needs_grad:
+            proof.outside(product, "gradients of nothing")
         return None if needs_grad else _Call(activation, None, out)
     layout = _Layout.of(gate, up)
     if not layout.fits(gate.shape, out.strides, gate.stride()):
+        proof.outside(product, _UNUSUAL)
         return None
     gradients = None if not needs_grad else _BOTH if up.requires_grad else _GATES
     return _proved_call(subject, activation, gate.dtype, layout, gate.device, out, gradients)
@@ -398,9 +418,12 @@ def _resolve_packed(packed, activation, needs_grad) -> Optional[_Call]:
         return None
     out = Output.of(functools.partial(_eager, activation), gate, up)
     if gate.numel() == 0:
+        if needs_grad:
+            proof.outside(product_of(activation.forward), "gradients of nothing")
         return None if needs_grad else _Call(activation, None, out)
     layout = _Layout.of_packed(packed)
     if not layout.fits(gate.shape, out.strides, None):
+        proof.outside(product_of(activation.forward), _UNUSUAL)
         return None
     gradients = _BOTH if needs_grad else None
     return _proved_call(activation.forward, activation, packed.dtype, layout, packed.device, out, gradients)
@@ -408,6 +431,7 @@ def _resolve_packed(packed, activation, needs_grad) -> Optional[_Call]:
 
 def _proved_call(subject, activation, dtype, layout, device, out, gradients) -> Optional[_Call]:
     if layout.programs(BLOCK) > MAX_PROGRAMS:
+        proof.outside(product_of(forward_of(subject)), _UNUSUAL)
         return None
     kind = tuple(layout.kind(dtype).values())
     if not all(_proved(subject, activation, dtype, kind, device, what) for what in (_OUTPUT, gradients) if what):
@@ -538,14 +562,18 @@ _apply_packed = apply_of(_PackedDifferentiable)
 # Proof
 
 
-@functools.cache
-def product_of(forward) -> FunctionType:
-    """A name for `forward(gate) * up` in reports and warnings."""
+_products: MutableMapping[Callable, FunctionType] = weakref.WeakKeyDictionary()
 
-    def product(gate, up):
-        return forward(None, gate) * up
 
-    product.__qualname__ = f"{forward.__qualname__}(gate) * up"
+def product_of(forward: Callable) -> FunctionType:
+    """A name for `forward(gate) * up` in reports and warnings. Nobody calls it."""
+    product = _products.get(forward)
+    if product is None:
+
+        def product(gate, up): ...
+
+        product.__qualname__ = f"{forward.__qualname__}(gate) * up"
+        _products[forward] = product
     return product
 
 

@@ -1,13 +1,16 @@
 """RMSNorm times an activation of a gate, as linear-attention layers end: the norm from the kernel, the gate in torch operations."""
 
 import functools
+from collections.abc import Mapping
 from typing import Optional
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import proof, rms_norm
-from .domain import are_ours, runs_kernels
+from . import proof
+from .domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
+from .rms_norm import EAGER, formula_cases, leaves, output_and_gradients, stand_in
+from .rms_norm import replacement as rms_norm_replacement
 from .variants import FP32_OUTPUT, LLAMA, Variant
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
@@ -31,60 +34,80 @@ def replacement(
     eps: float,
     activation: str,
     owner: type,
+    state: Mapping = NO_STATE,
 ) -> Optional[torch.Tensor]:
     """What `owner.forward` returns; None where the caller must compute it itself.
 
     Which is everywhere under torch.compile: Inductor has an arithmetic of its own for the gate.
     """
-    if is_dynamo_compiling() or not isinstance(gate, torch.Tensor) or activation not in _ACTIVATIONS:
+    if is_dynamo_compiling():
         return None
-    if not isinstance(weight, torch.Tensor) or not are_ours(hidden_states, gate, True):
+    # The original calls an activation layer, which hooks on all modules see. A checkpoint is to save the same with and without.
+    if has_global_hooks() and not is_checkpointed():
         return None
-    if not runs_kernels(hidden_states.device) or proof.code(owner) is None:
+    reason = _outside(hidden_states, gate, weight, activation)
+    if reason is not None:
+        proof.outside(owner.forward, reason)
+        return None
+    if not are_ours(hidden_states, gate, True):
+        proof.outside(owner.forward, proof.NOT_PLAIN)
+        return None
+    functions = proof.functions_of(owner, state)
+    if functions is None:
+        proof.outside_for_its_code(owner)
         return None
     dtypes = (hidden_states.dtype, gate.dtype, weight.dtype)
-    variant = _variant(owner, activation, dtypes, hidden_states.device)
+    variant = _variant(owner, functions, activation, dtypes, hidden_states.device)
     if variant is None:
         return None
     # The norm's own proof compares it with the variant's formula, which was just found to be the owner's.
-    scaled = rms_norm.replacement(hidden_states, weight, eps, rms_norm.EAGER[variant])
+    scaled = rms_norm_replacement(hidden_states, weight, eps, EAGER[variant])
     return None if scaled is None else _times_gate(scaled, activation, gate, hidden_states.dtype)
 
 
-_found: dict = {}
+def _outside(hidden_states, gate, weight, activation) -> Optional[str]:
+    """Why no kernel takes these arguments, None if one may."""
+    if not isinstance(gate, torch.Tensor) or not isinstance(weight, torch.Tensor):
+        return "no gate, or no weight"
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        return f"activation {activation!r}"
+    if not runs_kernels(hidden_states.device):
+        return f"activations on {hidden_states.device}"
+    return None
 
 
-def _variant(owner, activation, dtypes, device) -> Optional[Variant]:
+def _variant(owner, functions, activation, dtypes, device) -> Optional[Variant]:
     """The variant whose gated formula has the bits of `owner.forward`, and its gradients."""
-    key = ("formula of gated rms_norm", proof.code(owner), activation, dtypes, device)
-    if key in _found:
-        return _found[key]
+    key = ("formula of gated rms_norm", functions, activation, dtypes, device)
+    known = proof.code_of(owner).memo
+    if key in known:
+        return known[key]
     where = f"activations {dtypes[0]}, gate {dtypes[1]}, weight {dtypes[2]}, {activation}"
     candidates = {
         variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
     }
     variant = proof.recognize(key, proof.Subject(owner.forward, device, where), candidates)
     if proof.is_settled(key):
-        _found[key] = variant
+        known[key] = variant
     if variant is not None:
-        proof.relies(owner.forward, rms_norm.EAGER[variant].forward)
+        proof.relies(owner.forward, EAGER[variant].forward)
     return variant
 
 
 def _formulas(owner, variant, activation, dtypes, device):
     names = ("the output", "the input's gradient", "the gate's gradient", "the weight's gradient")
-    for of_case, eps, (x, gate), weight, dy, other in rms_norm.formula_cases(device, 2, dtypes, inputs=2, rows=512):
+    for of_case, eps, (x, gate), weight, dy, other in formula_cases(device, 2, dtypes, inputs=2, rows=512):
         results = []
         for ours in (False, True):
-            inputs = leaf, gates, scale = rms_norm.leaves((x, gate, weight), of_case)
+            inputs = leaf, gates, scale = leaves((x, gate, weight), of_case)
             with torch.enable_grad():
                 hidden_states = leaf.view_as(leaf)
                 if ours:
                     out = eager(variant, activation, hidden_states, gates, scale, eps)
                 else:
-                    layer = rms_norm.stand_in(owner, scale, eps, eps_name="variance_epsilon")
+                    layer = stand_in(owner, scale, eps, eps_name="variance_epsilon")
                     layer.activation = activation
                     out = owner.forward(layer, hidden_states, gates)
-                results.append(rms_norm.output_and_gradients(out, hidden_states, inputs, dy, other))
+                results.append(output_and_gradients(out, hidden_states, inputs, dy, other))
         for what, expected, found in zip(names, *results):
             yield what, found, expected

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from . import attention, decoder, decoder_call, mlp, proof, rotary_embedding
 from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .activation import replacement as activation_replacement
-from .domain import is_autocast
+from .domain import is_autocast, is_checkpointed
 from .gated_activation import replacement as product_replacement
 from .gated_rms_norm import eager as gated_eager
 from .gated_rms_norm import replacement as gated_replacement
@@ -24,6 +24,18 @@ from .rms_norm import replacement as rms_norm_replacement
 from .rotary import PLAIN as ROTARY
 from .rotary import replacement as rotary_replacement
 from .variants import LLAMA, ONE_PLUS_WEIGHT
+
+# `torch.jit.script` compiles none of the forwards here but calls them. Of a module that is scripted by itself the class is this one.
+_SCRIPTED = torch.jit.RecursiveScriptModule
+
+
+def _scripted(module, *arguments):
+    original = module._concrete_type.py_class
+    if original.__module__ == __name__:
+        raise TypeError(
+            f"{original.__name__}: expected a model's own layer to script, found a layer of this package by itself"
+        )
+    return original.forward(module, *arguments)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -36,8 +48,11 @@ class LlamaRMSNorm(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         owner = type(self)
+        if owner is _SCRIPTED:
+            return _scripted(self, hidden_states)
         # `self.weight` costs 0.2 us: nn.Module looks for parameters last.
         weight = self._parameters.get("weight")
         if weight is None:
@@ -46,7 +61,7 @@ class LlamaRMSNorm(nn.Module):
             eps = self.variance_epsilon
         except AttributeError:
             eps = None
-        out = rms_norm_replacement(hidden_states, weight, eps, owner)
+        out = rms_norm_replacement(hidden_states, weight, eps, owner, state=self.__dict__)
         if out is not None:
             return out
         # Somebody may have made a module of this class itself.
@@ -63,9 +78,13 @@ class RMSNormZeroCentered(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         owner = type(self)
-        out = rms_norm_replacement(x, getattr(self, "weight", None), getattr(self, "eps", None), owner, "eps")
+        if owner is _SCRIPTED:
+            return _scripted(self, x)
+        weight, eps = getattr(self, "weight", None), getattr(self, "eps", None)
+        out = rms_norm_replacement(x, weight, eps, owner, "eps", state=self.__dict__)
         if out is not None:
             return out
         if isinstance(self, RMSNormZeroCentered):
@@ -83,8 +102,11 @@ class TorchRMSNorm(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         owner = type(self)
+        if owner is _SCRIPTED:
+            return _scripted(self, x)
         weight = self._parameters.get("weight")
         if weight is None:
             weight = getattr(self, "weight", None)
@@ -92,7 +114,7 @@ class TorchRMSNorm(nn.Module):
             eps = getattr(self, "eps", None)
             if eps is None and owner.forward is nn.RMSNorm.forward:
                 eps = _TORCH_EPS
-            out = rms_norm_replacement(x, weight, eps, owner, "eps", fused=True)
+            out = rms_norm_replacement(x, weight, eps, owner, "eps", fused=True, state=self.__dict__)
             if out is not None:
                 return out
         elif not is_dynamo_compiling():
@@ -131,12 +153,15 @@ class RMSNormGated(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, hidden_states: torch.Tensor, gate: Optional[torch.Tensor] = None) -> torch.Tensor:
         owner = type(self)
+        if owner is _SCRIPTED:
+            return _scripted(self, hidden_states, gate)
         if isinstance(self, RMSNormGated):
             return gated_eager(LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon)
         weight, eps, activation = (getattr(self, name, None) for name in ("weight", "variance_epsilon", "activation"))
-        out = gated_replacement(hidden_states, gate, weight, eps, activation, owner)
+        out = gated_replacement(hidden_states, gate, weight, eps, activation, owner, self.__dict__)
         return owner.forward(self, hidden_states, gate) if out is None else out
 
 
@@ -146,7 +171,10 @@ class SiLUActivation(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
         original = type(self).forward
         inplace = self.__dict__.get("inplace")
         if not inplace:
@@ -184,7 +212,10 @@ class GELUActivation(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
         out = _gelu(self, input, GELU)
         if out is not None:
             return out
@@ -197,7 +228,10 @@ class GELUTanh(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
         out = _gelu(self, input, GELU_TANH)
         if out is not None:
             return out
@@ -213,7 +247,10 @@ class NewGELUActivation(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
         original = type(self).forward
         out = activation_replacement(input, original, NEW_GELU)
         if out is not None:
@@ -230,7 +267,10 @@ class FastGELUActivation(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
         original = type(self).forward
         out = activation_replacement(input, original, FAST_GELU)
         if out is not None:
@@ -244,7 +284,10 @@ class QuickGELUActivation(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
         original = type(self).forward
         out = activation_replacement(input, original, QUICK_GELU)
         if out is not None:
@@ -256,16 +299,22 @@ def _gated_mlp(self, x):
     modules = self._modules
     gate_proj, up_proj, down_proj = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
     act_fn = modules.get("act_fn")
-    subject = mlp.subject_of(act_fn)
-    activation = None if subject is None else mlp.activation_of(type(self), subject, x)
+    subject, hooked = mlp.subject_of(act_fn), False
+    if subject is None and not is_dynamo_compiling() and is_checkpointed():
+        subject = mlp.subject_of(act_fn, whatever_hooks=True)
+        hooked = subject is not None
+    activation = None if subject is None else mlp.activation_of(type(self), subject, x, self.__dict__)
     if activation is None or gate_proj is None or up_proj is None or down_proj is None:
         if isinstance(self, (LlamaMLP, GeGLUMLP)):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return type(self).forward(self, x)
     gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
-    product = product_replacement(gate, up, subject, activation)
-    if product is None:
-        product = act_fn(gate) * up
+    if hooked:
+        product = mlp.hooked_product(act_fn, gate, up, subject, activation)
+    else:
+        product = product_replacement(gate, up, subject, activation)
+        if product is None:
+            product = act_fn(gate) * up
     del gate, up  # Eager, too, has none of them any more when it projects.
     return attention.project(down_proj, product)
 
@@ -280,7 +329,10 @@ class LlamaMLP(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, x)
         return _gated_mlp(self, x)
 
 
@@ -290,7 +342,10 @@ class GeGLUMLP(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, x)
         return _gated_mlp(self, x)
 
 
@@ -325,7 +380,7 @@ class LlamaDecoderLayer(nn.Module):
         arguments.update(
             attention_mask=attention_mask, past_key_values=past_key_values, position_embeddings=position_embeddings
         )
-        if decoder.admits(owner, hidden_states):
+        if decoder.admits(owner, hidden_states, self.__dict__):
             out = decoder.fused_forward(self, hidden_states, arguments)
             if not is_dynamo_compiling():
                 decoder_call.note(self, hidden_states, position_embeddings)

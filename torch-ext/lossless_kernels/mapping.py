@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
@@ -95,6 +96,22 @@ def _is_replaceable(ours: type, module: torch.nn.Module) -> bool:
     return "_hf_hook" not in vars(module) and _arguments(type(module)) == _arguments(ours)
 
 
+def _warn_of_unnamed(level: str) -> None:
+    """Warns if the layer names that a mapping of this level has beside those of "layer" are no class's: it would replace nothing."""
+    names, classes = LEVELS[level].keys() - LAYERS.keys(), [torch.nn.Module]
+    for each in classes:
+        if getattr(each, "kernel_layer_name", None) in names:
+            return
+        classes += each.__subclasses__()
+    if names:
+        warnings.warn(
+            f"lossless-kernels: level={level!r} has layers for {' and '.join(sorted(names))}, and no class has these layer "
+            "names: decoder layers keep their forward unless name_layers(model) is called before kernelize",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 def kernel_mapping(
     repo_id: Optional[str] = None,
     version: Optional[int] = None,
@@ -148,6 +165,8 @@ def kernel_mapping(
         raise ValueError(
             f"devices: expected a sequence of {', '.join(_DEVICE_TYPES)} or kernels' Device of these, found {devices!r}"
         )
+
+    _warn_of_unnamed(level)
 
     def repository(layer_name):
         if repo_id is None:

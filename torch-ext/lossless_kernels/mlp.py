@@ -1,6 +1,7 @@
 """Gated MLPs: which classes compute `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, and with which activation."""
 
 import functools
+from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Optional
 
@@ -9,20 +10,24 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from . import proof
-from .activation import UNSHOWN, Activation, by_value, forward_of, is_shown, original_of
-from .domain import FLOAT_DTYPES, UNSEEN, is_bare, remember, runs_kernels, under_transform
-from .gated_activation import ACTIVATIONS, product_of
+from .activation import Activation, by_value, forward_of, is_shown, original_of
+from .domain import FLOAT_DTYPES, NO_STATE, UNSEEN, as_it_is, is_bare, remember, runs_kernels, under_transform
+from .gated_activation import ACTIVATIONS, product_is_ours, product_of
 
-# What the `act` of an activation layer may be: a function, which a proof can call without the module it comes from. A method
-# of the module, as for formulas written in Python, is left to the original forward.
-_FUNCTIONS = frozenset((FunctionType, BuiltinFunctionType, functools.partial))
 # Attributes of activation layers that their forward reads.
 _ATTRIBUTES = ("act", "approximate", "inplace")
 
 
 def is_function(act) -> bool:
-    """Whether `act` is a function of its arguments alone: what a closure holds may change, and would be kept for ever."""
-    return type(act) in _FUNCTIONS and not getattr(getattr(act, "func", act), "__closure__", None)
+    """Whether the `act` of an activation layer is a function of its arguments alone, which a proof can call without the layer.
+
+    A method, as for formulas written in Python, is left to the original forward. What a closure holds may change, and tables
+    would keep it.
+    """
+    if type(act) is functools.partial:
+        given = (*act.args, *act.keywords.values())
+        return all(type(value) in proof.CONSTANTS for value in given) and is_function(act.func)
+    return type(act) is BuiltinFunctionType or (type(act) is FunctionType and not act.__closure__)
 
 
 def attributes_of(act_fn: nn.Module) -> list:
@@ -30,12 +35,15 @@ def attributes_of(act_fn: nn.Module) -> list:
     return [*map(act_fn.__dict__.get, _ATTRIBUTES)]
 
 
-def subject_of(act_fn: Optional[nn.Module]):
+def subject_of(act_fn: Optional[nn.Module], whatever_hooks: bool = False):
     """What a call of this module comes to: its class's forward, or `(forward, name, value)` if that reads an attribute.
 
     None if the call comes to more, which a kernel would leave out.
+
+    Args:
+        whatever_hooks: leave hooks out of account.
     """
-    if act_fn is None or not is_bare(act_fn):
+    if act_fn is None or not is_bare(act_fn, whatever_hooks):
         return None
     owner = type(act_fn)
     for name, value in zip(_ATTRIBUTES, attributes_of(act_fn)):
@@ -46,17 +54,21 @@ def subject_of(act_fn: Optional[nn.Module]):
     return owner.forward
 
 
-_activations = {}
+def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STATE) -> Optional[Activation]:
+    """The activation with which `owner.forward` computes the formula, for a module whose `act_fn` is `subject`; or None.
 
-
-def activation_of(owner: type, subject, x: torch.Tensor) -> Optional[Activation]:
-    """The activation with which `owner.forward` computes the formula, for a module whose `act_fn` is `subject`; or None."""
+    Args:
+        state: the module's `__dict__`.
+    """
     if is_dynamo_compiling():
         name = _activation_for_compile(owner, subject, x.dtype, x.device.index or 0) if x.is_cuda else None
         return None if name is None else ACTIVATIONS[name]
+    code = proof.code_of(owner)
+    if code.helpers and not proof.are_current(code.helpers, owner, state):
+        return None
     try:
-        key = (owner, owner.forward, subject, x.dtype, x.get_device())
-        activation = _activations.get(key, UNSEEN)
+        key = (subject, x.dtype, x.get_device())
+        activation = code.memo.get(key, UNSEEN)
     except (RuntimeError, TypeError):
         return None
     if activation is not UNSEEN:
@@ -68,26 +80,24 @@ def activation_of(owner: type, subject, x: torch.Tensor) -> Optional[Activation]
 
 @torch.compiler.assume_constant_result
 def _activation_for_compile(owner, subject, dtype, device_index) -> Optional[str]:
+    if under_transform():
+        return None
     device = torch.device("cuda", device_index)
-    activation = (
-        None
-        if under_transform()
-        else _recognize((owner, owner.forward, subject, dtype, device_index), owner, subject, dtype, device)
-    )
+    activation = _recognize((subject, dtype, device_index), owner, subject, dtype, device)
     return None if activation is None else activation.name
 
 
 def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     subject = by_value(subject)
     original = forward_of(subject)
+    functions, known = proof.functions_of(owner), proof.code_of(owner).memo
+    if functions is None or not is_shown(subject):
+        proof.outside_for_its_code(owner)
+        return remember(known, key, None)
     if dtype not in FLOAT_DTYPES or not runs_kernels(device):
         proof.outside(owner.forward, f"x {dtype} on {device}")
-        return remember(_activations, key, None)
-    code = proof.code(owner)
-    if code is None or not is_shown(subject):
-        proof.outside(owner.forward, UNSHOWN)
-        return remember(_activations, key, None)
-    verdict_key = ("formula of a gated MLP", code, subject, dtype, device)
+        return remember(known, key, None)
+    verdict_key = ("formula of a gated MLP", functions, subject, dtype, device)
     candidates = {
         activation: functools.partial(_formulas, owner, subject, activation, dtype, device)
         for activation in ACTIVATIONS.values()
@@ -100,7 +110,34 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
         # Who looks for the activation layer, which is not called, finds it there too.
         for forward in (owner.forward, original):
             proof.relies(forward, product_of(original))
-    return remember(_activations, key, activation)
+    return remember(known, key, activation)
+
+
+class _Saved(torch.autograd.Function):
+    """Saves what the product's kernel saves, and is used for nothing."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return gate.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, None
+
+
+def hooked_product(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor, subject, activation) -> torch.Tensor:
+    """`act_fn(gate) * up` in a checkpoint, with the hooks on the module's call.
+
+    There may be none when the block is computed again, or there were none before, and both computations must save the same
+    tensors. So what is saved here stays out of the checkpoint, which is given what the kernel would have saved.
+    """
+    if not product_is_ours(gate, up, subject, activation):
+        return act_fn(gate) * up
+    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+        product = act_fn(gate) * up
+    _Saved.apply(gate, up)
+    return product
 
 
 def _formula(x, gate_proj, up_proj, down_proj, act_fn):
@@ -120,16 +157,22 @@ def _formulas(owner, subject, activation, dtype, device):
     gradients = [torch.randn(rows, hidden_size, device=device, generator=generator).to(dtype) for _ in range(2)]
     # Under autocast the projections return another dtype than that of x.
     for projected in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
-        results = [
-            _run(owner, subject, activation, data.values(), projected, *gradients, ours) for ours in (False, True)
-        ]
-        names = ("the output", *(f"the gradient of {name}" for name in data))
-        for what, expected, found in zip(names, *results):
-            yield what, found, expected
+        # What no class has in place of its activation shows that the forward calls the one it was given.
+        for original, ours in (
+            (original_of(subject), functools.partial(activation.forward, None)),
+            (torch.sin, torch.sin),
+        ):
+            results = [
+                _run(layer_class, act_fn, data.values(), projected, *gradients)
+                for layer_class, act_fn in ((owner, original), (None, ours))
+            ]
+            names = ("the output", *(f"the gradient of {name}" for name in data))
+            for what, expected, found in zip(names, *results):
+                yield what, found, expected
 
 
-def _run(owner, subject, activation, data, projected, dy, other, ours):
-    """The output of one or the other formula, and its gradients, with projections that return the dtype `projected`."""
+def _run(owner, act_fn, data, projected, dy, other):
+    """The output of `owner.forward`, or of the formula, and its gradients, with projections that return the dtype `projected`."""
     x, *weights = leaves = [tensor.clone().requires_grad_() for tensor in data]
 
     def projection(weight):
@@ -137,13 +180,13 @@ def _run(owner, subject, activation, data, projected, dy, other, ours):
 
     linears = [projection(weight) for weight in weights]
     with torch.enable_grad():
-        if ours:
-            out = _formula(x, *linears, functools.partial(activation.forward, None))
+        if owner is None:
+            out = _formula(x, *linears, act_fn)
         else:
             layer = nn.Module.__new__(owner)
             nn.Module.__init__(layer)
             layer.gate_proj, layer.up_proj, layer.down_proj = linears
-            layer.act_fn = original_of(subject)
+            layer.act_fn = act_fn
             out = owner.forward(layer, x)
         # A gradient that is there already shows in which order the others reach x.
         return out.detach(), *torch.autograd.grad((out, x * 1.0), leaves, (dy.to(out.dtype), other))

@@ -17,16 +17,17 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, MutableSet
 from dataclasses import dataclass
-from types import CodeType, FunctionType
-from typing import Any, Callable, Optional
+from types import FunctionType
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import nn
 
 from . import launch
-from .domain import as_it_is, is_watched, proofs, stays_refused
+from .domain import NO_STATE, as_it_is, is_watched, proofs, stays_refused
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,16 +74,23 @@ class Verdict:
         return self.reason is None
 
 
+# The oldest are dropped, and proved again if they are asked for.
 _verdicts: dict[Hashable, Verdict] = {}
+_MAX_VERDICTS = 4096
 # Forward functions whose kernel is proved as another function's.
-_relying: dict[Callable, set[Callable]] = {}
-# Forward functions that met tensors no kernel takes: the reasons.
-_outside: dict[Callable, set[str]] = {}
-_warned: set[Callable] = set()
+_relying: MutableMapping[Callable, weakref.WeakSet] = weakref.WeakKeyDictionary()
+# Forward functions that met tensors no kernel takes: the reasons, so many of each.
+_outside: MutableMapping[Callable, set[str]] = weakref.WeakKeyDictionary()
+_MAX_REASONS = 32
+_warned: MutableSet[Callable] = weakref.WeakSet()
 # Devices whose memory was full, and until when nothing is proved there: each try has the allocator give up what it keeps.
 _full_until: dict[torch.device, float] = {}
 _PAUSE_SECONDS = 10.0
 _lock = threading.RLock()
+
+
+class Outside(Exception):
+    """No kernel takes these tensors: the message says why, for reports."""
 
 
 class LosslessProofError(RuntimeError):
@@ -167,38 +175,219 @@ _UNSEEN_BY_A_STAND_IN = frozenset(
 )
 
 
+# Of such types a default or a fixed argument owns nothing and never changes.
+CONSTANTS = (type(None), bool, int, float, str)
+
+
 def is_shown(function: Callable) -> bool:
-    """Whether a stand-in for a module shows all that the function may ask of the module: attributes it must have."""
-    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        return False
-    code = function.__code__
-    return _UNSEEN_BY_A_STAND_IN.isdisjoint(code.co_names) and _only_reads_attributes(code)
+    """Whether a stand-in for a module shows all that the function may ask of the module: attributes it must have.
+
+    Such a function owns neither a tensor nor a class, so tables may keep it.
+    """
+    return _attributes_read(function) is not None
+
+
+def owns_nothing(function: FunctionType) -> bool:
+    """Whether closure and defaults hold constants and functions of that kind alone: tables may keep such a function."""
+    if function.__module__.split(".")[0] == __package__.split(".")[0]:  # Its own package's formulas.
+        return True
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return all(
+        type(each) in CONSTANTS or (isinstance(each, FunctionType) and each is not function and owns_nothing(each))
+        for each in held
+    )
 
 
 _LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 
 
-def _only_reads_attributes(code: CodeType) -> bool:
-    """Whether attributes are all that the code asks of its first argument, and nothing is caught where there are none.
+def _attributes_read(function: Callable) -> Optional[frozenset[str]]:
+    """The attributes that the function asks of its first argument, a module; None if it may ask for more than attributes.
 
-    It is not handed on: to `isinstance`, say, to another function, or to one that is written inside of this one.
+    It asks for more if it catches what is raised where there are none, or hands the module on: to `isinstance`, say, to another
+    function, or to one that is written inside of this one.
     """
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return None
+    code = function.__code__
+    if not owns_nothing(function) or not _UNSEEN_BY_A_STAND_IN.isdisjoint(code.co_names):
+        return None
     if not code.co_argcount:  # `*arguments`, the module among them.
-        return False
+        return None
     module = code.co_varnames[0]
     if module in code.co_cellvars or getattr(code, "co_exceptiontable", b""):
-        return False
+        return None
+    attributes = set()
     instructions = [*dis.get_instructions(code)]
     for instruction, following in zip(instructions, instructions[1:]):
         if instruction.opname.startswith("SETUP_"):  # How Python 3.10 begins what may catch.
-            return False
+            return None
         # From 3.13 on one instruction may load or store two.
         used = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         if "FAST" in instruction.opname and module in used:
             loads_it_last = instruction.opname.endswith(_LOADS) and module not in used[:-1]
             if not loads_it_last or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                return False
+                return None
+            attributes.add(following.argval)
+    return frozenset(attributes)
+
+
+# Of a forward that a stand-in cannot show.
+UNSHOWN = "a forward that asks for more than every instance must have"
+NOT_PLAIN = "tensors of a subclass or without memory, or under a transform, a trace or a dispatch mode"
+INFERENCE_TENSORS = "gradients of what an inference tensor has a part in"
+_LAYERS = f"{__package__}.layers"
+
+
+class Helper(NamedTuple):
+    """A function that a forward calls by name: a method of its class or, with `namespace`, a function of its Python module."""
+
+    namespace: Optional[dict]
+    name: str
+    function: FunctionType
+
+
+NO_HELPERS: tuple[Helper, ...] = ()
+
+
+_helpers: MutableMapping[Callable, tuple[Helper, ...]] = weakref.WeakKeyDictionary()
+
+
+def helpers_of(function: Callable) -> tuple[Helper, ...]:
+    """The functions of its own Python module that a function calls by name now, and those that these call."""
+    helpers = _helpers.get(function)
+    if helpers is None or not are_current(helpers):
+        helpers = _helpers[function] = _find_helpers(function)
+    return helpers
+
+
+def _find_helpers(function) -> tuple[Helper, ...]:
+    found, seen = [], [function]
+    for each in seen:
+        if not isinstance(each, FunctionType) or each.__globals__ is not function.__globals__:
+            continue
+        names = {i.argval for i in dis.get_instructions(each.__code__) if i.opname == "LOAD_GLOBAL"}
+        for name in sorted(names):
+            called = each.__globals__.get(name)
+            if isinstance(called, FunctionType) and called not in seen:
+                seen.append(called)
+                found.append(Helper(each.__globals__, name, called))
+    return tuple(found)
+
+
+def are_current(helpers: tuple[Helper, ...], owner: Optional[type] = None, state: Mapping = NO_STATE) -> bool:
+    """Whether the helpers of a forward are still what it calls.
+
+    Args:
+        owner: the class of the forward.
+        state: `__dict__` of the module: an attribute of its own comes before a method of its class.
+    """
+    for namespace, name, function in helpers:
+        found = getattr(owner, name, None) if namespace is None else namespace.get(name)
+        if found is not function or (namespace is None and name in state):
+            return False
     return True
+
+
+def _nothing() -> None: ...
+
+
+_MISSING = object()
+
+
+class Code:
+    """The forward of a class and what it calls: what a verdict on the class is about.
+
+    It goes with the class: tables keep neither a class nor what owns one.
+
+    Attributes:
+        functions: the forward and its helpers. None where a stand-in of the class need not compute what its instances do:
+            the forward asks for more than attributes every instance must have.
+        helpers: the methods of the class, and the functions of its Python module, that the forward calls.
+        memo: what is known of the class: for as long as it, its forward and its helpers are what they were.
+    """
+
+    __slots__ = ("_owner", "_forward", "_absent", "functions", "helpers", "memo")
+
+    def __init__(self, owner: type, forgotten: Callable):
+        self._owner = weakref.ref(owner, forgotten)
+        try:
+            self._forward = weakref.ref(owner.forward)
+        except TypeError:  # What is no function: the class is looked at again every time.
+            self._forward = _nothing
+        self._absent: tuple[str, ...] = ()
+        self.functions, self.helpers, self.memo = None, NO_HELPERS, {}
+        self._look_at(owner)
+
+    def _look_at(self, owner) -> None:
+        # A class that has an answer for attributes its instances lack gives a stand-in another one.
+        if any(
+            getattr(owner, name, None) is not getattr(nn.Module, name, None)
+            for name in ("__getattr__", "__getattribute__")
+        ):
+            return
+        functions, helpers, absent = [owner.forward], [], []
+        for function in functions:
+            attributes = _attributes_read(function)
+            if attributes is None:
+                return
+            for name in sorted(attributes):
+                member = inspect.getattr_static(owner, name, _MISSING)
+                if member is _MISSING:
+                    absent.append(name)
+                elif member is not inspect.getattr_static(nn.Module, name, _MISSING):
+                    if not isinstance(member, FunctionType):
+                        return
+                    if member not in functions:
+                        functions.append(member)
+                        helpers.append(Helper(None, name, member))
+        for function in tuple(functions):
+            helpers += [helper for helper in helpers_of(function) if helper not in helpers]
+        self.functions = tuple(dict.fromkeys((*functions, *(helper.function for helper in helpers))))
+        self.helpers, self._absent = tuple(helpers), tuple(absent)
+
+    def is_of(self, owner: type) -> bool:
+        """Whether the class is the one that was looked at, with the same forward and helpers."""
+        return (
+            self._owner() is owner
+            and self._forward() is owner.forward
+            and (not self.helpers or are_current(self.helpers, owner))
+        )
+
+    def is_complete(self, owner: type) -> bool:
+        """Whether the class still has no member in the place of what its forward takes from the module."""
+        return not any(hasattr(owner, name) for name in self._absent)
+
+
+# By the identity of the class, as long as it lives.
+_codes: dict[int, Code] = {}
+
+
+def code_of(owner: type) -> Code:
+    """The code of `owner` as it is now.
+
+    By functions and not by class, since FSDP2 makes a class of its own for every one it wraps, and somebody may give a class
+    another forward.
+    """
+    code = _codes.get(id(owner))
+    if code is None or not code.is_of(owner):
+        code = _codes[id(owner)] = Code(owner, functools.partial(_forget, id(owner)))
+    return code
+
+
+def _forget(number: int, _: weakref.ref) -> None:
+    _codes.pop(number, None)
+
+
+def functions_of(owner: type, state: Mapping = NO_STATE) -> Optional[tuple[Callable, ...]]:
+    """`Code.functions` of the class, for keys; None too if a module with this `__dict__` has a helper of its own."""
+    code = code_of(owner)
+    if not code.is_complete(owner):
+        code = _codes[id(owner)] = Code(owner, functools.partial(_forget, id(owner)))
+    if state and any(helper.namespace is None and helper.name in state for helper in code.helpers):
+        return None
+    return code.functions
 
 
 class Part(nn.Module):
@@ -206,42 +395,6 @@ class Part(nn.Module):
 
     def __call__(self, *arguments, **named):
         return self.forward(*arguments, **named)
-
-
-def code(owner: type) -> Optional[tuple[Callable, ...]]:
-    """`owner.forward` and the methods of the class that it calls: what a verdict on the class is about.
-
-    By functions and not by class, since FSDP2 makes a class of its own for every one it wraps, and somebody may give a class
-    another forward. None where a stand-in of the class need not compute what its instances do: the forward asks for more
-    than attributes every instance must have.
-    """
-    return _code(owner, owner.forward)
-
-
-_MISSING = object()
-
-
-@functools.cache
-def _code(owner, forward):
-    # A class that has an answer for attributes its instances lack gives a stand-in another one.
-    if any(
-        getattr(owner, name, None) is not getattr(nn.Module, name, None) for name in ("__getattr__", "__getattribute__")
-    ):
-        return None
-    found = [forward]
-    for function in found:
-        if not is_shown(function):
-            return None
-        for name in function.__code__.co_names:
-            member = inspect.getattr_static(owner, name, _MISSING)
-            # `to` and `float`, of tensors as well, or no member at all.
-            if member is inspect.getattr_static(nn.Module, name, _MISSING):
-                continue
-            if not isinstance(member, FunctionType):
-                return None
-            if member not in found:
-                found.append(member)
-    return tuple(found)
 
 
 def function_behind(forward: Callable) -> Callable:
@@ -302,7 +455,7 @@ def is_settled(key: Hashable) -> bool:
 
 def relies(original: Callable, other: Callable) -> None:
     """Remembers for reports that part of `original` is computed by what is proved for `other`."""
-    _relying.setdefault(original, set()).add(other)
+    _relying.setdefault(original, weakref.WeakSet()).add(other)
 
 
 def known(original: Callable) -> tuple[list[Verdict], list[str]]:
@@ -313,8 +466,20 @@ def known(original: Callable) -> tuple[list[Verdict], list[str]]:
 
 
 def outside(original: Callable, reason: str) -> None:
-    """Remembers for reports that `original` ran because no kernel takes such tensors."""
-    _outside.setdefault(original, set()).add(reason)
+    """Remembers for reports that `original` ran because no kernel takes such tensors.
+
+    Args:
+        reason: without what differs from call to call, such as a sequence's length: every reason is kept once.
+    """
+    reasons = _outside.setdefault(original, set())
+    if len(reasons) < _MAX_REASONS:
+        reasons.add(reason)
+
+
+def outside_for_its_code(owner: type) -> None:
+    """Remembers for reports that `owner.forward` ran because `functions_of` the class is None."""
+    ours = getattr(owner.forward, "__module__", None) == _LAYERS
+    outside(owner.forward, "a layer of this package used by itself" if ours else UNSHOWN)
 
 
 def _judge(key, subject, candidates) -> Optional[Verdict]:
@@ -343,6 +508,8 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
         if reason is not None and policy() == "strict":
             raise LosslessProofError(message)
         # Before the warning, which may have been made an error.
+        if len(_verdicts) >= _MAX_VERDICTS:
+            _verdicts.pop(next(iter(_verdicts)))
         verdict = _verdicts.setdefault(key, Verdict(subject, reason, chosen, seconds, max(held, default=0)))
         if reason is not None and subject.original not in _warned:
             _warned.add(subject.original)

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Callable, Optional, Union
 
@@ -15,6 +16,7 @@ from . import launch, plans, proof, rms_norm_backward
 from ._ops import add_op_namespace_prefix
 from .domain import (
     FLOAT_DTYPES,
+    NO_STATE,
     PLAIN_TYPES,
     UNSEEN,
     allocator,
@@ -307,10 +309,22 @@ class _Inference:
 class _Training:
     """The same for a call that needs gradients, and so the row statistics."""
 
-    __slots__ = ("variant", "launch", "empty", "empty_rstd", "two_edges", "eps", "recent")
+    __slots__ = ("variant", "original", "weight_dtype", "launch", "empty", "empty_rstd", "two_edges", "eps", "recent")
 
-    def __init__(self, variant: Variant, launch: launch.Launch, out: Output, empty_rstd: Callable, two_edges, eps):
+    def __init__(
+        self,
+        variant: Variant,
+        original: Callable,
+        weight_dtype: torch.dtype,
+        launch: launch.Launch,
+        out: Output,
+        empty_rstd: Callable,
+        two_edges,
+        eps,
+    ):
         self.variant = variant
+        self.original = original
+        self.weight_dtype = weight_dtype
         self.launch = launch.on_four
         self.empty = out.empty
         self.empty_rstd = empty_rstd
@@ -384,6 +398,7 @@ def replacement(
     owner: type,
     eps_name: str = "variance_epsilon",
     fused: bool = False,
+    state: Mapping = NO_STATE,
 ) -> Optional[torch.Tensor]:
     """What `owner.forward` returns, from the kernel; None where the caller must compute it itself.
 
@@ -393,55 +408,71 @@ def replacement(
         eps_name: the attribute that eps is from.
         fused: whether the caller has looked at what `F.rms_norm` goes by beside these tensors, the shape to normalise and
             autocast. Otherwise no forward is replaced that calls it.
+        state: the layer's `__dict__`.
     """
     if is_dynamo_compiling():
         return _compiled(hidden_states, weight, eps, owner, eps_name, fused)
     recently = _recent_fused if fused else _recent
     recent = recently.get(id(weight))
     if recent is not None:
-        same, replaced, forward, added, grad, call = recent
+        same, replaced, forward, helpers, read, added, grad, call = recent
         if (
             type(hidden_states) in PLAIN_TYPES
             and not hidden_states.is_nested
             and same(hidden_states, weight)
-            and replaced is owner
+            and replaced() is owner
             and forward is owner.forward
+            and (not helpers or proof.are_current(helpers, owner, state))
+            and read is eps_name
             and added is eps
             and grad == is_grad_enabled()
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
             return call(hidden_states, weight)
-    if not isinstance(hidden_states, torch.Tensor):  # torch.fx traces with something else.
+    if (
+        type(hidden_states) not in PLAIN_TYPES
+    ):  # A subclass need not have the operations below; torch.fx traces with no tensor.
+        proof.outside(owner.forward, proof.NOT_PLAIN)
         return None
     # Of a sharded weight that nobody gathered nothing is left: not the same as none.
     if weight is None:
         weight = hidden_states.new_empty(0)
     elif not isinstance(weight, torch.Tensor) or weight.numel() == 0:
+        proof.outside(owner.forward, "a weight without elements")
         return None
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
     if not are_ours(hidden_states, weight, needs != NO_GRADIENTS):
+        proof.outside(owner.forward, proof.NOT_PLAIN)
         return None
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
-        return None  # Autograd does not save them; eager saves what it makes of them.
-    call = call_of(hidden_states, weight, eps, owner, eps_name, needs, fused)
+        # Autograd does not save them; eager saves what it makes of them.
+        proof.outside(owner.forward, proof.INFERENCE_TENSORS)
+        return None
+    call = call_of(hidden_states, weight, eps, owner, eps_name, needs, fused, state)
     if call is None:
         return None
-    recent = recognition(call, (owner, owner.forward, eps, is_grad_enabled()), hidden_states, weight)
+    told = (weakref.ref(owner), owner.forward, proof.code_of(owner).helpers, eps_name, eps, is_grad_enabled())
+    recent = recognition(call, told, hidden_states, weight)
     if recent is not None and weight.numel():
         remember(recently, id(weight), recent)
     return call(hidden_states, weight)
 
 
-def call_of(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference, _Training, None]:
+def call_of(x, weight, eps, owner, eps_name, needs, fused, state=NO_STATE) -> Union[_Inference, _Training, None]:
     """The call for these tensors, looked up; None if the original forward runs.
 
     Args:
         needs: whether the gradients of x and of the weight are needed.
+        state: the layer's `__dict__`.
     """
+    functions = proof.functions_of(owner, state)
+    if functions is None:
+        proof.outside_for_its_code(owner)
+        return None
     try:
         key = (
-            proof.code(owner) or owner.forward,
+            functions,
             eps_name,
             needs,
             fused,
@@ -473,10 +504,6 @@ _EPS_NAMES = frozenset(("variance_epsilon", "eps"))
 
 def _outside(x, weight, eps, owner, needs, fused) -> Optional[str]:
     """Why no kernel takes these tensors or this class, None if one may."""
-    if owner.forward.__module__ == f"{__package__}.layers":
-        return "a layer of this package used by itself"
-    if proof.code(owner) is None:
-        return "the forward reads more of its layer than weight and eps"
     if x.dim() == 0 or x.numel() == 0:
         return "there are no rows"
     if not runs_kernels(x.device) or weight.device != x.device:
@@ -533,7 +560,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference,
         shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
         empty_rstd = allocator(shape, strides, torch.float32, x.device)
         training = _FusedTraining if variant.fused else _Training
-        return training(variant, launch, out, empty_rstd, x.dtype == torch.float32, eps)
+        return training(variant, owner.forward, weight.dtype, launch, out, empty_rstd, x.dtype == torch.float32, eps)
     return _FusedInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
 
 
@@ -558,11 +585,13 @@ class _Differentiable(torch.autograd.Function):
         needs_dx, _, needs_dweight, _ = ctx.needs_input_grad
         if weight is None:
             weight = ctx.weight
-        variant = ctx.call.variant
+        variant, weight_dtype = ctx.call.variant, ctx.call.weight_dtype
+        arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
         if torch.is_grad_enabled():  # Somebody differentiates the gradients.
-            rstd = eager_rstd(x.to(torch.float32), ctx.call.eps)
-            return *rms_norm_backward.formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
-        return *rms_norm_backward.gradients(variant, dy, x, weight, rstd, needs_dx, needs_dweight), None
+            arguments = (*arguments[:4], eager_rstd(x.to(torch.float32), ctx.call.eps), *arguments[5:])
+        elif weight.dtype is weight_dtype:  # Or else the model was given another dtype since.
+            return *rms_norm_backward.gradients(*arguments, original=ctx.call.original), None
+        return *rms_norm_backward.formula(*arguments, weight_dtype), None
 
 
 _apply = apply_of(_Differentiable)
@@ -598,7 +627,7 @@ _apply_fused = apply_of(_FusedDifferentiable)
 
 def calls_torch(owner: type) -> bool:
     """Whether the class's forward calls `F.rms_norm`."""
-    called = (function.__code__.co_names for function in proof.code(owner) or ())
+    called = (function.__code__.co_names for function in proof.functions_of(owner) or ())
     return owner in (EAGER[FUSED], EAGER[FUSED_UNWEIGHTED]) or any("rms_norm" in names for names in called)
 
 
@@ -623,11 +652,11 @@ def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[Variant
     Args:
         eps_name: the attribute from which the layer in the place of the class takes eps.
     """
-    names = {name for function in proof.code(owner) for name in function.__code__.co_names}
+    names = {name for function in proof.functions_of(owner) for name in function.__code__.co_names}
     if names & _EPS_NAMES and eps_name not in names:
         proof.outside(owner.forward, f"the forward does not take its eps from {eps_name}")
         return None
-    key = ("formula of rms_norm", proof.code(owner), eps_name, dtype, weight_dtype, device)
+    key = ("formula of rms_norm", proof.functions_of(owner), eps_name, dtype, weight_dtype, device)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
     if weight_dtype in (None, dtype) and calls_torch(owner):
         variants = (FUSED_UNWEIGHTED if weight_dtype is None else FUSED,)
@@ -729,7 +758,7 @@ def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, 
     plan = _plan(variant, dtype, hidden_size, rows, device)
     rows = row_class(rows)
     unit = _stride_unit(row_stride, dtype)
-    key = ("rms_norm", proof.code(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, plan, device)
+    key = ("rms_norm", proof.functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, plan, device)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
     # Rows of the same alignment, with elements in between that must not count.
     row_stride = hidden_size if _stride_unit(hidden_size, dtype) == unit else hidden_size + unit
@@ -750,7 +779,7 @@ def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, dev
     shared = row_class(rows)
     key = (
         "rms_norm gradients",
-        proof.code(owner),
+        proof.functions_of(owner),
         variant,
         dtype,
         weight_dtype,
@@ -770,7 +799,7 @@ def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, dev
 
 def _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs) -> bool:
     """Whether ATen's operator for the gradients of `F.rms_norm`, called with our rstd, computes what autograd does."""
-    key = ("rms_norm gradients", proof.code(owner), variant, dtype, weight_dtype, hidden_size, device, needs)
+    key = ("rms_norm gradients", proof.functions_of(owner), variant, dtype, weight_dtype, hidden_size, device, needs)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], ", in training")
     arguments = (variant, owner, dtype, weight_dtype, hidden_size, device, needs)
     return proof.admits(key, subject, functools.partial(_fused_gradient_comparisons, *arguments))
@@ -1018,7 +1047,7 @@ def _variant_for_compile(
     operators prove more at their first call, as eager does, and compute the formula where that fails.
     """
     device = torch.device("cuda", device_index)
-    if under_transform() or proof.code(owner) is None or (calls_torch(owner) and not fused):
+    if under_transform() or proof.functions_of(owner) is None or (calls_torch(owner) and not fused):
         return None
     variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
     if variant is None or (variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE):

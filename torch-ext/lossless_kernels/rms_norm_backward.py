@@ -4,12 +4,12 @@ import functools
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
 from . import launch, plans, proof
-from .domain import UNSEEN, are_plain, remember
+from .domain import UNSEEN, are_plain, gradients_apart, remember
 from .layout import contiguous_strides, row_levels, rows_in_memory
 from .reduce_config import ColumnReduction, RowReduction, column_reduction, row_class, row_reduction, split_rows
 from .variants import Variant, eager_rstd
@@ -31,12 +31,22 @@ class Gradients(NamedTuple):
     dweight: Optional[torch.Tensor]
 
 
-def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
+def formula(
+    variant: Variant,
+    dy,
+    hidden_states,
+    weight,
+    rstd,
+    needs_dx: bool,
+    needs_dweight: bool,
+    dweight_dtype: Optional[torch.dtype] = None,
+) -> Gradients:
     """The gradients in torch operations, one rounding each, as autograd computes them; differentiable in turn.
 
     Args:
         dy: the gradient of the output, `[..., hidden_size]`.
         rstd: fp32, `[..., 1]`.
+        dweight_dtype: that of the weight in the forward pass, if it may have another one now.
     """
     h = hidden_states.to(torch.float32)
     dx = dx_mean = dweight = None
@@ -51,7 +61,8 @@ def formula(variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, n
         if hidden_states.dtype != torch.float32:
             dx, dx_mean = (dx + dx_mean).to(hidden_states.dtype), None
     if needs_dweight:
-        dweight = weight_products(variant, dy, h, rstd, hidden_states.dtype).sum_to_size(weight.shape).to(weight.dtype)
+        products = weight_products(variant, dy, h, rstd, hidden_states.dtype)
+        dweight = products.sum_to_size(weight.shape).to(dweight_dtype or weight.dtype)
     return Gradients(dx, dx_mean, dweight)
 
 
@@ -82,11 +93,14 @@ def fused_gradients(
 
 def fused_formula(variant: Variant, dy, hidden_states, weight, eps, needs_dx: bool, needs_dweight: bool) -> Gradients:
     """The same from autograd, which has other formulas for gradients that are differentiated in turn."""
+
+    def out(*needed):
+        given = iter(needed)
+        x = next(given) if needs_dx else hidden_states
+        return variant.eager(x, next(given) if needs_dweight else weight, eps)
+
     needed = [tensor for tensor, need in ((hidden_states, needs_dx), (weight, needs_dweight)) if need]
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        out = variant.eager(hidden_states, weight, eps)
-        gradients = iter(torch.autograd.grad(out, needed, dy, create_graph=create_graph))
+    gradients = iter(gradients_apart(out, needed, dy))
     return Gradients(next(gradients) if needs_dx else None, None, next(gradients) if needs_dweight else None)
 
 
@@ -379,29 +393,34 @@ def resolve(
     edges: Optional[str] = None,
     like_rows: Optional[int] = None,
     statistics=False,
-) -> Optional[Backward]:
-    """The launches for these tensors, or None where `formula` must run.
+) -> Backward:
+    """The launches for these tensors.
 
     Args:
         rstd: fp32, `[..., 1]`, with the strides that the forward gave it.
         edges: one of `edges_of`; by default that of the layer alone.
         like_rows: use the plan for so many rows: a proof runs the very kernels of a larger call.
         statistics: whether the fp32 gradient of rstd and the fp32 dweight are written too.
+
+    Raises:
+        proof.Outside: `formula` must run.
     """
     hidden_size = x.shape[-1]
     edges = edges or edges_of(x.dtype)
-    if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1 or dy.dtype != variant.output_dtype(x.dtype, weight.dtype):
-        return None
+    if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1:
+        raise proof.Outside("gradients of rows that are strided, of no rows or of one that is no matrix")
+    if dy.dtype != variant.output_dtype(x.dtype, weight.dtype):
+        raise proof.Outside(f"gradients {dy.dtype} of activations {x.dtype} and weight {weight.dtype}")
     dx_strides, product_strides = _layout(variant, dy, x, weight)
     matrix = rows_in_memory(x.shape, product_strides)
     if matrix is None or dx_strides[-1] != 1:
-        return None
+        raise proof.Outside("gradients whose rows are strided or not equally spaced")
     rows, _, order = matrix
     copies_dy = dy.stride(-1) != 1 or rows_in_memory(x.shape, dy.stride()) is None
     dy_strides = product_strides if copies_dy else dy.stride()
     found = row_levels(x.shape, order, dy_strides, x.stride(), rstd.stride(), dx_strides)
     if found is None:
-        return None
+        raise proof.Outside("gradients whose rows lie in memory in too many orders")
     levels, inner, middle, (dy_offsets, x_offsets, rstd_offsets, dx_offsets) = found
     unit = math.gcd(*dy_offsets, *x_offsets, *dx_offsets, 16 // max(dy.element_size(), x.element_size()))
 
@@ -489,13 +508,23 @@ def _joined(found: Gradients, d_sum: Optional[torch.Tensor]) -> Gradients:
 
 
 def gradients(
-    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined=False, d_sum=None
+    variant: Variant,
+    dy,
+    x,
+    weight,
+    rstd,
+    needs_dx: bool,
+    needs_dweight: bool,
+    joined=False,
+    d_sum=None,
+    original: Optional[Callable] = None,
 ) -> Gradients:
     """The gradients for `dy` from the kernels, or from `formula` where they cannot go.
 
     Args:
         joined: x has no other consumer, so that all that reaches it is one gradient, `dx`.
         d_sum: with `joined`, what reaches x before.
+        original: the forward that is replaced, for reports.
     """
     if are_plain(dy, x) and are_plain(weight, rstd) and (d_sum is None or _lies_alike(d_sum, dy, x)):
         needs = (needs_dx, needs_dweight)
@@ -504,7 +533,7 @@ def gradients(
         key = (variant, *needs, edges, x.shape, *strides, dy.dtype, x.dtype, weight.dtype, x.get_device())
         backward = _resolved.get(key, UNSEEN)
         if backward is UNSEEN:
-            return _first(key, edges, variant, dy, x, weight, rstd, *needs, joined, d_sum)
+            return _first(key, edges, variant, dy, x, weight, rstd, *needs, joined, d_sum, original)
         if backward is not None:
             found = backward(dy, x, weight, rstd, d_sum)
             return _joined(found, None) if joined else found
@@ -517,10 +546,10 @@ def _lies_alike(d_sum, dy, x) -> bool:
 
 
 def joined_formula(
-    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined, d_sum
+    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined, d_sum, dweight_dtype=None
 ) -> Gradients:
     """`formula`, with the arguments of `gradients`."""
-    found = formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight)
+    found = formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, dweight_dtype)
     return _joined(found, d_sum) if joined else found
 
 
@@ -529,7 +558,7 @@ def present(gradients, like):
     return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum) -> Gradients:
+def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum, original) -> Gradients:
     """The first call of its kind, which may have to compile: whatever fails there, the formula still works.
 
     A proof runs contiguous tensors. Where rows lie otherwise another compiled kernel reads them, and eager may sum them in
@@ -544,12 +573,16 @@ def _first(key, edges, variant, dy, x, weight, rstd, needs_dx, needs_dweight, jo
         if compares and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return in_torch()
         backward = resolve(*arguments, edges)
-        if backward is not None and compares:
+        if compares:
             found = _compared(arguments, edges, joined, d_sum, in_torch())
-        elif backward is not None:
+        else:
             found = backward(dy, x, weight, rstd, d_sum)
             if joined:
                 found = _joined(found, None)
+    except proof.Outside as reason:
+        if original is not None:
+            proof.outside(original, str(reason))
+        backward = None
     except Exception as error:
         if proof.is_shortage(error):
             return in_torch()

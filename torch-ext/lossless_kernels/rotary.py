@@ -345,11 +345,12 @@ def replacement(
         return _compiled(q, k, cos, sin, unsqueeze_dim, subject)
     recent = _recent.get(subject)
     if recent is not None:
-        same, then, sole, grad, call = recent
+        same, helpers, then, sole, grad, call = recent
         if (
             are_dense(q, k)
             and are_dense(cos, sin)
             and same(q, k, cos, sin)
+            and (not helpers or proof.are_current(helpers))
             and then == unsqueeze_dim
             and sole == sole_consumer
             and grad == is_grad_enabled()
@@ -362,8 +363,10 @@ def replacement(
     grad = is_grad_enabled()
     needs = (grad and q.requires_grad, grad and k.requires_grad)
     if not (are_ours(q, k, any(needs)) and are_ours(cos, sin, any(needs))):
+        proof.outside(proof.function_behind(subject), proof.NOT_PLAIN)
         return None
     if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
+        proof.outside(proof.function_behind(subject), "cos or sin that need a gradient, or are inference tensors")
         return None
     call = call_of(q, k, cos, sin, unsqueeze_dim, subject, needs)
     if call is None:
@@ -374,7 +377,8 @@ def replacement(
         call = call.sole_consumer if sole_consumer else call.differentiable
     same = same_tensors(q, k, cos, sin)
     if same is not None:
-        remember(_recent, subject, (same, unsqueeze_dim, sole_consumer, grad, call))
+        helpers = proof.helpers_of(proof.function_behind(subject))
+        remember(_recent, subject, (same, helpers, unsqueeze_dim, sole_consumer, grad, call))
     return call(q, k, cos, sin)
 
 
@@ -385,13 +389,18 @@ def call_of(q, k, cos, sin, unsqueeze_dim: int, subject: Callable, needs) -> Opt
         needs: whether the gradients of q and of k are needed.
     """
     try:
-        key = (subject, unsqueeze_dim, needs, *map(_told, (q, k, cos, sin)))
+        key = (subject, _called_by(subject), unsqueeze_dim, needs, *map(_told, (q, k, cos, sin)))
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides.
         return None
     if call is UNSEEN:
         call = remember(_calls, key, _resolve(q, k, cos, sin, unsqueeze_dim, proof.function_behind(subject), needs))
     return call
+
+
+def _called_by(function) -> tuple[Callable, ...]:
+    """The functions that the original one calls, `rotate_half` for one: somebody may replace them."""
+    return tuple([helper.function for helper in proof.helpers_of(proof.function_behind(function))])
 
 
 def _told(tensor):
@@ -424,12 +433,18 @@ def _resolve(q, k, cos, sin, unsqueeze_dim, function, needs) -> Optional[_Call]:
         return None
     outs = [_output(variant, x, cos, sin, unsqueeze_dim) for x in (q, k)]
     walk = _walk(q, k, cos, sin, unsqueeze_dim, *(out.strides for out in outs))
-    if walk is None or not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device):
+    if walk is None:
+        proof.outside(function, "query and key of which eager's outputs lie in memory in another order")
+        return None
+    if not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device):
         return None
     if any(needs) and not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device, gradients=True):
         return None
     launch = walk.launch("forward", variant.keeps_dtype, (q.dtype, cos.dtype, outs[0].dtype), q.device)
-    return None if launch is None else _Call(variant, unsqueeze_dim, launch, *outs, needs)
+    if launch is None:
+        proof.outside(function, "more heads than a launch has programs for")
+        return None
+    return _Call(variant, unsqueeze_dim, launch, *outs, needs)
 
 
 def _output_dtype(variant, dtype, cos_dtype) -> torch.dtype:
@@ -560,12 +575,13 @@ def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) 
     for variant in _VARIANTS.values():
         if function is variant.eager:
             return variant
-    key = ("formula of rotary", function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
+    case = (unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
+    key = ("formula of rotary", function, _called_by(function), *case)
     verdict = proof.recognized(key)
     if verdict is not None:
         return verdict.chosen
     where = f"query {dtype}, cos {cos_dtype}, unsqueeze_dim {unsqueeze_dim}, in {function.__module__}"
-    candidates = {variant: functools.partial(_formulas, function, variant, *key[2:]) for variant in _VARIANTS.values()}
+    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in _VARIANTS.values()}
     variant = proof.recognize(key, proof.Subject(function, device, where), candidates)
     if variant is not None:
         proof.relies(function, variant.eager)

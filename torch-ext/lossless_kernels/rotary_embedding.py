@@ -132,10 +132,6 @@ if hasattr(torch._C, "_get_fp32_precision_getter"):
 else:
     _matmul_precision = torch._C._get_cublas_allow_tf32
 
-_calls: dict = {}
-# By the class whose forward is replaced its last call, which is found without building the key above.
-_recent: dict = {}
-
 
 def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, owner: type) -> Optional[Tables]:
     """`owner.forward(module, x, position_ids)` from the kernel; None where that must run itself.
@@ -154,8 +150,10 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
     if type(scaling) not in (float, int) or not scaling > 0:
         return None
     # A matrix product of fp32 numbers may have been allowed to round them first.
-    told = (owner.forward, x.dtype, x.device, scaling, rope_type, _matmul_precision())
-    recent = _recent.get(owner)
+    told = (x.dtype, x.device, scaling, rope_type, _matmul_precision())
+    # What is known of the class, which goes with it: its calls, and by "recent" the last, which is found without their key.
+    known = proof.code_of(owner).memo
+    recent = known.get("recent")
     if recent is not None:
         same, then, call = recent
         if same(position_ids, inv_freq) and then == told and forward_ad._current_level < 0 and not dispatch_modes():
@@ -164,16 +162,16 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
         return None
     try:
         layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (position_ids, inv_freq))
-        call = _calls.get((*told, layouts), UNSEEN)
+        call = known.get((*told, layouts), UNSEEN)
     except (RuntimeError, TypeError):  # Sparse tensors have no strides; a size may be symbolic.
         return None
     if call is UNSEEN:
-        call = remember(_calls, (*told, layouts), _resolve(*told, position_ids, inv_freq))
+        call = remember(known, (*told, layouts), _resolve(owner.forward, *told, position_ids, inv_freq))
     if call is None:
         return None
     same = same_tensors(position_ids, inv_freq)
     if same is not None:
-        remember(_recent, owner, (same, told, call.__call__))
+        remember(known, "recent", (same, told, call.__call__))
     return call(position_ids, inv_freq)
 
 
@@ -217,9 +215,11 @@ def _outside(dtype, device, rope_type, position_ids, inv_freq) -> Optional[str]:
     if "dynamic" in rope_type or rope_type == "longrope":
         return f"rope_type {rope_type!r}"
     if position_ids.dtype not in (torch.int64, torch.int32) or position_ids.dim() != 2 or not position_ids.numel():
-        return f"position_ids {position_ids.dtype} {list(position_ids.shape)}"
+        return f"position_ids {position_ids.dtype} of {position_ids.dim()} dimensions" + ", empty" * (
+            not position_ids.numel()
+        )
     if inv_freq.dim() != 1 or not 2 <= inv_freq.numel() <= 512 or inv_freq.stride() != (1,):
-        return f"inv_freq {list(inv_freq.shape)}"
+        return f"inv_freq of {inv_freq.dim()} dimensions and {inv_freq.numel()} elements, or not contiguous"
     return None
 
 
@@ -233,7 +233,6 @@ _NAMES = frozenset(
 )
 
 
-@functools.cache
 def _function(forward: Callable) -> Optional[Callable]:
     """The function inside of transformers' `dynamic_rope_update` and `torch.no_grad`, None if `forward` is not of that kind."""
     if not _is_decorated(forward, torch.no_grad()):
