@@ -30,6 +30,7 @@ from types import FunctionType
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("LOSSLESS_PROOF", "on")
 
 import torch
 import transformers
@@ -80,13 +81,17 @@ def cpu_kernels(package):
         rms_norm_forward(constants, (0, 0, *scalars[1:]), summed, weight, out, rstd)
 
     def rms_norm_backward(constants, scalars, dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks, d_sum):
-        variant = variant_of(constants, x, weight, dy)
-        found = backward.formula(variant, dy, x, weight, rstd, True, constants.get("SUM_CHAINS", False))
+        variant, h = variant_of(constants, x, weight, dy), x.to(torch.float32)
+        found = backward.formula(variant, dy, x, weight, rstd, True, False)
+        terms = [d_sum] * constants.get("ADD", False) + [each for each in found[:2] if each is not None]
         if constants.get("TWO_EDGES"):
-            write(dx, found.dx), write(dx_mean, found.dx_mean)
-        else:
-            terms = [d_sum] * bool(constants.get("ADD")) + [found.dx] + [found.dx_mean] * (found.dx_mean is not None)
-            write(dx, functools.reduce(torch.add, terms))
+            write(dx_mean, terms.pop())
+        write(dx, functools.reduce(torch.add, terms))
+        if scalars[0]:
+            d_normalized = variant.incoming(dy) * (1.0 if variant.scale == "none" else variant.factor(weight))
+            if variant.scale == "after_cast":
+                d_normalized = d_normalized.to(x.dtype).to(torch.float32)
+            write(d_rstd, (d_normalized * h).sum(-1, keepdim=True))
         if constants.get("SUM_CHAINS", True):
             rms_norm_sum_chains(constants, scalars, dy, x, rstd, blocks)
 
@@ -97,6 +102,8 @@ def cpu_kernels(package):
     def rms_norm_sum_blocks(constants, scalars, blocks, dweight_sum, dweight):
         (product,) = products
         write(dweight, product.sum_to_size(dweight.shape))
+        if scalars[-1]:
+            write(dweight_sum, product.sum(tuple(range(product.dim() - 1)), dtype=torch.float32))
 
     def activation_forward(constants, scalars, x, out):
         write(out, activation._ACTIVATIONS[constants["ACTIVATION"]].forward(None, x))
@@ -1023,48 +1030,52 @@ class Runner:
         theirs = World(subject, copy.deepcopy(model))
         ours = World(subject, model, self.kernelize)
         chance, alive = random.Random(history.seed), ({}, {})
-        with ours.at_work():
+        with ours.at_work(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             self.kernelize(model, history.level, chance.choice((Mode.TRAINING, Mode.INFERENCE)))
         del model
-        for number, (name, seed, plain) in enumerate(history.operations):
-            function, _, _, of_ours = OPERATIONS[name]
-            results, message = [], ""
-            for world in (theirs, ours):
-                if of_ours and world is theirs:
-                    results.append([])
-                    continue
-                draw = Draw(seed, plain)
-                torch.manual_seed(seed)
-                with world.at_work(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+        try:
+            for number, (name, seed, plain) in enumerate(history.operations):
+                function, _, _, of_ours = OPERATIONS[name]
+                results, message = [], ""
+                for world in (theirs, ours):
+                    if of_ours and world is theirs:
+                        results.append([])
+                        continue
+                    draw = Draw(seed, plain)
+                    torch.manual_seed(seed)
+                    with world.at_work(), warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        try:
+                            result = function(world, draw)
+                            result = [] if of_ours else result
+                        except Exception as error:
+                            # Values that the exception's frames hold are not kept alive.
+                            result = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    raised = isinstance(result, str)
+                    state = torch.get_rng_state()
+                    results.append([result.split(":")[0] if raised else result, list(world.seen), state])
+                    world.seen.clear()
+                    message = f"{message} {result if raised else ''}"
+                    for each in (*world.model.modules(), *world.model.parameters()):
+                        alive[world is ours][id(each)] = type(each).__name__, weakref.ref(each)
+                    each = None
+                told.append(f"{number}: {name} {', '.join(draw.told)}".rstrip())
+                if not of_ours:
                     try:
-                        result = function(world, draw)
-                        result = [] if of_ours else result
-                    except Exception as error:
-                        # Values that the exception's frames hold are not kept alive.
-                        result = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                raised = isinstance(result, str)
-                state = torch.get_rng_state()
-                results.append([result.split(":")[0] if raised else result, list(world.seen), state])
-                world.seen.clear()
-                message = f"{message} {result if raised else ''}"
-                for each in (*world.model.modules(), *world.model.parameters()):
-                    alive[world is ours][id(each)] = type(each).__name__, weakref.ref(each)
-                each = None
-            told.append(f"{number}: {name} {', '.join(draw.told)}".rstrip())
-            if not of_ours:
-                try:
-                    compare(results[1][0], results[0][0], "result")
-                    compare(results[1][1], results[0][1], "what hooks saw")
-                    compare(results[1][2], results[0][2], "random state")
-                except Difference as difference:
-                    raise Difference(f"operation {number}, {name}: {difference} {message}".strip()) from None
-            results = result = None
-        # Hooks that hold a model, in a graph that it holds, are a cycle that Python does not see.
-        for world in (theirs, ours):
-            vars(world).clear()
-        # autograd keeps the graph of a backward pass that raised until the next one.
-        torch.ones((), requires_grad=True).mul(1.0).backward()
+                        compare(results[1][0], results[0][0], "result")
+                        if not isinstance(results[0][0], str):  # Before it raised, the engine may have taken another way.
+                            compare(results[1][1], results[0][1], "what hooks saw")
+                        compare(results[1][2], results[0][2], "random state")
+                    except Difference as difference:
+                        raise Difference(f"operation {number}, {name}: {difference} {message}".strip()) from None
+                results = result = None
+        finally:
+            # Hooks that hold a model, in a graph that it holds, are a cycle that Python does not see.
+            for world in (theirs, ours):
+                vars(world).clear()
+            # autograd keeps the graph of a backward pass that raised until the next one.
+            torch.ones((), requires_grad=True).mul(1.0).backward()
         return alive
 
     def problem(self, history, told=None):
@@ -1117,7 +1128,6 @@ def main():
     LEFT_OUT.update(arguments.leave_out)
     torch.set_num_threads(1)
     logging.getLogger("kernels").setLevel(logging.ERROR)
-    os.environ["LOSSLESS_PROOF"] = "off" if arguments.arithmetic == "cpu" else "on"
     kernel = get_local_kernel(arguments.build.absolute())
     with cpu_arithmetic(kernel.__name__) if arguments.arithmetic == "cpu" else contextlib.nullcontext():
         runner = Runner(kernel)
