@@ -250,10 +250,11 @@ class Kernels:
         def module(name):
             return importlib.import_module(f"{kernel.__name__}.{name}")
 
-        self.plans, self.launch, self.config = module("plans"), module("launch"), module("reduce_config")
-        self.rms_norm, self.backward, self.activation = map(module, ("rms_norm", "rms_norm_backward", "activation"))
-        self.add_rms_norm = module("add_rms_norm")
-        self.variants = module("variants")
+        self.plans, self.launch, self.config = map(module, ("core.plans", "core.launch", "core.reduction"))
+        self.rms_norm, self.backward, self.add_rms_norm, self.variants = (
+            module(f"ops.rms_norm.{name}") for name in ("function", "backward", "add", "formulas")
+        )
+        self.activation = module("ops.activation")
 
     @contextlib.contextmanager
     def planned(self, fields: Optional[Fields]):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import python_module
 
 if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter. Triton reads this when it is imported, which torch alone
@@ -95,7 +96,7 @@ def chooser(seed):
 @pytest.fixture
 def module(kernel):
     """The kernel's Python modules, by name."""
-    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+    return lambda name: python_module(kernel, name)
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ import torch
 import transformers
 from bits import bits_equal
 from kernels import Mode, get_local_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from places import python_module
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -55,7 +56,7 @@ def cpu_kernels(package):
     """By its name what each kernel writes, from the formulas of eager that the package names: `kernel(constants, scalars, *tensors)`."""
 
     def module(name):
-        return importlib.import_module(f"{package}.{name}")
+        return python_module(package, name)
 
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
     rotary, variants, products = module("rotary"), module("variants").BY_NAME.values(), []
@@ -153,7 +154,7 @@ def cpu_kernels(package):
 @contextlib.contextmanager
 def cpu_arithmetic(package, changes=None):
     """While it lasts, launches compute what the original layers do on the CPU; `changes` are other kernels, by name."""
-    launcher = importlib.import_module(f"{package}.launch").Launcher
+    launcher = python_module(package, "launch").Launcher
     kernels = {**cpu_kernels(package), **(changes or {})}
 
     def launch(self, blocks, tensors, scalars):

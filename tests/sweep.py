@@ -19,6 +19,7 @@ import torch
 import transformers
 from bits import bits_equal
 from kernels import Mode, get_local_kernel, kernelize, use_kernel_mapping
+from places import python_module
 from transformers.activations import ACT2FN
 
 ROOT = Path(__file__).parent.parent
@@ -178,7 +179,7 @@ def compare(layer_name, layer_class, kernel, device, seed, launches) -> Outcome:
 
 def count_launches(kernel):
     """A function that returns how many kernels have been launched."""
-    launch = importlib.import_module(f"{kernel.__name__}.launch")
+    launch = python_module(kernel, "launch")
     count, original = [0], launch.Launch._enqueue
 
     def enqueue(self, *arguments):
@@ -227,7 +228,7 @@ def reason(problem: str) -> str:
 def decoder_layers(kernel, device) -> list[tuple]:
     """Of every model file with a decoder layer that is recognised: the file, and its decoder layers, attentions and MLPs."""
     decoder, attention, mlp, mapping = (
-        importlib.import_module(f"{kernel.__name__}.{name}") for name in ("decoder", "attention", "mlp", "mapping")
+        python_module(kernel, name) for name in ("decoder", "attention", "mlp", "mapping")
     )
     like, states = mapping._arguments(kernel.layers.LlamaDecoderLayer), torch.zeros(1, device=device)
     silu = mlp.subject_of(ACT2FN["silu"])

@@ -1,12 +1,12 @@
 """The fused sum and RMSNorm in Triton's interpreter: against the sum in torch and the norm's own kernel, which
 tests/test_kernels.py compares with the model of CUDA's arithmetic."""
 
-import importlib
 import itertools
 
 import pytest
 import torch
 from bits import assert_bits_equal
+from places import python_module
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted"),
@@ -113,9 +113,7 @@ def test_outside_the_domain_the_two_operations_run(kernel, seed):
         normed, total = kernel.fused_add_rms_norm(x, residual, weight, EPS)
         assert_bits_equal(total, residual + x)
         # Not `kernel.rms_norm`, which has a kernel for a single row: in the interpreter that does not sum as the CPU does.
-        assert_bits_equal(
-            normed, importlib.import_module(f"{kernel.__name__}.variants").LLAMA.eager(total, weight, EPS)
-        )
+        assert_bits_equal(normed, python_module(kernel, "variants").LLAMA.eager(total, weight, EPS))
     strided, residual, weight, *_ = make(seed, (64, 128), torch.float32, torch.float32)
     strided = strided.T.contiguous().T
     assert_bits_equal(kernel.fused_add_rms_norm(strided, residual, weight, EPS)[1], residual + strided)

@@ -3,7 +3,6 @@ else changes. The norm's kernel sums in CUDA's order there, so the comparison is
 
 import copy
 import functools
-import importlib
 import inspect
 import weakref
 from types import MethodType
@@ -12,6 +11,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from places import python_module
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -99,7 +99,7 @@ def test_logits_and_gradients(kernel, seed, name):
 
 
 def test_the_fused_kernel_runs(kernel, seed, monkeypatch):
-    family = importlib.import_module(f"{kernel.__name__}.add_rms_norm")
+    family = python_module(kernel, "add_rms_norm")
     calls = []
     original = family.replacement
     monkeypatch.setattr(family, "replacement", lambda *a: calls.append(original(*a)) or calls[-1])
@@ -276,7 +276,7 @@ def test_attentions_that_depend_on_what_may_be_absent(kernel, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaAttention
     from transformers.models.mistral.modeling_mistral import MistralAttention
 
-    attention, x = importlib.import_module(f"{kernel.__name__}.attention"), torch.zeros(1)
+    attention, x = python_module(kernel, "attention"), torch.zeros(1)
     # Whoever was refused before is not warned of again.
     monkeypatch.setattr(attention.proof, "_verdicts", {})
     monkeypatch.setattr(attention.proof, "_warned", set())
@@ -426,7 +426,7 @@ def test_linear_layers_changed_before_the_kernel_is_loaded_are_called(interprete
         called, forward = [], torch.nn.Linear.forward
         torch.nn.Linear.forward = lambda self, x: called.append(self) or forward(self, x)
         kernel = get_local_kernel(Path(sys.argv[1]))
-        attention = importlib.import_module(f"{kernel.__name__}.attention")
+        attention = python_module(kernel, "attention")
         attention.project(torch.nn.Linear(4, 4), torch.ones(4))
         print(len(called))
         """,
@@ -441,12 +441,12 @@ class AnotherKernel(torch.nn.Module):
 
 
 def test_hooks_on_all_modules_see_none_of_a_proof(kernel, seed, monkeypatch):
-    proof = importlib.import_module(f"{kernel.__name__}.proof")
+    proof = python_module(kernel, "proof")
     for table in ("_verdicts", "_codes"):
         monkeypatch.setattr(proof, table, {})
     ours, called = kernelized(kernel, make("Llama", seed), "decoder"), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
-    attention = importlib.import_module(f"{kernel.__name__}.attention")
+    attention = python_module(kernel, "attention")
     try:
         ours(tokens(seed))
         assert attention.admitted(type(ours.model.layers[0].self_attn), torch.ones(1)) is not None

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import copy
 import gc
-import importlib
 import weakref
 from types import MethodType
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import python_module
 from test_decoder import MODELS, SIZES, kernelized, make, tokens
 from torch import nn
 from torch.nn import functional
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def decoder_call(kernel):
-    return importlib.import_module(f"{kernel.__name__}.decoder_call")
+    return python_module(kernel, "decoder_call")
 
 
 @pytest.fixture

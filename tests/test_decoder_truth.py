@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import re
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import python_module
 from test_decoder import MODELS, make, replaced, tokens
 from test_decoder_call import with_other_weights
 from training import DEVICE_TYPE, assert_same, llama, random_batches, train
@@ -83,7 +83,7 @@ def test_logits_and_gradients(kernel, seed, name, dtype):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_call_that_is_kept(kernel, seed, name, dtype):
     model = with_other_weights(make(name, seed).to("cuda", dtype))
-    ours, kept = kernelized(kernel, model), importlib.import_module(f"{kernel.__name__}.decoder_call")._kept
+    ours, kept = kernelized(kernel, model), python_module(kernel, "decoder_call")._kept
     for batch, length in ((1, 1), (1, 60), (3, 17), (2, 1)):
         ids = tokens(seed, batch, length).cuda()
         with torch.no_grad():
@@ -181,7 +181,7 @@ def test_training_is_the_same(kernel, seed, case):
 def test_compiled(kernel, seed, monkeypatch):
     """From nothing: whatever is proved is proved while TorchDynamo traces."""
     for name, table in (("proof", "_verdicts"), ("decoder", "_admitted"), ("attention", "_admitted")):
-        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.{name}"), table, {})
+        monkeypatch.setattr(python_module(kernel, name), table, {})
     # Not Inductor: its arithmetic around the layers is not eager's.
     model = make("Llama", seed, attn_implementation="eager").to("cuda", torch.bfloat16)
     ours = kernelized(kernel, model, Mode.TRAINING | Mode.TORCH_COMPILE)
@@ -215,7 +215,7 @@ def test_no_verdict_costs_50_ms_or_64_mb(kernel, seed, monkeypatch, name):
         with torch.no_grad():
             ours(ids, use_cache=False)
         ours(ids, labels=ids, use_cache=False).loss.backward()
-    verdicts = importlib.import_module(f"{kernel.__name__}.proof")._verdicts
+    verdicts = python_module(kernel, "proof")._verdicts
     for key, verdict in sorted(verdicts.items(), key=lambda item: item[1].seconds):
         print(f"{1e3 * verdict.seconds:.1f} ms, {verdict.bytes / 1e6:.1f} MB: {key[0]}, {verdict.subject.where}")
     assert {"decoder", "attention", "rms_norm", "add_rms_norm", "rotary", "formula of a gated MLP"} <= {

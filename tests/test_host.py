@@ -5,7 +5,6 @@ All of it runs without a GPU. Without one the kernels that a call reaches run in
 
 import contextlib
 import functools
-import importlib
 import itertools
 import math
 import threading
@@ -16,6 +15,7 @@ import aten_model
 import pytest
 import torch
 from bits import assert_bits_equal
+from places import python_module
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -1381,7 +1381,7 @@ def test_a_forward_that_somebody_replaces_is_replaced_for_every_shape(kernel, pr
     norm = Norm(64)
     norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
     few, many = torch.randn(2, 64), torch.randn(3, 64)
-    fused = importlib.import_module(f"{kernel.__name__}.decoder").fused
+    fused = python_module(kernel, "decoder").fused
     norm(few), fused(few, few, norm)
     monkeypatch.setattr(Norm, "forward", lambda self, hidden_states: hidden_states + 1.0)
     for x in (few, many):

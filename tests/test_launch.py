@@ -54,7 +54,7 @@ LAUNCHES = """
     triton.runtime.driver.set_active(Driver())
     torch.cuda.device = lambda index: contextlib.nullcontext()
     kernel = get_local_kernel(Path("build"))
-    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+    module = lambda name: python_module(kernel, name)
     launch, domain, proof = map(module, ("launch", "domain", "proof"))
     domain._KERNEL_DEVICE = "cpu"
     launch._current_stream = lambda device: stream

@@ -26,7 +26,7 @@ COMPILE = """
     from triton.compiler import ASTSource
 
     kernel = get_local_kernel(Path("build"))
-    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+    module = lambda name: python_module(kernel, name)
     domain, launch, backward, rotary = map(module, ("domain", "launch", "rms_norm_backward", "rotary"))
     activation, gated, add_rms_norm = map(module, ("activation", "gated_activation", "add_rms_norm"))
     rotary_embedding = module("rotary_embedding")

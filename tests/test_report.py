@@ -1,11 +1,11 @@
 """What `replacement_report` tells about a model's layers."""
 
-import importlib
 from types import FunctionType, MethodType
 
 import pytest
 import torch
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import python_module
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -20,7 +20,7 @@ def fresh(kernel, monkeypatch):
     """The kernel, with no verdicts yet."""
     for module, tables in (("proof", ("_verdicts", "_outside", "_warned")), ("rms_norm", ("_calls", "_recent"))):
         for table in tables:
-            owner = importlib.import_module(f"{kernel.__name__}.{module}")
+            owner = python_module(kernel, module)
             monkeypatch.setattr(owner, table, type(getattr(owner, table))())
     return kernel
 
@@ -135,6 +135,6 @@ def test_activations_and_norms_that_keep_the_original_say_where(fresh):
     norm.forward = MethodType(fresh.layers.TorchRMSNorm.forward, norm)
     with torch.no_grad():
         silu(norm(torch.randn(2, 4, 64, device=DEVICE)))
-    proof = importlib.import_module(f"{fresh.__name__}.proof")
+    proof = python_module(fresh, "proof")
     assert "inplace is set" in proof.known(torch.nn.SiLU.forward)[1]
     assert any("shape to normalise" in reason for reason in proof.known(torch.nn.RMSNorm.forward)[1])

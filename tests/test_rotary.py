@@ -14,6 +14,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import python_module
 from torch.autograd import forward_ad
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -44,7 +45,7 @@ gpu = pytest.mark.gpu
 
 @pytest.fixture
 def rotary(kernel):
-    return importlib.import_module(f"{kernel.__name__}.rotary")
+    return python_module(kernel, "rotary")
 
 
 def is_ours(tensor, kernel):
@@ -379,7 +380,7 @@ def test_models_are_the_same(kernel, rotary, seed, monkeypatch, name, dtype, mod
     tokens = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     expected = results(model, tokens, dtype)
     kernelized(model, kernel, mode)
-    proof = importlib.import_module(f"{kernel.__name__}.proof")
+    proof = python_module(kernel, "proof")
     for owner, table in ((rotary, "_calls"), (rotary, "_recent"), (proof, "_outside")):
         monkeypatch.setattr(owner, table, {})
     found = results(model, tokens, dtype)
@@ -429,7 +430,7 @@ def test_another_formula_keeps_its_function(kernel, rotary, seed):
 
 
 def first_time(kernel):
-    proof = importlib.import_module(f"{kernel.__name__}.proof")
+    proof = python_module(kernel, "proof")
     return proof.function_behind(type(modeling_nanochat.apply_rotary_pos_emb).forward) not in proof._warned
 
 

@@ -1,7 +1,6 @@
 """The tables of cos and sin: which modules are told to compute them, and the kernel against eager, bit for bit."""
 
 import copy
-import importlib
 import itertools
 import warnings
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import python_module
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture
 def tables(kernel):
-    return importlib.import_module(f"{kernel.__name__}.rotary_embedding")
+    return python_module(kernel, "rotary_embedding")
 
 
 def config(head_dim=64, max_position_embeddings=2048, **parameters):

@@ -13,6 +13,7 @@ import torch
 import training
 from bits import assert_bits_equal
 from kernels import Mode, replace_kernel_forward_from_hub
+from places import python_module
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -50,7 +51,7 @@ def test_every_layer_name_is_found(kernel, found):
 def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
     """On a GPU by kernels, in outputs and gradients; on the CPU, without Triton's interpreter, by the original forwards."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cuda")
+        monkeypatch.setattr(python_module(kernel, "domain"), "_KERNEL_DEVICE", "cuda")
     launches = sweep.count_launches(kernel)
     outcomes = [sweep.compare(*entry, kernel, DEVICE, seed, launches) for entry in found]
     kept = {outcome.name: outcome for outcome in outcomes if not outcome.lossless}
@@ -59,7 +60,7 @@ def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
 
 def test_every_rotary_embedding(kernel, found, seed):
     """The classes whose forward is of Llama's kind: which formula it is, and on a GPU the kernel's cos and sin."""
-    tables, proof = (importlib.import_module(f"{kernel.__name__}.{name}") for name in ("rotary_embedding", "proof"))
+    tables, proof = (python_module(kernel, name) for name in ("rotary_embedding", "proof"))
     modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
     classes = [
         each
@@ -95,7 +96,7 @@ def test_every_rotary_embedding(kernel, found, seed):
 def test_every_decoder_layer(kernel, monkeypatch):
     """By their formulas, in torch operations; docs/decoders.md lists them."""
     if DEVICE == "cpu":  # What runs kernels is asked of gated MLPs.
-        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cpu")
+        monkeypatch.setattr(python_module(kernel, "domain"), "_KERNEL_DEVICE", "cpu")
     rows = sweep.decoder_layers(kernel, torch.device(DEVICE))
     models = {name: cells for name, *cells in rows}
     assert models["llama"] == ["LlamaDecoderLayer", "LlamaAttention: attention", "LlamaMLP"]
@@ -133,7 +134,7 @@ RECIPES = [
 def test_recipes(kernel, seed, monkeypatch, make, layer_name, formula):
     layer_class = getattr(make, "func", make)
     if DEVICE == "cpu":
-        monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.domain"), "_KERNEL_DEVICE", "cuda")
+        monkeypatch.setattr(python_module(kernel, "domain"), "_KERNEL_DEVICE", "cuda")
     # Undecorated again afterwards.
     monkeypatch.setattr(layer_class, "kernel_layer_name", layer_name, raising=False)
     monkeypatch.setattr(sweep, "make", lambda layer_class, name, device: make(*[256] * ("Norm" in name)).to(device))
@@ -149,7 +150,7 @@ def test_recipes(kernel, seed, monkeypatch, make, layer_name, formula):
 
 def test_every_class_is_recognised_by_its_formula(kernel, found):
     """Which needs no GPU: formulas in torch operations are compared with each other."""
-    family = importlib.import_module(f"{kernel.__name__}.rms_norm")
+    family = python_module(kernel, "rms_norm")
     dtypes = torch.bfloat16, torch.bfloat16
     eps = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
     names = {
@@ -157,7 +158,7 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
         for layer_name, layer_class in found
         if layer_name in eps
     }
-    proof = importlib.import_module(f"{kernel.__name__}.proof")
+    proof = python_module(kernel, "proof")
     assert all(proof.functions_of(layer_class) for layer_name, layer_class in found if "RMSNorm" in layer_name)
     assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
     assert names["GptOssRMSNorm"] == names["Olmo2RMSNorm"] == "fp32_product"
@@ -165,7 +166,7 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
 
 
 def test_every_function_is_recognised_by_its_formula(kernel, found):
-    rotary, proof = (importlib.import_module(f"{kernel.__name__}.{name}") for name in ("rotary", "proof"))
+    rotary, proof = (python_module(kernel, name) for name in ("rotary", "proof"))
     names = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -183,7 +184,7 @@ def test_every_function_is_recognised_by_its_formula(kernel, found):
 @pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU no kernel is proved")
 def test_a_broken_order_keeps_every_original(kernel, found, seed, monkeypatch):
     """A wrong tree, as a new PyTorch or another GPU may have: all layers fall back, warn once, and stay bit-equal."""
-    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")  # noqa: E731
+    module = lambda name: python_module(kernel, name)  # noqa: E731
     right = module("reduce_config").row_reduction
 
     def wrong(rows, hidden_size):

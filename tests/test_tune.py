@@ -11,6 +11,7 @@ import pytest
 import torch
 import tune
 from conftest import ROOT
+from places import python_module
 
 TUNE = ROOT / "scripts/tune.py"
 
@@ -41,7 +42,7 @@ def default_of(point):
 
 
 def test_candidates_are_valid_plans(kernel):
-    plans = sys.modules[f"{kernel.__name__}.plans"]
+    plans = python_module(kernel, "plans")
     number = 0
     for point in every_point():
         for stage in tune.CANDIDATES[point.case.op](point, default_of(point), (4, 264)):
@@ -111,7 +112,7 @@ def test_only_many_rows_are_prefetched_and_where_a_gpu_can(kernel, monkeypatch):
 
 
 def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
-    plans = sys.modules[f"{kernel.__name__}.plans"]
+    plans = python_module(kernel, "plans")
     (point,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64)])
     default = dataclasses.asdict(tune.Kernels(kernel).rms_norm.Plan(1, 4))
     best = {**default, "rows_per_program": 2, "num_warps": 8}
@@ -189,7 +190,7 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     from rich.console import Console
 
     launched = []
-    launch = sys.modules[f"{kernel.__name__}.launch"]
+    launch = python_module(kernel, "launch")
     through_triton = launch.Launcher.through_triton
 
     def record(self, *arguments):
@@ -244,7 +245,7 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     for result in activations:
         assert result.best["num_warps"] == 1 < result.default["num_warps"] and result.best_ms < result.default_ms
     assert backward.best["sum_warps"] == added.best["sum_warps"] == 4
-    _, _, entries = sys.modules[f"{kernel.__name__}.plans"].read(output)
+    _, _, entries = python_module(kernel, "plans").read(output)
     assert {entry.op for entry in entries} >= {"silu", "silu_backward"} and "rms_norm" not in {e.op for e in entries}
     assert tune.tell(options, results, Console(file=open(tmp_path / "table", "w"), width=200)) == 0
 

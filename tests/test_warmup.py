@@ -170,7 +170,7 @@ COMPILED_AHEAD = """
     driver.set_active(Hopper())
     torch.cuda.device = lambda device: contextlib.nullcontext()
     kernel = get_local_kernel(Path("build"))
-    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+    module = lambda name: python_module(kernel, name)
     launch = module("launch")
     module("domain")._KERNEL_DEVICE = "cpu"
     made = []

@@ -2,12 +2,12 @@
 
 import contextlib
 import copy
-import importlib
 from unittest import mock
 
 import torch
 from bits import assert_bits_equal, same_layout
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import python_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 DEVICE = "cuda"
@@ -94,7 +94,7 @@ def kernels_at_work(model, kernel):
     layers = replaceable(model)
     handles = [module.register_forward_hook(watch(name)) for name, module in layers.items()]
     rms_norm, activation = (
-        importlib.import_module(f"{kernel.__name__}.{m}") for m in ("rms_norm_backward", "activation")
+        python_module(kernel, m) for m in ("rms_norm_backward", "activation")
     )
     with (
         mock.patch.object(rms_norm, "_resolved", {}) as norms,

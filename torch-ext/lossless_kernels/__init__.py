@@ -1,15 +1,15 @@
 """Fused GPU kernels that change nothing but the time: the bits of eager PyTorch, in outputs and gradients."""
 
 from . import layers
-from .activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
-from .add_rms_norm import fused_add_rms_norm
-from .gated_activation import gelu_tanh_and_mul, silu_and_mul
+from .core.proof import LosslessProofError
 from .mapping import kernel_mapping, name_layers
-from .proof import LosslessProofError
+from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
+from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from .ops.rms_norm.add import fused_add_rms_norm
+from .ops.rms_norm.function import rms_norm
+from .ops.rotary import apply_rotary_pos_emb
 from .report import replacement_report
-from .rms_norm import rms_norm
-from .rotary import apply_rotary_pos_emb
-from .warmup import warmup
+from .warm_up import warmup
 
 __all__ = [
     "LosslessProofError",

@@ -12,18 +12,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from . import attention, decoder, decoder_call, mlp, proof, rotary_embedding
-from .activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
-from .activation import replacement as activation_replacement
-from .domain import is_autocast, is_checkpointed
-from .gated_activation import replacement as product_replacement
-from .gated_rms_norm import eager as gated_eager
-from .gated_rms_norm import replacement as gated_replacement
-from .rms_norm import EAGER
-from .rms_norm import replacement as rms_norm_replacement
-from .rotary import PLAIN as ROTARY
-from .rotary import replacement as rotary_replacement
-from .variants import LLAMA, ONE_PLUS_WEIGHT
+from .core import proof
+from .core.domain import is_autocast, is_checkpointed
+from .decoder import attention, mlp
+from .decoder import layer as decoder
+from .decoder import replay as decoder_call
+from .ops import rotary_tables as rotary_embedding
+from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
+from .ops.activation import replacement as activation_replacement
+from .ops.gated_activation import replacement as product_replacement
+from .ops.rms_norm.formulas import LLAMA, ONE_PLUS_WEIGHT
+from .ops.rms_norm.function import EAGER
+from .ops.rms_norm.function import replacement as rms_norm_replacement
+from .ops.rms_norm.gated import eager as gated_eager
+from .ops.rms_norm.gated import replacement as gated_replacement
+from .ops.rotary import PLAIN as ROTARY
+from .ops.rotary import replacement as rotary_replacement
 
 # `torch.jit.script` compiles none of the forwards here but has them called. A module that is scripted by itself is of this class.
 _SCRIPTED = torch.jit.RecursiveScriptModule

@@ -9,7 +9,7 @@ from typing import Callable, Optional
 
 import torch
 
-from . import proof
+from .core import proof
 from .mapping import LEVELS
 
 _PACKAGE = __package__

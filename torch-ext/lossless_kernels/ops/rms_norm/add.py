@@ -11,9 +11,9 @@ from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, plans, proof, rms_norm_backward
-from ._ops import add_op_namespace_prefix
-from .domain import (
+from ..._ops import add_op_namespace_prefix
+from ...core import launch, plans, proof
+from ...core.domain import (
     NO_STATE,
     UNSEEN,
     allocator,
@@ -26,9 +26,11 @@ from .domain import (
     runs_kernels,
     under_transform,
 )
-from .layout import Output, contiguous_strides
-from .reduce_config import ROW_CLASSES, row_class, row_reduction
-from .rms_norm import (
+from ...core.layout import Output, contiguous_strides
+from ...core.reduction import ROW_CLASSES, row_class, row_reduction
+from . import backward as rms_norm_backward
+from .formulas import BY_NAME, LLAMA, Variant, eager_rstd
+from .function import (
     EAGER,
     NO_GRADIENTS,
     PROOF_EPS,
@@ -46,10 +48,9 @@ from .rms_norm import (
     subject_of,
     variant_of,
 )
-from .variants import BY_NAME, LLAMA, Variant, eager_rstd
 
 if launch.AVAILABLE:
-    from .kernels_src.rms_norm import add_rms_norm_forward
+    from ...kernels_src.rms_norm import add_rms_norm_forward
 
 
 def fused_add_rms_norm(

@@ -7,14 +7,14 @@ from typing import Any, Optional
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import add_rms_norm, proof
+from ..core import LAYERS_MODULE, proof
+from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
+from ..ops.rms_norm import add as add_rms_norm
 from .attention import attend
-from .domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
 
 # All that the forward of a known decoder layer asks for.
 _MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
 _FORMULA = "norm, attention, sum and norm, MLP, sum"
-_LAYERS = f"{__package__}.layers"
 # By their layer names the norms that the sum is fused with, and where they have their eps.
 _EPS_BY_LAYER_NAME = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
 
@@ -109,7 +109,7 @@ def _recognized(owner, device) -> Optional[bool]:
     """None where no verdict is possible now, as inside a CUDA graph's capture."""
     functions = proof.functions_of(owner)
     # A layer of this package used by itself; a forward that asks for more than its modules.
-    if owner.__module__ == _LAYERS or functions is None:
+    if owner.__module__ == LAYERS_MODULE or functions is None:
         proof.outside_for_its_code(owner)
         return False
     if not _MODULES.issuperset(functions[0].__code__.co_names):

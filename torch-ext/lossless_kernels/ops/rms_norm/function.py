@@ -12,9 +12,9 @@ from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, plans, proof, rms_norm_backward
-from ._ops import add_op_namespace_prefix
-from .domain import (
+from ..._ops import add_op_namespace_prefix
+from ...core import launch, plans, proof
+from ...core.domain import (
     FLOAT_DTYPES,
     NO_STATE,
     PLAIN_TYPES,
@@ -29,12 +29,13 @@ from .domain import (
     runs_kernels,
     under_transform,
 )
-from .layout import Output, row_number_strides, rows_in_memory
-from .reduce_config import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
-from .variants import BY_NAME, FUSED, FUSED_UNWEIGHTED, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
+from ...core.layout import Output, row_number_strides, rows_in_memory
+from ...core.reduction import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
+from . import backward as rms_norm_backward
+from .formulas import BY_NAME, FUSED, FUSED_UNWEIGHTED, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
 
 if launch.AVAILABLE:
-    from .kernels_src.rms_norm import rms_norm_forward
+    from ...kernels_src.rms_norm import rms_norm_forward
 
 MIN_HIDDEN_SIZE = 64
 MAX_HIDDEN_SIZE = 32768

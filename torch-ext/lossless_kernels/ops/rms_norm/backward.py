@@ -8,14 +8,14 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 
-from . import launch, plans, proof
-from .domain import UNSEEN, are_plain, gradients_apart, remember
-from .layout import contiguous_strides, row_levels, rows_in_memory
-from .reduce_config import ColumnReduction, RowReduction, column_reduction, row_class, row_reduction, split_rows
-from .variants import Variant, eager_rstd
+from ...core import launch, plans, proof
+from ...core.domain import UNSEEN, are_plain, gradients_apart, remember
+from ...core.layout import contiguous_strides, row_levels, rows_in_memory
+from ...core.reduction import ColumnReduction, RowReduction, column_reduction, row_class, row_reduction, split_rows
+from .formulas import Variant, eager_rstd
 
 if launch.AVAILABLE:
-    from .kernels_src.rms_norm import (
+    from ...kernels_src.rms_norm import (
         rms_norm_backward,
         rms_norm_backward_streamed,
         rms_norm_sum_blocks,

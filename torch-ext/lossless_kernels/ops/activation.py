@@ -11,9 +11,9 @@ from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, plans, proof
-from ._ops import add_op_namespace_prefix
-from .domain import (
+from .._ops import add_op_namespace_prefix
+from ..core import launch, plans, proof
+from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     UNSEEN,
@@ -29,10 +29,10 @@ from .domain import (
     same_tensors,
     under_transform,
 )
-from .layout import Output, is_dense, is_same_order, rows_in_memory
+from ..core.layout import Output, is_dense, is_same_order, rows_in_memory
 
 if launch.AVAILABLE:
-    from .kernels_src.activation import activation_backward, activation_forward
+    from ..kernels_src.activation import activation_backward, activation_forward
 
 
 def silu(input: torch.Tensor) -> torch.Tensor:

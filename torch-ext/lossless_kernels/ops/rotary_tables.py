@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof
-from .domain import (
+from ..core import launch, proof
+from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     UNSEEN,
@@ -25,10 +25,10 @@ from .domain import (
     runs_kernels,
     same_tensors,
 )
-from .layout import contiguous_strides
+from ..core.layout import contiguous_strides
 
 if launch.AVAILABLE:
-    from .kernels_src.rotary import rotary_tables
+    from ..kernels_src.rotary import rotary_tables
 
 
 # cos and sin, `[batch, tokens, head_dim]` each.

@@ -15,14 +15,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.modules import module as torch_module
 
-from . import launch
+from . import LAYERS_MODULE, launch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a layer that is not asked for its `__dict__`.
 NO_STATE: Mapping = {}
 # A subclass may mean something else by every operation on it.
 PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
-_OUR_LAYERS = f"{__package__}.layers"
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 # What `__call__` is, unless somebody has put another one there, who wants to see the calls.
@@ -173,7 +172,7 @@ def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
     if not is_dynamo_compiling() and (bound.__self__ is not module or hasattr(function, "__wrapped__")):
         return False
     # `kernelize` binds the class's own where it has no kernel. In this way TorchDynamo of torch 2.11 can tell, too.
-    return function.__module__ == _OUR_LAYERS or function is type(module).forward
+    return function.__module__ == LAYERS_MODULE or function is type(module).forward
 
 
 def keeps_its_saved_tensors(module: torch.nn.Module) -> bool:
@@ -184,7 +183,7 @@ def keeps_its_saved_tensors(module: torch.nn.Module) -> bool:
     """
     if is_dynamo_compiling() or not is_checkpointed():
         return True
-    return getattr(getattr(module.__dict__.get("forward"), "__func__", None), "__module__", None) == _OUR_LAYERS
+    return getattr(getattr(module.__dict__.get("forward"), "__func__", None), "__module__", None) == LAYERS_MODULE
 
 
 def runs_kernels(device: torch.device) -> bool:

@@ -17,11 +17,15 @@ from torch import is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.nn import Linear, functional
 
-from . import add_rms_norm, attention, decoder, gated_activation, launch, mlp, proof, rotary
-from .domain import allocator, are_dense, are_plain, dispatch_modes, has_global_hooks, is_bare, same_tensors
-from .layout import contiguous_strides
-from .rms_norm import NO_GRADIENTS
-from .rms_norm import call_of as norm_call_of
+from ..core import LAYERS_MODULE, launch, proof
+from ..core.domain import allocator, are_dense, are_plain, dispatch_modes, has_global_hooks, is_bare, same_tensors
+from ..core.layout import contiguous_strides
+from ..ops import gated_activation, rotary
+from ..ops.rms_norm import add as add_rms_norm
+from ..ops.rms_norm.function import NO_GRADIENTS
+from ..ops.rms_norm.function import call_of as norm_call_of
+from . import attention, mlp
+from . import layer as decoder
 
 # Of a module's `_modules`.
 _PARTS = itemgetter("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -35,7 +39,6 @@ _function_modes = torch._C._len_torch_function_stack
 _is_any_autocast = torch._C._is_any_autocast_enabled
 # What it returns is new and nobody else's.
 _linear = torch._C._nn.linear
-_LAYERS = f"{__package__}.layers"
 # The forwards of this package's layers that are known here; for norms, the attribute that eps is from.
 _EPS_NAMES = {"LlamaRMSNorm.forward": "variance_epsilon", "RMSNormZeroCentered.forward": "eps"}
 _MLPS = frozenset(("LlamaMLP.forward", "GeGLUMLP.forward"))
@@ -61,7 +64,7 @@ def _is_watched() -> bool:
 def _layer_of_ours(module: nn.Module) -> Optional[str]:
     """The name of this package's forward that the module has."""
     function = _own_forward(module)
-    return function.__qualname__ if getattr(function, "__module__", None) == _LAYERS else None
+    return function.__qualname__ if getattr(function, "__module__", None) == LAYERS_MODULE else None
 
 
 def _own_forward(module: nn.Module):

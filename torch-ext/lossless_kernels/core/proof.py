@@ -26,7 +26,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import nn
 
-from . import launch
+from . import LAYERS_MODULE, ROOT_PACKAGE, launch
 from .domain import NO_STATE, as_it_is, is_watched, proofs, stays_refused
 
 _POLICIES = ("on", "off", "strict")
@@ -190,7 +190,7 @@ def is_shown(function: Callable) -> bool:
 
 def owns_nothing(function: FunctionType) -> bool:
     """Whether closure and defaults hold constants and functions of that kind alone: tables may keep such a function."""
-    if function.__module__.split(".")[0] == __package__.split(".")[0]:  # Its own package's formulas.
+    if function.__module__.split(".")[0] == ROOT_PACKAGE.split(".")[0]:  # Its own package's formulas.
         return True
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -251,7 +251,6 @@ def _find_attributes(function: FunctionType) -> Optional[frozenset[str]]:
 UNSHOWN = "a forward that asks for more than every instance must have"
 NOT_PLAIN = "tensors of a subclass or without memory, or under a transform, a trace or a dispatch mode"
 INFERENCE_TENSORS = "gradients of what an inference tensor has a part in"
-_LAYERS = f"{__package__}.layers"
 
 
 class Helper(NamedTuple):
@@ -489,7 +488,7 @@ def outside(original: Callable, reason: str) -> None:
 
 def outside_for_its_code(owner: type) -> None:
     """Remembers for reports that `owner.forward` ran because `functions_of` the class is None."""
-    ours = getattr(owner.forward, "__module__", None) == _LAYERS
+    ours = getattr(owner.forward, "__module__", None) == LAYERS_MODULE
     outside(owner.forward, "a layer of this package used by itself" if ours else UNSHOWN)
 
 

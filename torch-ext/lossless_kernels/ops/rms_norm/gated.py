@@ -7,11 +7,11 @@ from typing import Optional
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import proof
-from .domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
-from .rms_norm import EAGER, formula_cases, leaves, output_and_gradients, stand_in
-from .rms_norm import replacement as rms_norm_replacement
-from .variants import FP32_OUTPUT, LLAMA, Variant
+from ...core import proof
+from ...core.domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
+from .formulas import FP32_OUTPUT, LLAMA, Variant
+from .function import EAGER, formula_cases, leaves, output_and_gradients, stand_in
+from .function import replacement as rms_norm_replacement
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 # The norm's output before the gate.

@@ -10,9 +10,9 @@ from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof
-from ._ops import add_op_namespace_prefix
-from .domain import (
+from .._ops import add_op_namespace_prefix
+from ..core import launch, proof
+from ..core.domain import (
     FLOAT_DTYPES,
     UNSEEN,
     apply_of,
@@ -26,10 +26,10 @@ from .domain import (
     same_tensors,
     under_transform,
 )
-from .layout import Output, contiguous_strides
+from ..core.layout import Output, contiguous_strides
 
 if launch.AVAILABLE:
-    from .kernels_src.rotary import rotary
+    from ..kernels_src.rotary import rotary
 
 
 def apply_rotary_pos_emb(

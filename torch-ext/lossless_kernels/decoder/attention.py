@@ -16,9 +16,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from . import proof
-from .domain import MODULE_CALL, is_bare, keeps_its_saved_tensors
-from .rotary import replacement as rotary_replacement
+from ..core import proof
+from ..core.domain import MODULE_CALL, is_bare, keeps_its_saved_tensors
+from ..ops.rotary import replacement as rotary_replacement
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from typing import Callable, Optional
 
 import torch
 
-from . import attention, decoder, launch, plans, proof
-from .domain import FLOAT_DTYPES, is_bare, runs_kernels
+from .core import launch, plans, proof
+from .core.domain import FLOAT_DTYPES, is_bare, runs_kernels
+from .decoder import attention
+from .decoder import layer as decoder
+from .ops.rms_norm.function import in_domain, planned_rows, training_rows
 from .report import replaced
-from .rms_norm import in_domain, planned_rows, training_rows
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,9 @@ from torch import is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import launch, proof
-from ._ops import add_op_namespace_prefix
-from .activation import (
-    BLOCK,
-    GELU,
-    GELU_TANH,
-    MAX_PROGRAMS,
-    NUM_WARPS,
-    SILU,
-    Activation,
-    access_unit,
-    all_inputs,
-    by_value,
-    forward_of,
-    original_of,
-)
-from .domain import (
+from .._ops import add_op_namespace_prefix
+from ..core import launch, proof
+from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     UNSEEN,
@@ -44,10 +30,24 @@ from .domain import (
     same_tensors,
     under_transform,
 )
-from .layout import Output, contiguous_strides, is_dense, is_same_order, rows_in_memory
+from ..core.layout import Output, contiguous_strides, is_dense, is_same_order, rows_in_memory
+from .activation import (
+    BLOCK,
+    GELU,
+    GELU_TANH,
+    MAX_PROGRAMS,
+    NUM_WARPS,
+    SILU,
+    Activation,
+    access_unit,
+    all_inputs,
+    by_value,
+    forward_of,
+    original_of,
+)
 
 if launch.AVAILABLE:
-    from .kernels_src.activation import gated_activation_backward, gated_activation_forward
+    from ..kernels_src.activation import gated_activation_backward, gated_activation_forward
 
 # Whose gate has one path to the output.
 ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH)}

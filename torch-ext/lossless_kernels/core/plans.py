@@ -25,7 +25,7 @@ from typing import Any, Optional
 
 import torch
 
-FOLDER = Path(__file__).parent / "plans"
+FOLDER = Path(__file__).parent.parent / "plans"
 
 
 def _powers_of_two(least: int, most: int) -> tuple[int, ...]:

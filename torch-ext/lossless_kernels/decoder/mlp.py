@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from . import proof
-from .activation import Activation, by_value, forward_of, is_shown, original_of
-from .domain import FLOAT_DTYPES, NO_STATE, UNSEEN, as_it_is, is_bare, remember, runs_kernels, under_transform
-from .gated_activation import ACTIVATIONS, product_is_ours, product_of
+from ..core import proof
+from ..core.domain import FLOAT_DTYPES, NO_STATE, UNSEEN, as_it_is, is_bare, remember, runs_kernels, under_transform
+from ..ops.activation import Activation, by_value, forward_of, is_shown, original_of
+from ..ops.gated_activation import ACTIVATIONS, product_is_ours, product_of
 
 # Attributes of activation layers that their forward reads.
 _ATTRIBUTES = ("act", "approximate", "inplace")

@@ -1,0 +1,1 @@
+"""Whole decoder layers, made of the ops."""

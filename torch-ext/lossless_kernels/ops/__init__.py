@@ -1,0 +1,1 @@
+"""A family of ops each, in a file of its own; RMSNorm, which has several, in a folder."""

@@ -1,0 +1,1 @@
+"""RMSNorm, forward and backward, by itself, of a residual add, and times a gate."""
