@@ -108,28 +108,28 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
     general, noarch = config["general"], config["torch-noarch"]
     package = rust.KernelName(general["name"]).python_name
 
-    files = shipped_files(root, package, noarch.get("pyext", ["py", "pyi"]))
-    check_registrations(package, files)
-    if unique_id is None:
-        unique_id = git_id(root, package, files) or content_id(files)
-    elif not f"_{unique_id}".isidentifier():
-        raise BuildError(f"--unique-id: expected letters, digits and underscores, found {unique_id!r}")
-    chosen = choose_backends(general["backends"], backends)
-    names = {backend: f"_{package}_{backend}_{unique_id}" for backend in chosen}
     with replacing(output, general["name"]) as new:
-        for backend, name in names.items():
-            for path, content in {**files, "_ops.py": OPS_PY.format(name=name).encode()}.items():
-                write(new / f"torch-{backend}" / path, content)
-        interface = find_interface(new / f"torch-{chosen[0]}", general)
-        for backend, name in names.items():
-            write(new / f"torch-{backend}" / "interface.json", interface)
-            write_metadata(rust, new / f"torch-{backend}", name, backend, general, noarch)
+        files = shipped_files(root, package, noarch.get("pyext", ["py", "pyi"]))
+        check_registrations(package, files)
+        if unique_id is None:
+            unique_id = git_id(root, package, files) or content_id(files)
+        elif not f"_{unique_id}".isidentifier():
+            raise BuildError(f"--unique-id: expected letters, digits and underscores, found {unique_id!r}")
+        variants = {backend: new / f"torch-{backend}" for backend in choose_backends(general["backends"], backends)}
+        names = {backend: f"_{package}_{backend}_{unique_id}" for backend in variants}
+        for backend, variant in variants.items():
+            for path, content in {**files, "_ops.py": OPS_PY.format(name=names[backend]).encode()}.items():
+                write(variant / path, content)
+        interface = find_interface(next(iter(variants.values())), general)
+        for backend, variant in variants.items():
+            write(variant / "interface.json", interface)
+            write_metadata(rust, variant, names[backend], backend, general, noarch)
 
     if quiet:
         return
     count = len(files) + len(GENERATED)
     print(f"{general['name']} v{general['version']}, id {unique_id}, {count} files for each backend:")
-    for backend in chosen:
+    for backend in variants:
         print(f"  {os.path.relpath(output)}/torch-{backend}")
 
 
@@ -387,7 +387,7 @@ def check_replaceable(output: Path, name: str) -> None:
     for entry in sorted(output.iterdir()):
         for found in foreign(entry, name):
             raise BuildError(
-                f"--output: {output} is not replaced, {found.relative_to(output)} is not what a build of {name} wrote; "
+                f"--output: {output} is not replaced, {found.relative_to(output)} in it is not what a build of {name} wrote; "
                 f"move or remove it (`make clean` removes build/), or give another --output"
             )
 
@@ -434,22 +434,23 @@ def write(path: Path, content: bytes) -> None:
 
 
 def find_interface(variant: Path, general: dict) -> bytes:
-    """The interface of the kernel, which is the same in every variant: what build.toml says, and what importing one shows."""
-    backends = general["backends"]
+    """What build.toml and the imported package promise; the same in every variant."""
     file = variant / "interface.json"
-    command = [sys.executable, Path(__file__).with_name("interface.py"), variant, ",".join(backends), file]
+    command = [sys.executable, Path(__file__).with_name("interface.py"), variant, ",".join(general["backends"]), file]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(
             f"the package does not import: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
         )
-    needed = {
-        backend: {kind: dependencies(general, backend, kind) for kind in ("python-depends", "kernel-depends")}
-        for backend in backends
-    }
-    interface = {"backends": needed, **json.loads(file.read_bytes())}
+    interface = {"backends": promised_backends(general), **json.loads(file.read_bytes())}
     return (json.dumps(interface, indent=1, sort_keys=True) + "\n").encode()
+
+
+def promised_backends(general: dict) -> dict:
+    """Backend -> what it needs to be installed."""
+    kinds = ("python-depends", "kernel-depends")
+    return {backend: {kind: dependencies(general, backend, kind) for kind in kinds} for backend in general["backends"]}
 
 
 def dependencies(general: dict, backend: str, kind: str) -> list:
