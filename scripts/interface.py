@@ -164,7 +164,9 @@ def breaks(old: dict, new: dict) -> list[str]:
     """What somebody who relies on the interface `old` does not find in `new`, a phrase for each."""
     found = []
     for part in ("backends", "names", "mapping"):
-        found += _lost(old.get(part, {}), new.get(part, {}), () if part == "names" else (part,))
+        if not isinstance(old[part], dict):
+            raise TypeError(f"{part}: expected an object, found {old[part]!r}")
+        found += _lost(old[part], new[part], () if part == "names" else (part,))
     return found
 
 

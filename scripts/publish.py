@@ -174,11 +174,12 @@ def read_build(build: Path) -> dict[str, bytes]:
     """The files of a build by their path on the branch."""
     if not build.is_dir():
         raise CommandError(f"--build: {build} is no folder; `make build` makes one")
+    files = folder_files(build, "build")
     for variant in sorted(build.glob("torch-*")):
         violations = check_variant(variant).violations
         if violations:
             raise CommandError(f"{variant}: {'; '.join(violations)}")
-    return folder_files(build, "build")
+    return files
 
 
 def compare_builds(build: Path, found: dict[str, bytes], expected: dict[str, bytes]) -> None:
@@ -312,7 +313,7 @@ def check_compatible(api: HfApi, release: Release, head: str) -> None:
 def compare_interfaces(published: Path, ours: dict) -> list[str]:
     try:
         return interface.breaks(json.loads(published.read_bytes()), ours)
-    except (AttributeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         raise CommandError(
             f"build/{published.parent.name}/interface.json on the Hub is not what a build writes"
         ) from None
