@@ -14,6 +14,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -246,23 +247,23 @@ def holds(path: Path, content: bytes) -> bool:
 def committed(root: Path, tree: str, *paths: str) -> Iterator[tuple[str, str, bytes]]:
     """(mode, path, content) of what a commit or tree holds below `paths`, byte for byte as it is stored."""
     listing = git(root, "ls-tree", "-r", "-z", "--full-tree", tree, "--", *paths)
-    entries = [entry.partition("\t") for entry in (listing or "").split("\0") if entry]
+    if listing is None:
+        raise BuildError(f"git ls-tree fails in {root}, so the files of {tree} are not known")
+    entries = [entry.partition("\t") for entry in listing.split("\0") if entry]
     # A submodule is a commit, of which there is no content.
     entries = [(*what.split(), path) for what, _, path in entries if what.split()[1] == "blob"]
     wanted = "".join(f"{oid}\n" for _, _, oid, _ in entries).encode()
     done = subprocess.run(
         git_command("cat-file", "--batch"), cwd=root, env=git_environment(), input=wanted, capture_output=True
     )
-    rest = done.stdout
+    answers = io.BytesIO(done.stdout)
     for mode, _, oid, path in entries:
-        header, _, rest = rest.partition(b"\n")
+        header = answers.readline()
         if header.split()[:2] != [oid.encode(), b"blob"]:
-            raise BuildError(
-                f"{root}: git cannot read {path} of {tree}: {done.stderr.decode().strip() or header.decode()}"
-            )
-        size = int(header.split()[2])
-        yield mode, path, rest[:size]
-        rest = rest[size + 1 :]
+            reason = (done.stderr or header).decode(errors="replace").strip()
+            raise BuildError(f"{root}: git cannot read {path} of {tree}: {reason}")
+        yield mode, path, answers.read(int(header.split()[2]))
+        answers.readline()
 
 
 def git_command(*arguments: str) -> list[str]:

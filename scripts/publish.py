@@ -122,20 +122,23 @@ def read_project(root: Path, repo_id: str | None) -> Project:
     return Project(general["name"], general["version"], repo_id, general, package)
 
 
-def check_tree(root: Path) -> str:
-    """The commit to publish. What git shows as changed was probably meant to be in it."""
-    commit = head_commit(root)
+def check_tree(root: Path, commit: str | None) -> None:
+    """Raises unless there is a commit to publish and nothing that git shows as changed, which was meant to be in it."""
     if commit is None:
         raise CommandError(f"{root}: no commit to publish; --allow-dirty publishes it all the same")
-    changed = build_kernel.git(root, "diff", "--name-only", "HEAD").splitlines()
-    changed += build_kernel.git(
-        root, "ls-files", "--others", "--exclude-standard", "--", "torch-ext", "benchmarks"
-    ).splitlines()
+    changed = []
+    for command in (
+        ("diff", "--name-only", "HEAD"),
+        ("ls-files", "--others", "--exclude-standard", "--", "torch-ext", "benchmarks"),
+    ):
+        paths = build_kernel.git(root, *command)
+        if paths is None:
+            raise CommandError(f"git {command[0]} fails in {root}, so what is committed is not known")
+        changed += paths.splitlines()
     if changed:
         raise CommandError(
             f"uncommitted changes: {', '.join(changed)}; commit them, or publish them with --allow-dirty"
         )
-    return commit
 
 
 def head_commit(root: Path) -> str | None:
@@ -400,12 +403,16 @@ def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, ste
     found = read_build(build)
     step("building what is committed")
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
+        tree, origin, unique_id = root, head_commit(root), None
         if allow_dirty:
-            commit = head_commit(root)
-            tree, origin, unique_id = root, f"the work tree at {commit}" if commit else "no commit", None
+            origin = f"the work tree at {origin}" if origin else "no commit"
         else:
-            tree, origin = Path(scratch, "commit"), check_tree(root)
-            export(root, origin, tree)
+            check_tree(root, origin)
+            tree = Path(scratch, "commit")
+            try:
+                export(root, origin, tree)
+            except build_kernel.BuildError as error:
+                raise CommandError(str(error)) from None
             unique_id = build_kernel.git(root, "rev-parse", f"{origin}^{{tree}}")[:7]
         project = read_project(tree, repo_id)
         files = fresh_build(tree, unique_id, Path(scratch, "build"))

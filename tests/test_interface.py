@@ -206,6 +206,8 @@ def test_what_is_said(interfaces):
     assert breaks(base, interfaces["python dependency of a backend"]) == [
         "backends.cuda.python-depends: nvidia-cutlass-dsl is new"
     ]
+    moved, renamed = interfaces["forward in a base class"], interfaces["forward renamed in a base class"]
+    assert breaks(moved, renamed) == ["layers.NewGELUActivation.forward: removed"]
     # The way back: what was missing may come, what had to be installed may go.
     for name in (
         "no gradients",

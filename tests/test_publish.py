@@ -289,6 +289,18 @@ def link_out(project):
     commit(project)
 
 
+def damaged_index(project):
+    (project / ".git/index").write_bytes(b"no index")
+
+
+def damaged_object(project):
+    git(project, "status")  # So that git has no reason to look at it.
+    oid = git(project, "rev-parse", f"HEAD:{PACKAGE}/functions.py")
+    path = project / ".git/objects" / oid[:2] / oid[2:]
+    path.chmod(0o644)
+    path.write_bytes(b"")
+
+
 REFUSALS = {
     "no build": (lambda project: shutil.rmtree(project / "build"), "build is no folder"),
     "a file more": (edit_build("torch-cpu/notes.txt", b""), "torch-cpu.*notes.txt"),
@@ -304,6 +316,8 @@ REFUSALS = {
     "another commit": (next_commit, "the build is _lossless_kernels_cpu_[0-9a-f]{7}, the project is at _lossless_kern"),
     "no git": (lambda project: shutil.rmtree(project / ".git"), "no commit to publish"),
     "another repository": (inside_another, "no commit to publish"),
+    "damaged index": (damaged_index, "git diff fails in .*, so what is committed is not known"),
+    "damaged object": (damaged_object, "git cannot read torch-ext/lossless_kernels/functions.py of [0-9a-f]{40}"),
     "does not build": (broken, "the project does not build: the package does not import: NameError: name 'nowhere'"),
     "link to elsewhere": (link_out, "benchmark_x.py: link to /etc/hostname, which is outside the commit"),
 }
