@@ -246,9 +246,13 @@ def remote_branches(api: HfApi, repo_id: str) -> dict[str, str] | None:
     try:
         with understood(f"asked for the branches of {repo_id}"):
             refs = api.list_repo_refs(repo_id, repo_type="kernel")
+            branches = {branch.name: branch.target_commit for branch in refs.branches}
+            # Without one a branch would pass for new, and what it promises would not be looked at.
+            if not all(isinstance(commit, str) and commit for commit in branches.values()):
+                raise ValueError("a branch without a commit")
     except RepositoryNotFoundError:
         return None
-    return {branch.name: branch.target_commit for branch in refs.branches}
+    return branches
 
 
 def remote_files(api: HfApi, repo_id: str, commit: str) -> dict[str, RepoFile]:

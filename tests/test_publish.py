@@ -602,8 +602,18 @@ def test_answers_that_make_no_sense(published, tmp_path, request_):
                 publish.upload(api, published.release, branches, False, lambda step: None)
             except (publish.CommandError, OSError, httpx2.HTTPError) as error:
                 assert "\n" not in one_line(error) and len(one_line(error)) > 20, (status, body)
+                if (request_, status) == ("POST .*branch/v1", 200):
+                    # The branch that is said to be made is not: nothing is sent that has been compared with nothing.
+                    assert "the Hub does not list v1" in one_line(error)
             else:
                 assert set(held(hub, "v1")) == {*published.release.files, ".gitattributes"}, (status, body)
+
+
+def test_a_branch_without_a_commit(published, hub):
+    body = {"branches": [{"name": "v1", "ref": "refs/heads/v1", "targetCommit": None}], "tags": [], "converts": []}
+    with answering(hub, "GET .*/refs", 200, json.dumps(body).encode()) as url:
+        with pytest.raises(publish.CommandError, match="not understood, asked for the branches.*without a commit"):
+            publish.remote_branches(HfApi(endpoint=url, token="local"), REPO_ID)
 
 
 # The card
