@@ -47,7 +47,7 @@ def add_op_namespace_prefix(op_name: str) -> str:
 GENERATED = ("_ops.py", "interface.json", "metadata.json")
 # What kernel-builder's create-pyproject leaves among the sources.
 LEFT_BEHIND = ("_ops.py", "metadata.json")
-# The file that tells a folder of this program's from one of somebody else's.
+# The file by which a folder is known as this program's own.
 MARK = "made-by-build_kernel"
 
 # What kernel-builder looks for in its own check of the ops' names.
@@ -234,7 +234,7 @@ def git_id(root: Path, package: str, files: dict[str, bytes]) -> str | None:
 
 
 def is_repository(root: Path) -> bool:
-    """Whether the project is a git repository of its own, rather than a folder inside somebody else's."""
+    """Whether the project is a git repository of its own, rather than a folder inside another one."""
     return git(root, "rev-parse", "--show-cdup") == ""
 
 
@@ -333,7 +333,7 @@ def replacing(output: Path, name: str) -> Iterator[Path]:
                 raise BuildError(f"--output: {output} cannot be made: {error.strerror}") from None
             write(scratch / MARK, b"Left by a build that was killed. The next one removes this folder.\n")
             yield scratch / "new"
-            # Somebody may have put something there meanwhile.
+            # Files may have appeared there during the build.
             check_replaceable(output, name)
             put_in_place(scratch / "new", output, scratch / "old")
         finally:
@@ -403,21 +403,25 @@ def foreign(variant: Path, name: str) -> Iterator[Path]:
     if variant.is_symlink() or metadata is None or metadata.digest is None or str(metadata.name) != name:
         yield variant
         return
-    digest = metadata.digest
-    now = rust.Digest.hash_variant(digest.algorithm, variant).files
-    written = {"metadata.json", *(path for path, hashed in digest.files.items() if now.get(path) == hashed)}
-    folders = {str(parent) for path in written for parent in Path(path).parents}
+    listed = metadata.digest.files
+    folders = {str(parent) for path in listed for parent in Path(path).parents}
     for folder, subfolders, files in os.walk(variant):
         for each in (Path(folder, each) for each in sorted(subfolders + files)):
             path = each.relative_to(variant).as_posix()
-            is_bytecode = each.name == "__pycache__" or (each.suffix == ".pyc" and each.parent.name == "__pycache__")
-            if each.is_symlink() or not (is_bytecode or path in (folders if each.is_dir() else written)):
+            if each.is_dir():
+                known = path in folders or each.name == "__pycache__"
+            else:
+                is_bytecode = each.suffix == ".pyc" and each.parent.name == "__pycache__"
+                known = each.is_file() and (path in listed or path == "metadata.json" or is_bytecode)
+            if not known or each.is_symlink():
                 yield each
+    now = rust.Digest.hash_variant(metadata.digest.algorithm, variant).files
+    yield from (variant / path for path, hashed in listed.items() if now.get(path, hashed) != hashed)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Of several builds into one folder only one at a time puts its result in place. Leaves no file behind."""
+    """Builds into one folder run one after the other. Leaves no file behind."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

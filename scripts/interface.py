@@ -69,7 +69,7 @@ def _describe(value, package: str):
         return _describe_module(value, package) if _is_part(value.__name__, package) else value.__name__
     if inspect.isclass(value):
         return _describe_class(value, package)
-    # The parameters of somebody else's function are for them to change.
+    # The parameters of a function from outside are not promised: they depend on a version of that.
     foreign = inspect.isroutine(value) and not _is_part(value.__module__ or "", package)
     return _parameters(value) if callable(value) and not foreign else _plain(value)
 
@@ -161,7 +161,7 @@ def _mode_name(mode) -> str:
 
 
 def breaks(old: dict, new: dict) -> list[str]:
-    """What somebody who relies on the interface `old` does not find in `new`, a phrase for each."""
+    """What a user of the interface `old` does not find in `new`, a phrase for each."""
     found = []
     for part in ("backends", "names", "mapping"):
         if not isinstance(old[part], dict):

@@ -287,7 +287,7 @@ def plan_version(api: HfApi, release: Release, head: str | None) -> Plan:
 
 
 def check_compatible(api: HfApi, release: Release, head: str) -> None:
-    """Nobody who loads this version may lose a name or find another signature."""
+    """Raises if a user of this version loses a name or finds another signature."""
     project = release.project
     paths = sorted(path for path in remote_files(api, project.repo_id, head) if fnmatch.fnmatch(path, "build/*/*.py"))
     if not paths:
@@ -455,7 +455,7 @@ def upload(
         with understood(f"asked to make branch {branch} of {repo_id}"):
             api.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True)
     if plan.parent is None or card_plan.parent is None:
-        # What is new holds something already: a branch what main did or what somebody else has published meanwhile, a
+        # What is new holds something already: a branch what main did or what another publisher has sent meanwhile, a
         # repository its .gitattributes.
         heads = remote_branches(api, repo_id) or {}
         missing = {branch, "main"} - heads.keys()
@@ -489,7 +489,7 @@ def send(api: HfApi, repo_id: str, plan: Plan, message: str) -> str:
     operations = [CommitOperationAdd(path, content) for path, content in {**plan.added, **plan.changed}.items()]
     operations += [CommitOperationDelete(path, is_folder=False) for path in plan.deleted]
     try:
-        # Named as parent, the commit of the plan makes the Hub refuse if somebody else has published since.
+        # Named as parent, the commit of the plan makes the Hub refuse if another publisher was faster.
         with understood(f"asked to commit to {plan.branch} of {repo_id}"):
             done = api.create_commit(
                 repo_id,

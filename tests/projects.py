@@ -78,8 +78,8 @@ def everything(folder):
     return {
         str(path.relative_to(folder)): os.readlink(path)
         if path.is_symlink()
-        else None
-        if path.is_dir()
         else path.read_bytes()
+        if path.is_file()
+        else None
         for path in folder.rglob("*")
     }

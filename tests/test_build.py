@@ -363,6 +363,9 @@ FOREIGN = {
     "empty folder in a variant": (lambda output: (output / "torch-cpu/.ssh").mkdir(), "torch-cpu/.ssh"),
     "changed file": (put("torch-cpu/layers.py", b"# a better idea\n"), "torch-cpu/layers.py"),
     "link in a variant": (lambda output: (output / "torch-cpu/l.py").symlink_to("layers.py"), "torch-cpu/l.py"),
+    "file called __pycache__": (put("torch-cpu/__pycache__", b"secret"), "torch-cpu/__pycache__"),
+    "file beside bytecode": (put("torch-cpu/__pycache__/key", b"secret"), "torch-cpu/__pycache__/key"),
+    "pipe": (lambda output: os.mkfifo(output / "torch-cpu/pipe"), "torch-cpu/pipe"),
     "bytecode alone": (put("torch-cpu/secret.pyc"), "torch-cpu/secret.pyc"),
 }
 
