@@ -13,7 +13,7 @@ from build_kernel import tomllib
 from interface import breaks
 from projects import PACKAGE, ROOT, SCRIPTS, run
 
-INIT, LAYERS, MAPPING, ACTIVATION, TOML = "__init__.py", "layers.py", "mapping.py", "activation.py", "build.toml"
+INIT, LAYERS, MAPPING, ACTIVATION, TOML = "__init__.py", "layers.py", "mapping.py", "ops/activation.py", "build.toml"
 NORM = "def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float)"
 SILU = "class SiLUActivation(nn.Module):"
 CLASS_VARIABLES = "    has_backward = True\n    can_torch_compile = True\n"
@@ -66,7 +66,7 @@ BREAKING = {
     "function bound by code": (INIT, AT_END, "import functools\nsilu = functools.partial(silu, approximate=1)\n"),
     # Parameters.
     "parameter renamed": (ACTIVATION, "def silu(input:", "def silu(x:"),
-    "parameter gone": (INIT, AT_END, "from .activation import gelu as _gelu\ndef gelu(input): return _gelu(input)\n"),
+    "parameter gone": (INIT, AT_END, "from .ops.activation import gelu as _gelu\ndef gelu(input): return _gelu(input)\n"),
     "parameter needed": (ACTIVATION, "def silu(input: torch.Tensor", "def silu(input: torch.Tensor, out"),
     "parameter added": (ACTIVATION, "def silu(input: torch.Tensor", "def silu(input: torch.Tensor, out=None"),
     "parameters swapped": ("rms_norm.py", NORM, "def rms_norm(weight, hidden_states, eps)"),
@@ -96,7 +96,7 @@ BREAKING = {
     "forward is a property": (LAYERS, AT_END, "LlamaMLP.forward = property(lambda self: None)\n"),
     "forward replaced by code": (LAYERS, AT_END, "LlamaMLP.forward = lambda self, y: y\n"),
     # The error that users catch.
-    "error no longer a RuntimeError": ("proof.py", "class LosslessProofError(RuntimeError)", "class LosslessProofError(Exception)"),
+    "error no longer a RuntimeError": ("core/proof.py", "class LosslessProofError(RuntimeError)", "class LosslessProofError(Exception)"),
     # The mapping.
     "entry lost": (MAPPING, '    "SiLU": "SiLUActivation",\n', ""),
     "entry to another layer": (MAPPING, '"SwiGLUMLP": "LlamaMLP"', '"SwiGLUMLP": "GeGLUMLP"'),
@@ -128,7 +128,7 @@ COMPATIBLE = {
     "helper added": (LAYERS, AT_END, "\n\ndef helper(required): ...\n"),
     "forward in a base class": (LAYERS, moved),
     "private name": (LAYERS, AT_END, "_private = 1\n"),
-    "what is not public": ("proof.py", AT_END, "\n\ndef added(required): ...\n"),
+    "what is not public": ("core/proof.py", AT_END, "\n\ndef added(required): ...\n"),
     "entry added": (MAPPING, "LAYERS = {\n", 'LAYERS = {\n    "Added": "LlamaRMSNorm",\n'),
     "level added": (MAPPING, 'LEVELS = {"layer": LAYERS,', 'LEVELS = {"none": {}, "layer": LAYERS,'),
     "backend added": (TOML, '["cuda", "rocm", "cpu"]', '["cuda", "rocm", "cpu", "xpu"]'),
