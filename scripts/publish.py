@@ -24,7 +24,7 @@ from pathlib import Path
 
 import build_kernel
 from build_kernel import ROOT, tomllib
-from command import CommandError, exit_status, is_repo_id, requirements
+from command import CommandError, exit_status, hub_client, is_repo_id, requirements
 from verify import check_variant, same_content
 
 with requirements():
@@ -426,7 +426,7 @@ def main() -> int:
                 progress.update(task, description=description, advance=1)
 
             release = prepare(ROOT, options.build.absolute(), options.repo_id, options.allow_dirty, step)
-            api = HfApi()
+            api = hub_client()
             step("asking the Hub")
             branches = remote_branches(api, release.project.repo_id)
             step("loading the build")
