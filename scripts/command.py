@@ -34,7 +34,7 @@ def requirements() -> Iterator[None]:
 
 
 with requirements():
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         import httpx2 as httpx
@@ -138,6 +138,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
+    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        return _message(error.__cause__)
     message = " ".join(str(error).split()) or type(error).__name__
     if _is_of_the_client(error) and (isinstance(error, JSONDecodeError) or not isinstance(error, _EXPECTED)):
         return f"the Hub's answer has not the form it should have: {type(error).__name__}: {message}"
