@@ -61,7 +61,7 @@ def check_repo_id(text: str) -> None:
 
 
 def is_commit(text: object) -> bool:
-    """Whether it is the full id of a commit."""
+    """Whether it is the full id of a commit, or of anything else in git."""
     return isinstance(text, str) and _COMMIT.fullmatch(text) is not None
 
 

@@ -7,7 +7,8 @@ get_locked_kernel and LockedLayerRepository work without a network. Without --ou
 with it a folder to carry elsewhere, to be named there in KERNELS_CACHE.
 
 Nothing reaches the cache before every file has been compared with the Hub's listing of the commit and with the digests
-in metadata.json. Nothing of the kernel is run.
+in metadata.json. Whatever else lies in the commit's snapshot is then removed: bytecode, say, which Python left there.
+Nothing of the kernel is run. A run that was killed leaves a folder `.vendor-*`, which the next one removes.
 
     python scripts/vendor.py ORG/NAME --version 1
     python scripts/vendor.py --lockfile kernels.lock --output kernels-cache
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from command import CommandError, check_repo_id, exit_status, hub_client, is_commit, requirements
-from verify import Finding, cache_folder, check_blobs, check_snapshot, read_locks, repository_folder
+from verify import Finding, cache_folder, check_blobs, check_refs, check_snapshot, read_locks, repository_folder
 
 with requirements():
     from huggingface_hub import HfApi
@@ -107,7 +108,10 @@ def install(api: HfApi, repo_id: str, commit: str, branch: str | None, output: P
         move(source / part, target / part)
     # Bytecode of those who loaded it, say.
     removed = remove_others(target / "snapshots" / commit, {target / path for path in listing})
-    wrong = complaints(check_snapshot(output, repo_id, commit, None))
+    findings_there = check_snapshot(output, repo_id, commit, None)
+    if branch is not None:
+        findings_there += check_refs(output, repo_id, None, {branch: commit})
+    wrong = complaints(findings_there)
     if wrong:
         raise CommandError(f"{repo_id}@{commit} is whole at {api.endpoint}, but not in {output}: {wrong}")
     print(

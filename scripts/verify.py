@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Check built, vendored or cached variants of a kernel before anything of them runs.
 
-`kernels` itself looks at no digest when it loads a kernel. Nothing of a kernel is imported here, and whatever lies where
-`kernels` or Python would find it must be known: a file, a folder, a link, a branch, bytecode (which Python runs in place
-of the source; it leaves some wherever a kernel was loaded from: delete it).
+`kernels` looks at no digest when it loads a kernel. This imports nothing of the kernel, and names whatever lies where
+`kernels` or Python would find it and does not belong there: files, folders, links, branches, and bytecode, which Python
+runs in place of the source. (Python itself leaves bytecode wherever a kernel was loaded from. Delete it.)
 
     python scripts/verify.py                              the variants in build/
     python scripts/verify.py ORG/NAME                     all that the local cache holds of a repository
     python scripts/verify.py --lockfile kernels.lock      the cached commits that a lockfile names
     python scripts/verify.py DIR                          a variant, a build, a snapshot or a whole cache
 
-A cache is compared with the listings that lie in it, a build with its own digests. That shows accidents, and changes by
-someone who did not change the listing or the digest too. --lockfile says which commit a version must be; --online
-compares with the Hub, and alone finds a cache that was made anew to fit. Exit status 0: all of it was checked, and holds.
+A build is compared with its own digests, a cache with the listings stored in it. Both show accidents, and changes by
+someone who did not change the digest or the listing too. --lockfile says which commit a version must be. --online compares
+with the Hub; nothing else finds a cache that was made anew to fit. Exit status 0: all of it was checked and holds.
 """
 
 import argparse
@@ -46,6 +46,7 @@ CACHE = (
 )
 LOCKED = "the lockfile, and the cache's own listing of its commits; only --online finds a commit made anew to fit"
 ONLINE = "the Hub's listing and branches"
+LOCKED_ONLINE = "the lockfile, and the Hub's listing of its commits"
 
 
 @dataclass
@@ -129,7 +130,9 @@ def check_digest(variant: Path, finding: Finding) -> None:
     The digest sees neither bytecode nor metadata.json, nor what lies behind a link to a folder.
     """
     if not all(path.is_file() for path in variant.rglob("*") if not path.is_dir()):
-        return  # Reading a pipe would wait for ever. `files_below` has named it.
+        # Reading a pipe would wait for ever. `files_below` has named it.
+        finding.unchecked = "holds what is no file"
+        return
     try:
         metadata = _rust.Metadata.read_from_file(variant / "metadata.json")
     except (OSError, ValueError) as error:
@@ -176,7 +179,7 @@ def cached_listing(repository: Path, commit: str) -> Optional[dict[str, RepoFile
         files = {}
         for name, entry in data["files"].items():
             sha256, size = entry.get("lfs_sha256"), entry.get("lfs_size")
-            lfs = None if sha256 is None else {"sha256": sha256, "size": size, "pointerSize": 0}
+            lfs = None if sha256 is None else {"oid": sha256, "size": size, "pointerSize": 0}
             xet_hash = entry.get("xet_hash")
             files[name] = RepoFile(path=name, size=entry["size"], oid=entry["blob_id"], lfs=lfs, xetHash=xet_hash)
         return files
@@ -189,9 +192,14 @@ def cached_listing(repository: Path, commit: str) -> Optional[dict[str, RepoFile
 def hub_listing(hub: HfApi, repo_id: str, commit: str) -> dict[str, RepoFile]:
     """The Hub's listing of a commit, as far as it is known to be whole."""
     entries = list(hub.list_repo_tree(repo_id, repo_type="kernel", revision=commit, recursive=True))
+    for entry in entries:
+        if not isinstance(entry.path, str):
+            raise CommandError(f"{hub.endpoint} lists {entry.path!r}, expected a path")
     torn = incomplete_folders(entries)
     if torn:
-        raise CommandError(f"{hub.endpoint} does not list all of {', '.join(torn)}: its id is another")
+        raise CommandError(
+            f"{hub.endpoint}: the listing of {', '.join(torn)} is not whole, or holds executable files: the id is another"
+        )
     return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
 
@@ -205,7 +213,8 @@ def incomplete_folders(entries: Iterable) -> list[str]:
             ids[entry.path] = entry.tree_id
         mode, oid = (b"40000", entry.tree_id) if is_folder else (b"100644", entry.blob_id)
         # git sorts a folder as if its name ended with a slash.
-        inside[parent][name.encode() + b"/" * is_folder] = b"%s %s\0%s" % (mode, name.encode(), bytes.fromhex(oid))
+        raw = bytes.fromhex(oid) if is_commit(oid) else b""
+        inside[parent][name.encode() + b"/" * is_folder] = b"%s %s\0%s" % (mode, name.encode(), raw)
     inside.pop("", None)  # The id of the whole is not listed.
     contents = {path: b"".join(inside[path][name] for name in sorted(inside[path])) for path in {*ids, *inside}}
     return sorted(path for path, content in contents.items() if git_id(b"tree", content) != ids.get(path))
@@ -281,7 +290,7 @@ def check_snapshot(
     variants = defaultdict(set)
     for path in found:
         if path.startswith("build/") and path.count("/") > 1:
-            variants["/".join(path.split("/")[:2])].add(path)
+            variants[variant_of(path)].add(path)
     # `has_kernel` and `kernels lock` fetch nothing else of a variant.
     asked_for = {name for name, paths in variants.items() if paths == {f"{name}/metadata.json"}}
     if listing is None:
@@ -294,7 +303,7 @@ def check_snapshot(
             if not same_content((folder / path).read_bytes(), listing[path])
         ]
         absent = sorted(listing.keys() - found)
-        torn = [path for path in absent if "/".join(path.split("/")[:2]) in variants.keys() - asked_for]
+        torn = [path for path in absent if variant_of(path) in variants.keys() - asked_for]
         finding.violations += [f"{path}: missing" for path in torn]
         if absent and not torn:
             finding.notes.append(
@@ -311,6 +320,11 @@ def check_snapshot(
         else:
             check_digest(folder / name, findings[-1])
     return findings
+
+
+def variant_of(path: str) -> str:
+    """build/NAME"""
+    return "/".join(path.split("/")[:2])
 
 
 def check_blobs(cache: Path, repo_id: str) -> Finding:
@@ -415,7 +429,7 @@ def check_locked(cache: Path, locks: list["Lock"], hub: Optional[HfApi]) -> list
     """The commits of a lockfile, and whether the branches that they were lead to them."""
     findings = []
     for lock in locks:
-        findings += check_snapshot(cache, lock.repo_id, lock.commit, hub, ONLINE if hub else LOCKED)
+        findings += check_snapshot(cache, lock.repo_id, lock.commit, hub, LOCKED_ONLINE if hub else LOCKED)
     for repo_id in dict.fromkeys(lock.repo_id for lock in locks):
         versions = {lock.branch: lock.commit for lock in locks if lock.repo_id == repo_id and lock.branch}
         findings += [check_blobs(cache, repo_id), *check_refs(cache, repo_id, None, versions)]

@@ -220,19 +220,37 @@ ANSWERS = {
     "listing without a variant": (
         "/tree/",
         without("build/torch-cuda"),
-        "does not list all of build: its id is another",
+        "the listing of build is not whole",
     ),
-    "listing without files of a variant": ("/tree/", without("build/torch-cuda/"), "not list all of build/torch-cuda:"),
-    "listing without a file": ("/tree/", without("build/torch-cpu/layers.py"), "not list all of build/torch-cpu:"),
+    "listing without files of a variant": (
+        "/tree/",
+        without("build/torch-cuda/"),
+        "the listing of build/torch-cuda is not whole",
+    ),
+    "listing without a file": (
+        "/tree/",
+        without("build/torch-cpu/layers.py"),
+        "the listing of build/torch-cpu is not whole",
+    ),
     "listing without folders": (
         "/tree/",
         json_of(lambda entries: [each for each in entries if each["type"] == "file"]),
-        "does not list all of build/torch-cpu, build/torch-cpu/sub, ",
+        "the listing of build/torch-cpu, build/torch-cpu/sub, ",
     ),
     "listing with a file more": ("/tree/", more("build/torch-cpu/more.py"), "404"),
     "listing with a path": ("/tree/", more("../../../evil.py"), "Invalid filename '../../../evil.py'"),
     "listing of another form": ("/tree/", lambda headers, body: b'[{"type": "file"}]', FORM),
     "listing that is none": ("/tree/", lambda headers, body: b"{", FORM),
+    "listing without names": (
+        "/tree/",
+        json_of(lambda entries: [{**each, "path": None} for each in entries]),
+        "`None` is not a string",
+    ),
+    "listing without ids": (
+        "/tree/",
+        json_of(lambda entries: [{**each, "oid": None} for each in entries]),
+        "the listing of build, ",
+    ),
     "branches that are none": ("/refs", lambda headers, body: b"<html>", FORM),
     "branches of another form": ("/refs", lambda headers, body: b"[]", FORM),
     "no branches": ("/refs", lambda headers, body: b"{}", FORM),
@@ -259,6 +277,8 @@ def test_a_wrong_answer_reaches_no_cache(hub, cache, tmp_path, capsys, no_waitin
 
     with between(hub, edit) as (url, _), endpoint(url):
         assert_refused(cache, tmp_path, capsys, message)
+        # This asks for no file.
+        assert verify.main([REPO_ID, "--online", "--cache", str(cache)]) == (0 if where == "/layers.py" else 1)
     assert not Path("/tmp/vendor-evil").exists()
 
 
@@ -353,6 +373,16 @@ def test_what_does_not_belong_to_the_commit_is_removed(hub, released, cache, tmp
     assert other.is_dir() and Path("/etc/passwd").exists()
     other.rmdir()
     assert verify.main([REPO_ID, "--online", "--cache", str(cache)]) == 0
+
+
+def test_a_branch_of_the_old_layout_that_leads_elsewhere(hub, cache, capsys):
+    """`kernels` believes it more than the branch that is written."""
+    ref = cache / "models--org--small/refs/v1"
+    ref.parent.mkdir(parents=True)
+    ref.write_text("2" * 40)
+    status, out, err = fetch(cache, capsys)
+    assert (status, out) == (1, "")
+    assert f"but not in {cache}: " in err and f"{REPO_ID} models--org--small/refs/v1: that commit is not here" in err
 
 
 @pytest.mark.parametrize("name", ["snapshots", "snapshots/{}", "snapshots/{}/build", "blobs", "trees", "refs"])

@@ -6,6 +6,7 @@ process, on a copy for each manipulation; a process of its own then loads what i
 
 import builtins
 import functools
+import hashlib
 import importlib.machinery
 import importlib.util
 import json
@@ -82,6 +83,7 @@ MANIPULATIONS = {}
 # What `verify` is asked, and with what: by name, by lockfile, and each with the Hub.
 WAYS = {"offline": [REPO_ID], "lockfile": ["--lockfile"], "online": [REPO_ID, "--online"]}
 WAYS["both"] = [*WAYS["lockfile"], "--online"]
+AGAINST = dict(zip(WAYS, (verify.CACHE, verify.LOCKED, verify.ONLINE, verify.LOCKED_ONLINE)))
 
 
 @dataclass
@@ -704,8 +706,7 @@ def test_every_manipulation_is_refused_before_anything_runs(vendored, tmp_path, 
         if way in manipulation.accepted:
             assert status == 0, (way, output)
             # Where it cannot know, it says so.
-            against = {"offline": verify.CACHE, "lockfile": verify.LOCKED}.get(way, verify.ONLINE)
-            assert f"Compared with {against}." in output
+            assert f"Compared with {AGAINST[way]}." in output
         else:
             assert status == 1, (way, output)
             assert any(message in output for message in manipulation.messages), (way, output)
@@ -829,11 +830,10 @@ def test_every_manipulation_changes_what_kernels_loads(vendored, tmp_path):
 
 def test_an_untouched_cache_is_in_order(vendored, tmp_path, capsys):
     case = copy(vendored, tmp_path)
-    against = {"offline": verify.CACHE, "lockfile": verify.LOCKED, "online": verify.ONLINE, "both": verify.ONLINE}
     for way in WAYS:
         status, output = ask(case, way, capsys)
         assert (status, "note" in output) == (0, False)
-        assert output.splitlines()[-1] == f"Compared with {against[way]}."
+        assert output.splitlines()[-1] == f"Compared with {AGAINST[way]}."
     for folder in (case.cache, case.repository, case.snapshot, case.variant, case.repository / "refs"):
         assert verify.main([str(folder)]) == 0
         assert capsys.readouterr().out.endswith(f"Compared with {verify.CACHE}.\n")
@@ -861,6 +861,16 @@ def test_what_is_enough_online_is_a_note(vendored, tmp_path, capsys):
     assert verify.check_variant(shutil.copytree(case.variant, tmp_path / "build/torch-cpu")).violations == []
     (tmp_path / "build/torch-cpu/layers.py").unlink()
     assert "layers.py" in verify.check_variant(tmp_path / "build/torch-cpu").violations[0]
+
+
+def test_a_large_file_is_known_by_its_sha256(vendored, tmp_path, capsys):
+    """What git has of it is a pointer."""
+    case = copy(vendored, tmp_path)
+    entry = {"blob_id": "0" * 40, "lfs_sha256": hashlib.sha256(FILES["layers.py"]).hexdigest(), "lfs_size": 1}
+    change_listing(case, lambda files: files["build/torch-cpu/layers.py"].update(entry))
+    assert ask(case, "offline", capsys)[0] == 0
+    edit_file(case, "layers.py")
+    assert ask(case, "offline", capsys)[0] == 1
 
 
 def test_a_repository_is_not_the_folder_of_its_name(vendored, tmp_path, monkeypatch, capsys):
