@@ -133,7 +133,7 @@ def _is_of_the_client(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, without line breaks and passwords, and with the address where the Hub was not understood."""
+    """The message of an error, without line breaks and passwords; with the address where the Hub was not understood."""
     return _USERINFO.sub("", _message(error))
 
 
@@ -142,7 +142,7 @@ def _message(error: BaseException) -> str:
         return _message(error.__cause__)
     message = " ".join(str(error).split()) or type(error).__name__
     if _is_of_the_client(error) and (isinstance(error, JSONDecodeError) or not isinstance(error, _EXPECTED)):
-        return f"the Hub's answer has not the form it should have: {type(error).__name__}: {message}"
+        return f"the Hub's answer does not have the expected form: {type(error).__name__}: {message}"
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         url = str(error.response.request.url)
         return message if url in message else f"{message} ({url})"

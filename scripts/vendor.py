@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Fetch a published kernel whole and verified, so that it loads with HF_HUB_OFFLINE=1.
 
-`get_kernel` fetches the one variant it needs and does not remember which commit a version was: offline the same call then
-fails. This fetches all files of the version into a cache from which get_kernel, LayerRepository, load_kernel,
+`get_kernel` fetches the one variant it needs and does not remember which commit a version was: offline the same call
+then fails. This fetches all files of the version into a cache from which get_kernel, LayerRepository, load_kernel,
 get_locked_kernel and LockedLayerRepository work without a network. Without --output that is the cache of this machine;
 with it a folder to carry elsewhere, to be named there in KERNELS_CACHE.
 
@@ -114,10 +114,9 @@ def install(api: HfApi, repo_id: str, commit: str, branch: str | None, output: P
     wrong = complaints(findings_there)
     if wrong:
         raise CommandError(f"{repo_id}@{commit} is whole at {api.endpoint}, but not in {output}: {wrong}")
-    print(
-        f"{repo_id}@{commit}{f' ({branch})' if branch else ''}: {len(findings) - 2} variants, verified against the listing "
-        f"of {api.endpoint}{f'; removed {removed} that did not belong to it' if removed else ''}"
-    )
+    name = f"{repo_id}@{commit}{f' ({branch})' if branch else ''}"
+    besides = f"; removed {removed} that did not belong to it" if removed else ""
+    print(f"{name}: {len(findings) - 2} variants, verified against the listing of {api.endpoint}{besides}")
 
 
 def complaints(findings: list[Finding]) -> str:

@@ -10,9 +10,9 @@ runs in place of the source. (Python itself leaves bytecode wherever a kernel wa
     python scripts/verify.py --lockfile kernels.lock      the cached commits that a lockfile names
     python scripts/verify.py DIR                          a variant, a build, a snapshot or a whole cache
 
-A build is compared with its own digests, a cache with the listings stored in it. Both show accidents, and changes by
-someone who did not change the digest or the listing too. --lockfile says which commit a version must be. --online compares
-with the Hub; nothing else finds a cache that was made anew to fit. Exit status 0: all of it was checked and holds.
+A build is compared with its own digests, a cache with the listings stored in it. That does not find what was changed
+together with them. --lockfile says which commit a version must be. --online compares with the Hub, and alone finds a
+commit that was made anew to fit. Exit status 0: all of it was checked and holds.
 """
 
 import argparse
@@ -39,14 +39,17 @@ ROOT = Path(__file__).resolve().parent.parent
 BYTECODE = "bytecode, which Python runs in place of the source: delete it and verify again"
 
 # What a finding rests on.
-DIGESTS = "the digests beside the files alone; whoever changes a file can change its digest"
+DIGESTS = "the digests beside the files alone: a file that was changed together with its digest is not found"
 CACHE = (
-    "what the cache says of itself alone; whoever changes it can make all of that fit: --online compares with the Hub, "
-    "and --lockfile says which commit a version must be"
+    "the listings and branches in the cache alone: what was changed together with them is not found "
+    "(--online compares with the Hub, --lockfile with the locked commits)"
 )
-LOCKED = "the lockfile, and the cache's own listing of its commits; only --online finds a commit made anew to fit"
-ONLINE = "the Hub's listing and branches"
-LOCKED_ONLINE = "the lockfile, and the Hub's listing of its commits"
+LOCKED = (
+    "the lockfile and the listings in the cache: a commit that was changed together with its listing is not found "
+    "(--online compares with the Hub)"
+)
+ONLINE = "the Hub's listings and branches"
+LOCKED_ONLINE = "the lockfile and the Hub's listings"
 
 
 @dataclass
@@ -131,7 +134,7 @@ def check_digest(variant: Path, finding: Finding) -> None:
     """
     if not all(path.is_file() for path in variant.rglob("*") if not path.is_dir()):
         # Reading a pipe would wait for ever. `files_below` has named it.
-        finding.unchecked = "holds what is no file"
+        finding.unchecked = "not all in it is a file"
         return
     try:
         metadata = _rust.Metadata.read_from_file(variant / "metadata.json")
@@ -198,7 +201,7 @@ def hub_listing(hub: HfApi, repo_id: str, commit: str) -> dict[str, RepoFile]:
     torn = incomplete_folders(entries)
     if torn:
         raise CommandError(
-            f"{hub.endpoint}: the listing of {', '.join(torn)} is not whole, or holds executable files: the id is another"
+            f"{hub.endpoint}: the listing of {', '.join(torn)} is not whole, or has executable files: its id differs"
         )
     return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
@@ -262,7 +265,7 @@ def check_snapshot(
 ) -> list[Finding]:
     """One finding for the files of a commit in the cache, and one for each of its variants.
 
-    The files are compared with the listing that `huggingface_hub` stored beside them, or, with `hub`, with the Hub's own.
+    The files are compared with the listing that `huggingface_hub` stored beside them, or, with `hub`, with the Hub's.
     """
     repository = repository_folder(cache, repo_id)
     folder = repository / "snapshots" / commit

@@ -215,7 +215,7 @@ def target(commit):
     return json_of(lambda refs: {**refs, "branches": [{**each, "targetCommit": commit} for each in refs["branches"]]})
 
 
-FORM = "the Hub's answer has not the form it should have"
+FORM = "the Hub's answer does not have the expected form"
 ANSWERS = {
     "listing without a variant": (
         "/tree/",
@@ -323,6 +323,16 @@ def test_publish_and_verify_ask_with_limits(published, hub, cache, monkeypatch, 
     for main, arguments in ((publish_command.main, ()), (verify.main, [[REPO_ID, "--online", "--cache", str(cache)]])):
         assert main(*arguments) == 1
         assert "does not answer: timed out" in capsys.readouterr().err
+
+
+def test_publish_names_a_conflict(published, hub, monkeypatch, capsys):
+    hub.faults.append(local_hub.Fault("POST .*/repos/create", 409))
+    monkeypatch.setattr(publish_command, "ROOT", published.project)
+    monkeypatch.setattr(publish_command, "check_loads", lambda build: None)
+    monkeypatch.setattr(sys, "argv", ["publish", "--build", str(published.release.build)])
+    assert publish_command.main() == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"publish: error: {FORM}: ") and err.count("\n") == 1
 
 
 # Addresses with a password

@@ -98,8 +98,8 @@ def manipulation(title, effect, messages, accepted=(), /, **options):
     """Adds one to the matrix.
 
     Args:
-        effect: "runs" if foreign code runs in whoever loads the kernel, "loads" if that ends otherwise than before, "read"
-            if it ends as before, but reads other files, or would under other circumstances.
+        effect: "runs" if foreign code runs where the kernel is loaded, "loads" if loading ends otherwise than before,
+            "read" if it ends as before, but reads other files, or would under other circumstances.
         messages: what `verify` says of it, or one of several, where it depends on how it is asked.
         accepted: the ways of asking that cannot know of it, or that it does not concern.
         options: for the function.
