@@ -142,8 +142,7 @@ def check_digest(variant: Path, finding: Finding) -> None:
         finding.violations.append(one_line(error))
         return
     finding.summary = f"v{metadata.version}, id {metadata.id}"
-    for kernel in metadata.kernel_depends:
-        finding.notes.append(f"loads {kernel.repo_id} too, which is not checked with it")
+    finding.summary += "".join(f", loads {kernel.repo_id} too" for kernel in metadata.kernel_depends)
     if metadata.digest is None:
         finding.violations.append("metadata.json holds no digest")
         return

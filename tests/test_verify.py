@@ -939,6 +939,13 @@ def test_a_build_holds_regular_files_alone(tmp_path, name):
     assert any(message in violation for message in MANIPULATIONS[name].messages)
 
 
+def test_what_a_variant_loads_besides_is_said(tmp_path):
+    """It is another repository's, and fails nothing."""
+    write_variant(tmp_path / "torch-cpu", FILES, **{"kernel-depends": [{"repo-id": OTHER, "version": 1}]})
+    finding = verify.check_variant(tmp_path / "torch-cpu")
+    assert (finding.violations, finding.notes, f"loads {OTHER} too" in finding.summary) == ([], [], True)
+
+
 def test_a_folder_beside_the_variants_of_a_build(tmp_path, capsys):
     write_variant(tmp_path / "build/torch-cpu", FILES)
     assert verify.main([str(tmp_path / "build")]) == 0
