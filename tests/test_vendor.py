@@ -75,7 +75,7 @@ def between(hub, edit):
             connection = http.client.HTTPConnection(urlsplit(hub.url).netloc)
             seen.append(dict(self.headers))
             length = int(self.headers.get("Content-Length") or 0)
-            connection.request(self.command, self.path, self.rfile.read(length), {"Host": self.headers["Host"]})
+            connection.request(self.command, self.path, self.rfile.read(length))
             answer = connection.getresponse()
             headers = {name.lower(): value for name, value in answer.getheaders()}
             body = edit(self.path, headers, answer.read())
