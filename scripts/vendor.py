@@ -25,6 +25,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from command import CommandError, check_repo_id, exit_status, hub_client, is_commit, requirements
 from verify import Finding, cache_folder, check_blobs, check_refs, check_snapshot, read_locks, repository_folder
 

@@ -27,6 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Optional
 
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from command import CommandError, exit_status, hub_client, is_commit, is_repo_id, one_line, requirements
 
 with requirements():
