@@ -17,10 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import kernelize_llama as llama
+from startup import clean_up_when_terminated
 
 ROOT = llama.ROOT
-sys.path.insert(0, str(ROOT / "scripts"))
 REPO_ID = "lossless-kernels/lossless-kernels"
 STEPS = 5
 
@@ -68,9 +71,17 @@ def round_trip(build, device, scratch, progress):
     kernels = [python, "-c", "from kernels.cli import main; main()"]
     with local_hub.serve(scratch / "hub", trusted=[REPO_ID.split("/")[0]]) as hub:
         # Settings and caches of this machine would change what a step shows.
-        ours = ("KERNELS_CACHE", "LOCAL_KERNELS", "HF_HUB_CACHE", "TRITON_INTERPRET", "LOSSLESS_PROOF")
+        ours = (
+            "KERNELS_CACHE",
+            "LOCAL_KERNELS",
+            "HF_HUB_CACHE",
+            "TRITON_INTERPRET",
+            "LOSSLESS_PROOF",
+            "PYTHONSAFEPATH",
+        )
         environment = {key: value for key, value in local_hub.environment(hub).items() if key not in ours}
-        steps = Steps({**environment, "HF_HOME": str(scratch / "home")}, progress)
+        # What a step leaves when it is ended goes with the rest.
+        steps = Steps({**environment, "HF_HOME": str(scratch / "home"), "TMPDIR": str(scratch)}, progress)
         steps.run(
             "publish version 1",
             # What is shown is the build as it lies here, committed or not.
@@ -110,6 +121,7 @@ def main():
     parser.add_argument("--device", help="such as cuda, cuda:1 or cpu (default: cuda if there is one)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON on stdout instead of a table")
     options = parser.parse_args()
+    clean_up_when_terminated()
     try:
         import dulwich  # noqa: F401
         import griffe  # noqa: F401

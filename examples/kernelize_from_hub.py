@@ -15,9 +15,12 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import kernelize_llama as llama
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-sys.path.insert(0, str(llama.ROOT / "scripts"))
+import kernelize_llama as llama
+from startup import allow_no_telemetry, clean_up_when_terminated
+
 NAMES = ("RMSNorm", "SiLU")
 
 
@@ -104,6 +107,8 @@ def main():
     options = parser.parse_args()
     if options.version is None and options.lockfile is None:
         parser.error("expected --version, --lockfile or both")
+    clean_up_when_terminated()
+    allow_no_telemetry()
     from command import check_repo_id, one_line
 
     try:

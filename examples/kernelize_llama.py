@@ -27,8 +27,11 @@ import warnings
 from pathlib import Path
 from types import MethodType
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
+from startup import clean_up_when_terminated
+
+ROOT = Path(__file__).resolve().parent.parent
 MODELS = {
     "tiny": {"layers": 2, "hidden_size": 128, "intermediate_size": 256, "heads": 4},
     "70m": {"layers": 4, "hidden_size": 1024, "intermediate_size": 4096, "heads": 16},
@@ -615,6 +618,7 @@ def environment(options):
 
 
 def main():
+    clean_up_when_terminated()
     options = parse()
     rows, failures, setting, interrupted = [], [], None, False
     try:

@@ -14,9 +14,12 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,12 +32,17 @@ from pathlib import Path
 from typing import Optional, Union
 from urllib.parse import unquote
 
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from command import requirements
+from startup import allow_no_telemetry, clean_up_when_terminated
 
 with requirements():
     import uvicorn
     import yaml
-    from dulwich.object_store import commit_tree_changes, tree_lookup_path
+    from dulwich.index import commit_tree, validate_path, validate_path_element_hfs, validate_path_element_ntfs
+    from dulwich.object_store import iter_tree_contents, tree_lookup_path
     from dulwich.objects import Blob, Commit, Tree
     from dulwich.refs import check_ref_format
     from dulwich.repo import Repo
@@ -74,11 +82,15 @@ class Repositories:
             raise HubError(400, f"{organisation}/{name} is no valid repository name")
         if path.exists():
             raise HubError(409, "You already created this kernel repo")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        repo = Repo.init_bare(str(path), mkdir=True)
-        changes = [(name, 0o100644, _stored(repo, Blob.from_string(content))) for name, content in _FIRST_FILES.items()]
-        tree = commit_tree_changes(repo.object_store, _stored(repo, Tree()), changes)
-        repo.refs[b"refs/heads/main"] = _commit(repo, tree, [], "initial commit")
+        # A process that is killed meanwhile leaves no half of a repository under the name.
+        new = path.with_name(f".{path.name}")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        with Repo.init_bare(str(new)) as repo:
+            files = {each: _stored(repo, Blob.from_string(content)) for each, content in _FIRST_FILES.items()}
+            tree = _changed(repo, _stored(repo, Tree()), set(), files)
+            repo.refs[b"refs/heads/main"] = _commit(repo, tree, [], "initial commit")
+        new.rename(path)
 
     def open(self, organisation: str, name: str) -> Repo:
         path = self._path(organisation, name)
@@ -87,6 +99,16 @@ class Repositories:
         if path not in self._opened:
             self._opened[path] = Repo(str(path))
         return self._opened[path]
+
+    def open_to_write(self, organisation: str, name: str) -> Repo:
+        """The same, without the locks that a killed process has left in it.
+
+        No other Hub serves the folder (`serve`) and this one writes in one thread, so nobody holds a lock now.
+        """
+        repo = self.open(organisation, name)
+        for lock in Path(repo.path).rglob("*.lock"):
+            lock.unlink(missing_ok=True)
+        return repo
 
     def _path(self, organisation: str, name: str) -> Optional[Path]:
         if _NAME.fullmatch(organisation) and _NAME.fullmatch(name) and not name.endswith(".git"):
@@ -110,8 +132,9 @@ def _commit(repo: Repo, tree: bytes, parents: list, message: str) -> bytes:
 
 
 def _branch_ref(name: str) -> bytes:
-    ref = f"refs/heads/{name.removeprefix('refs/heads/')}".encode()
-    if not check_ref_format(ref):
+    branch = name.removeprefix("refs/heads/")
+    ref = f"refs/heads/{branch}".encode()
+    if not (_NAME.fullmatch(branch) and check_ref_format(ref)):
         raise HubError(404, f"Invalid rev id: {name}", "RevisionNotFound")
     return ref
 
@@ -139,6 +162,36 @@ def _entry(repo: Repo, commit: bytes, path: str) -> tuple[int, bytes]:
         raise HubError(404, "Entry not found", "EntryNotFound") from None
 
 
+def _file_path(path: str) -> bytes:
+    """The path of a file in a commit; refuses what git, or a file system of those that it runs on, cannot hold."""
+
+    def holds(name: bytes) -> bool:
+        return len(name) <= 255 and validate_path_element_ntfs(name) and validate_path_element_hfs(name)
+
+    encoded = path.encode()
+    # Linux ends a name at 255 bytes and a path at 4096; `_listing` calls itself once for each folder.
+    fits = len(encoded) < 4096 and encoded.count(b"/") < 100
+    if b"\0" in encoded or not fits or not validate_path(encoded, holds):
+        raise HubError(400, f"expected a relative path of a file that git can hold, found {path!r}")
+    return encoded
+
+
+def _changed(repo: Repo, tree: bytes, deleted: set[bytes], added: dict[bytes, bytes]) -> bytes:
+    """The tree without the files and folders `deleted`, then with the files `added`."""
+    entries = iter_tree_contents(repo.object_store, tree)
+    files = {
+        entry.path: (entry.sha, entry.mode)
+        for entry in entries
+        if not any(path == entry.path or entry.path.startswith(path + b"/") for path in deleted)
+    }
+    files.update({path: (oid, 0o100644) for path, oid in added.items()})
+    for path in files:
+        for end in (match.start() for match in re.finditer(b"/", path)):
+            if path[:end] in files:
+                raise HubError(400, f"{path[:end].decode()!r} is a file, so it cannot hold {path.decode()!r}")
+    return commit_tree(repo.object_store, [(path, *entry) for path, entry in files.items()])
+
+
 def _listing(repo: Repo, tree: bytes, prefix: str, recursive: bool) -> Iterator[dict]:
     for name, mode, oid in repo[tree].items():
         path = prefix + name.decode()
@@ -154,8 +207,9 @@ def _listing(repo: Repo, tree: bytes, prefix: str, recursive: bool) -> Iterator[
 
 
 def _routes(repositories: Repositories, trusted: set) -> list[Route]:
-    def opened(request: Request) -> Repo:
-        return repositories.open(request.path_params["organisation"], request.path_params["name"])
+    def opened(request: Request, to_write: bool = False) -> Repo:
+        open_one = repositories.open_to_write if to_write else repositories.open
+        return open_one(request.path_params["organisation"], request.path_params["name"])
 
     def revision(request: Request) -> str:
         return request.path_params.get("revision", "main")
@@ -207,7 +261,7 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
 
     async def create_branch(request):
         body = json.loads(await request.body() or b"{}")
-        repo = opened(request)
+        repo = opened(request, to_write=True)
         start = _resolve(repo, body.get("startingPoint", "main"))
         if not repo.refs.add_if_new(_branch_ref(request.path_params["branch"]), start):
             raise HubError(409, "Reference already exists")
@@ -238,33 +292,30 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
 
     async def commit(request):
         lines = [json.loads(line) for line in (await request.body()).splitlines() if line.strip()]
-        repo = opened(request)
+        repo = opened(request, to_write=True)
         ref = _branch_ref(revision(request))
         head = _resolve(repo, revision(request))
-        message, changes = "", []
+        message, deleted, added = "", set(), {}
         for line in lines:
             key, value = line["key"], line["value"]
             if key == "header":
                 message = value["summary"]
+                if "\0" in message:
+                    raise HubError(400, f"summary: expected text without NUL, found {message!r}")
                 if value.get("parentCommit", head.decode()) != head.decode():
                     raise HubError(
                         412, f"A commit has happened since {value['parentCommit']}. Please refresh and retry"
                     )
-                continue
-            path = value["path"].rstrip("/")
-            if not all(part not in ("", ".", "..", ".git") for part in path.split("/")):
-                raise HubError(400, f"{value['path']!r} is no path of a file")
-            if key == "file":
-                blob = Blob.from_string(base64.b64decode(value["content"], validate=True))
-                changes.append((path.encode(), 0o100644, _stored(repo, blob)))
+            elif key == "file":
+                content = base64.b64decode(value["content"], validate=True)
+                added[_file_path(value["path"])] = _stored(repo, Blob.from_string(content))
             elif key in ("deletedFile", "deletedFolder"):
+                path = value["path"].rstrip("/")
+                deleted.add(_file_path(path))
                 _entry(repo, head, path)
-                changes.append((path.encode(), None, None))
             else:
                 raise HubError(400, f"{key}: not supported here")
-        # Deletions first: a file may take the place of a deleted folder.
-        changes.sort(key=lambda change: change[2] is not None)
-        new = _commit(repo, commit_tree_changes(repo.object_store, repo[head].tree, changes), [head], message)
+        new = _commit(repo, _changed(repo, repo[head].tree, deleted, added), [head], message)
         # All objects are on disk; from here on the branch is the new one, at once.
         if not repo.refs.set_if_equals(ref, head, new):
             raise HubError(412, "A commit has happened since. Please refresh and retry")
@@ -312,7 +363,10 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
 
 
 def _refusal(error: HubError, headers: Optional[dict] = None) -> Response:
-    headers = {**(headers or {}), "X-Error-Message": str(error), **({"X-Error-Code": error.code} if error.code else {})}
+    # A header cannot hold every text; the body can.
+    message = str(error).encode("ascii", "backslashreplace").decode()
+    headers = {**(headers or {}), **({"X-Error-Message": message} if message.isprintable() else {})}
+    headers.update({"X-Error-Code": error.code} if error.code else {})
     return JSONResponse({"error": str(error)}, error.status, headers=headers)
 
 
@@ -320,8 +374,41 @@ async def _answer_refusal(request: Request, error: HubError) -> Response:
     return _refusal(error)
 
 
+async def _answer_failure(request: Request, error: OSError) -> Response:
+    return _refusal(HubError(500, f"the Hub cannot read or write its folder: {error}"))
+
+
 async def _answer_malformed(request: Request, error: Exception) -> Response:
     return _refusal(HubError(400, f"malformed request: {type(error).__name__}: {error}"))
+
+
+class _OwnPages:
+    """Refuses what a browser sends for a page of another origin, which could otherwise write to this Hub.
+
+    Host counts as well, for a page's own name may lead to 127.0.0.1 (DNS rebinding).
+    """
+
+    def __init__(self, app, port: int):
+        names = ["127.0.0.1", "localhost"]
+        hosts = [f"{name}:{port}" for name in names] + names * (port == 80)
+        self.app = app
+        self.expected = {
+            b"host": hosts,
+            b"origin": [f"http://{host}" for host in hosts],
+            b"sec-fetch-site": ["same-origin", "none"],
+        }
+
+    async def __call__(self, scope, receive, send):
+        found = [(name, value.decode("latin-1")) for name, value in scope["headers"] if name in self.expected]
+        wrong = [each for each in found if each[1].lower() not in self.expected[each[0]]]
+        if b"host" not in dict(found):
+            wrong.append((b"host", ""))
+        if wrong:
+            name, value = wrong[0]
+            expected = " or ".join(self.expected[name])
+            error = HubError(403, f"{name.decode().title()}: expected {expected}, found {value!r}")
+            return await _refusal(error)(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 class _RawPaths:
@@ -331,8 +418,7 @@ class _RawPaths:
         self.app = app
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "http":
-            scope = {**scope, "path": scope["raw_path"].decode("ascii"), "root_path": ""}
+        scope = {**scope, "path": scope["raw_path"].decode("ascii"), "root_path": ""}
         await self.app(scope, receive, send)
 
 
@@ -387,8 +473,6 @@ class _Faulty:
         self.app, self.faults, self.requests = app, faults, requests
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
         request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"
         self.requests.append(request)
         fault = next((fault for fault in self.faults if fault.meets(request)), None)
@@ -477,48 +561,69 @@ def serve(root: Path, trusted: Union[list, set, tuple] = (), port: int = 0) -> I
         port: the port to listen on; by default one that is free.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or another Hub serves the folder.
     """
     root.mkdir(parents=True, exist_ok=True)
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    with _held(root), socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-    except OSError:
-        listener.close()
-        raise
-    hub = LocalHub(f"http://127.0.0.1:{listener.getsockname()[1]}", Repositories(root), [], [])
-    routes = [
-        _Unquoted(route.path, route.endpoint, methods=route.methods)
-        for route in _routes(hub.repositories, set(trusted))
-    ]
-    malformed = dict.fromkeys((KeyError, TypeError, ValueError, AttributeError), _answer_malformed)
-    app = Starlette(routes=routes, exception_handlers={HubError: _answer_refusal, **malformed})
-    config = uvicorn.Config(
-        _Faulty(_RawPaths(app), hub.faults, hub.requests),
-        log_level="critical",
-        http="h11",
-        lifespan="off",
-        timeout_graceful_shutdown=0,
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="local-hub", daemon=True)
-    thread.start()
+        port = listener.getsockname()[1]
+        hub = LocalHub(f"http://127.0.0.1:{port}", Repositories(root), [], [])
+        config = uvicorn.Config(
+            _Faulty(_OwnPages(_RawPaths(_application(hub, set(trusted))), port), hub.faults, hub.requests),
+            log_level="critical",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=0,
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="local-hub", daemon=True)
+        thread.start()
+        try:
+            while not server.started and thread.is_alive():
+                time.sleep(0.01)
+            yield hub
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder for this Hub alone, until the block or the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        yield hub
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError("another Hub serves this folder") from None
+        yield
     finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+        os.close(descriptor)
+
+
+def _application(hub: LocalHub, trusted: set) -> Starlette:
+    routes = [
+        _Unquoted(route.path, route.endpoint, methods=route.methods) for route in _routes(hub.repositories, trusted)
+    ]
+    malformed = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+    handlers = {HubError: _answer_refusal, OSError: _answer_failure, **dict.fromkeys(malformed, _answer_malformed)}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def variables(hub: LocalHub) -> dict[str, str]:
+    """Those with which a new process speaks to `hub` and to no other."""
+    # A proxy would look for 127.0.0.1 on its own machine.
+    direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    ours = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "local", "HF_HUB_OFFLINE": "0", **direct}
+    allow_no_telemetry(ours)
+    return ours
 
 
 def environment(hub: LocalHub) -> dict[str, str]:
-    """The variables with which a new process speaks to `hub` and to no other."""
-    # A proxy would look for 127.0.0.1 on its own machine.
-    direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    return {**os.environ, **direct, "HF_ENDPOINT": hub.url, "HF_TOKEN": "local", "HF_HUB_OFFLINE": "0"}
+    """That of this process, with the `variables`."""
+    return {**os.environ, **variables(hub)}
 
 
 def main() -> int:
@@ -543,6 +648,7 @@ def main() -> int:
     for name in options.trust:
         if not _NAME.fullmatch(name):
             parser.error(f"--trust: expected an organisation such as lossless-kernels, found {name!r}")
+    clean_up_when_terminated()
     with contextlib.ExitStack() as stack:
         root = options.root or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="local-hub-")))
         try:
@@ -551,17 +657,39 @@ def main() -> int:
             print(f"local_hub: error: port {options.port}, folder {root}: {error}", file=sys.stderr)
             return 1
         if options.command:
-            try:
-                return subprocess.run(options.command, env=environment(hub)).returncode
-            except OSError as error:
-                print(f"local_hub: error: {options.command[0]}: {error.strerror}", file=sys.stderr)
-                return 1
-            except KeyboardInterrupt:  # The command had it too, and has said what there is to say.
-                return 130
-        print(f"export HF_ENDPOINT={hub.url}  # repositories in {root}; interrupt to stop", flush=True)
+            return run(options.command, environment(hub))
+        print(introduction(hub, options.trust), flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
     return 0
+
+
+def introduction(hub: LocalHub, trusted: list[str]) -> str:
+    """What a user needs, as lines that a shell can read."""
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables(hub).items())
+    return f"""\
+export {settings}
+# Repositories in {hub.repositories.root}; interrupt to stop.
+# `kernels lock` accepts kernels of trusted organisations alone. Trusted here: {", ".join(trusted) or "none"}.
+# To trust one, start again with: make hub ARGS="--trust ORG\""""
+
+
+def run(command: list[str], environment: dict[str, str]) -> int:
+    """The exit status of a command, which ends as this process is told to end."""
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        print(f"local_hub: error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 1
+    with process:
+        try:
+            status = process.wait()
+            return status if status >= 0 else 128 - status
+        except KeyboardInterrupt:  # The command had it too, and has said what there is to say.
+            return 130
+        except SystemExit:
+            process.terminate()
+            raise
 
 
 if __name__ == "__main__":

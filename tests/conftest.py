@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,23 @@ def kernel(build):
 def seed():
     """A new seed for each test, printed; LOSSLESS_SEED repeats a run."""
     return fresh_seed()
+
+
+@pytest.fixture
+def chooser(seed):
+    """Random choices from that seed."""
+    return random.Random(seed)
+
+
+@pytest.fixture
+def module(kernel):
+    """The kernel's Python modules, by name."""
+    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+
+
+@pytest.fixture
+def proof_off(monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
 
 
 @pytest.fixture(autouse=True)

@@ -50,6 +50,14 @@ def upload(hub, release, dry_run=False):
     return publish.upload(api, release, branches, dry_run, lambda step: None)
 
 
+def upload_build(hub, build):
+    """A build as version 1 and nothing around it, for tests of those who load it."""
+    api, where = client(hub), {"repo_id": REPO_ID, "repo_type": "kernel"}
+    api.create_repo(**where)
+    api.create_branch(**where, branch="v1")
+    api.upload_folder(**where, folder_path=build, path_in_repo="build", revision="v1")
+
+
 def upload_process(hub, release, folder):
     """The upload in a process of its own, which a test may kill."""
     path = folder / "release.pickle"

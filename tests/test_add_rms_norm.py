@@ -8,16 +8,14 @@ import pytest
 import torch
 from bits import assert_bits_equal
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted"),
+    pytest.mark.usefixtures("proof_off"),
+]
 
 SHAPES = [(1, 64), (3, 128), (2, 17, 260), (40, 1024), (5, 4100), (2, 8192)]
 DTYPES = list(itertools.product((torch.float32, torch.float16), repeat=2))
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def proof_off(monkeypatch):
-    monkeypatch.setenv("LOSSLESS_PROOF", "off")
 
 
 def make(seed, shape, dtype, weight_dtype):

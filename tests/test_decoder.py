@@ -30,7 +30,10 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py has these on a GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py has these on a GPU"),
+    pytest.mark.usefixtures("proof_off"),
+]
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -50,11 +53,6 @@ MODELS = {
     "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-
-
-@pytest.fixture(autouse=True)
-def proof_off(monkeypatch):
-    monkeypatch.setenv("LOSSLESS_PROOF", "off")
 
 
 def make(name, seed, **changes):

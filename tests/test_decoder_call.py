@@ -19,12 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py has it on a GPU")
-
-
-@pytest.fixture(autouse=True)
-def proof_off(monkeypatch):
-    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py has it on a GPU"),
+    pytest.mark.usefixtures("proof_off"),
+]
 
 
 @pytest.fixture

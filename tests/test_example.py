@@ -1,9 +1,11 @@
-"""`examples/kernelize_llama.py`, run as a user runs it."""
+"""The programs of examples/, run as a user runs them. What hub_round_trip.py finds is in test_hub.py."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,8 +98,46 @@ def test_help():
         assert option in done.stdout
 
 
+@pytest.mark.parametrize("name", ["kernelize_llama", "kernelize_from_hub", "hub_round_trip"])
+def test_examples_start_with_a_safe_path(name):
+    """Python then leaves out the folder of a script."""
+    command = [sys.executable, ROOT / f"examples/{name}.py", "--help"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_kernel_from_a_hub_without_telemetry(build, tmp_path):
+    """kernels 0.17.2 and huggingface_hub 2.4.0 alone then send a header that their HTTP client refuses."""
+    hubs = pytest.importorskip("hub", reason="publishing needs packages that are not installed")
+    with hubs.local_hub.serve(tmp_path / "hub") as hub:
+        hubs.upload_build(hub, build)
+        environment = {**os.environ, **hubs.local_hub.variables(hub), "HF_HOME": str(tmp_path / "home")}
+        environment.update(DO_NOT_TRACK="1", PYTHONSAFEPATH="1", PYTHONPATH="")
+        environment.pop("HF_HUB_USER_AGENT_ORIGIN", None)
+        command = [sys.executable, ROOT / "examples/kernelize_from_hub.py", hubs.REPO_ID, "--version", "1"]
+        done = subprocess.run([*command, "--device", "cpu"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (found,) = map(json.loads, done.stdout.splitlines())
+    assert (found["layers_replaced"], found["bits_equal"]) == (7, True)
+
+
+def test_an_example_that_is_terminated_leaves_nothing(build, tmp_path):
+    command = [sys.executable, ROOT / "examples/hub_round_trip.py", "--build", build]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("hub-round-trip-*/hub")) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        output = process.communicate()[0]
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
 def test_the_first_program_of_the_readme(build, run_python):
-    """As it stands there: on a CPU the original layers stay."""
+    """As it stands there; test_programs.py runs them all on a CPU."""
     _, program, *_ = (ROOT / "README.md").read_text().split("```python\n")
     done = run_python(program.split("```")[0])
     assert "LlamaRMSNorm" in done.stdout and "proofs in this process" in done.stdout

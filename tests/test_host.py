@@ -8,7 +8,6 @@ import functools
 import importlib
 import itertools
 import math
-import random
 import threading
 import warnings
 from types import MethodType, SimpleNamespace
@@ -25,21 +24,6 @@ from transformers.models.llama import modeling_llama
 
 INTERPRETED = not torch.cuda.is_available()
 EVERY_HIDDEN_SIZE = range(64, 32768 + 1, 4)
-
-
-@pytest.fixture
-def module(kernel):
-    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
-
-
-@pytest.fixture
-def chooser(seed):
-    return random.Random(seed)
-
-
-@pytest.fixture
-def proof_off(monkeypatch):
-    monkeypatch.setenv("LOSSLESS_PROOF", "off")
 
 
 def numbers(choose, most):

@@ -20,6 +20,7 @@ import torch
 from bits import assert_bits_equal
 
 pytestmark = [
+    pytest.mark.usefixtures("proof_off"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted"),
     # numpy, which the interpreter computes with, warns of the infinities and NaNs that some tests are about.
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
@@ -29,16 +30,6 @@ DTYPES = (torch.float32, torch.float16)
 # Every class of row counts; hidden sizes with one lane group, several steps, remainders and shared rows.
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 40)
 HIDDEN_SIZES = (64, 100, 128, 132, 260, 1000, 1024, 2048, 4100, 8192, 12288)
-
-
-@pytest.fixture(autouse=True)
-def proof_off(monkeypatch):
-    monkeypatch.setenv("LOSSLESS_PROOF", "off")
-
-
-@pytest.fixture
-def module(kernel):
-    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
 
 
 def numpy_rsqrt(x):

@@ -6,7 +6,6 @@ compared with the product that the package's function returns.
 
 import copy
 import functools
-import importlib
 import warnings
 
 import pytest
@@ -54,11 +53,6 @@ each_act = pytest.mark.parametrize(
     ],
     ids=lambda value: value if isinstance(value, str) else str(value),
 )
-
-
-@pytest.fixture
-def module(kernel):
-    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Launch plans as data: the files that ship are valid, wrong ones are named, and a plan is chosen by what it is for."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 
@@ -11,11 +10,6 @@ from bits import assert_bits_equal
 from conftest import ROOT
 
 FILES = sorted((ROOT / "torch-ext/lossless_kernels/plans").glob("*.json"))
-
-
-@pytest.fixture
-def module(kernel):
-    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
 
 
 @pytest.fixture

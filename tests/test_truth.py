@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import math
 import random
@@ -30,11 +29,6 @@ def eager(hidden_states, weight, eps=EPS):
     variance = h.pow(2).mean(-1, keepdim=True)
     h = h * torch.rsqrt(variance + eps)
     return weight * h.to(hidden_states.dtype)
-
-
-@pytest.fixture
-def module(kernel):
-    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
 
 
 @pytest.fixture

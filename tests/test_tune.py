@@ -269,11 +269,6 @@ def test_other_processes_compile_what_is_asked_for(kernel, module, build, monkey
     assert len(advanced) == len(some) == len(list(tmp_path.glob("*/*.cubin")))
 
 
-@pytest.fixture
-def module(kernel):
-    return lambda name: sys.modules[f"{kernel.__name__}.{name}"]
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [

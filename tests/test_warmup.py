@@ -1,6 +1,5 @@
 """Compiling and proving ahead: what `warmup` does is what later calls find done."""
 
-import importlib
 import json
 import threading
 
@@ -13,11 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture
-def module(kernel):
-    return lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
 
 
 @pytest.fixture

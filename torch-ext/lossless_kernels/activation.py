@@ -263,7 +263,7 @@ def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> P
     return Plan(**(plans.tuned(gpu, op, None, 1, element_size) or {}))
 
 
-@functools.cache
+@launch.kept
 def _launcher(kernel, activation, dtype, kind, plan: Plan, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
     constants = {"ACTIVATION": activation.name, **dict(kind), "BLOCK": plan.block}
@@ -357,6 +357,9 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     if _is_widened(activation, input):
         proof.outside(forward_of(subject), "autocast, which computes powers in fp32")
         return None
+    if not is_shown(subject):
+        proof.outside(forward_of(subject), proof.UNSHOWN)
+        return None
     try:
         key = (by_value(subject), activation, needs_grad, input.dtype, input.shape, input.stride(), input.device)
         call = _calls.get(key, UNSEEN)
@@ -407,10 +410,8 @@ def is_shown(subject) -> bool:
 _UNUSUAL = "an input too large, or whose output lies in memory in another order"
 
 
-def _outside(x, subject) -> Optional[str]:
-    """Why no kernel takes this tensor or this forward, None if one may."""
-    if not is_shown(subject):
-        return proof.UNSHOWN
+def _outside(x) -> Optional[str]:
+    """Why no kernel takes this tensor, None if one may."""
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
         return f"input {x.dtype} on {x.device}"
     if x.numel() and not is_dense(x.shape, x.stride()) and rows_in_memory(x.shape, x.stride()) is None:
@@ -420,7 +421,7 @@ def _outside(x, subject) -> Optional[str]:
 
 def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
     """The call for this tensor, or None if it lies outside the domain or the kernels are not proved."""
-    reason = _outside(x, subject)
+    reason = _outside(x)
     if reason is not None:
         proof.outside(forward_of(subject), reason)
         return None

@@ -99,7 +99,7 @@ def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[to
 # From a call's tensors to a kernel
 
 
-@functools.cache
+@launch.kept
 def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan: Plan, device) -> launch.Launcher:
     order = row_reduction(rows, hidden_size)
     constants = {

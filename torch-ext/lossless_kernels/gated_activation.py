@@ -203,7 +203,7 @@ def _forward_block(activation) -> int:
     return BLOCK if activation is SILU else 2 * BLOCK
 
 
-@functools.cache
+@launch.kept
 def _launcher(kernel, activation, dtype, constants, device) -> launch.Launcher:
     """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
     return launch.Launcher(kernel, {"ACTIVATION": activation.name, **dict(constants)}, NUM_WARPS, device)

@@ -45,6 +45,10 @@ if _KNOWN_INTERFACE:
     _enter_hooks = triton.knobs.runtime.launch_enter_hook
 
 
+# For functions that make a launcher: so many are kept, of 5 KB each. Triton itself keeps every kernel that it compiled.
+kept = functools.lru_cache(maxsize=1024)
+
+
 @dataclass(frozen=True)
 class Compilation:
     """What a first launch has Triton compile; by itself it can be done in any thread, and before the launch.

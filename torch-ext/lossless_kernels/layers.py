@@ -25,17 +25,36 @@ from .rotary import PLAIN as ROTARY
 from .rotary import replacement as rotary_replacement
 from .variants import LLAMA, ONE_PLUS_WEIGHT
 
-# `torch.jit.script` compiles none of the forwards here but calls them. Of a module that is scripted by itself the class is this one.
+# `torch.jit.script` compiles none of the forwards here but has them called. A module that is scripted by itself is of this class.
 _SCRIPTED = torch.jit.RecursiveScriptModule
 
 
+def _own_weight(state: dict):
+    """The weight in the `__dict__` of a module, None without.
+
+    Whatever computes one when it is asked for, as a parametrization does, is asked by the original forward alone.
+    """
+    weight = state["_parameters"].get("weight")
+    if weight is None:
+        weight = state["_buffers"].get("weight")
+    return state.get("weight") if weight is None else weight
+
+
 def _scripted(module, *arguments):
+    """What the original forward returns, for the class of the module before it was scripted."""
     original = module._concrete_type.py_class
-    if original.__module__ == __name__:
-        raise TypeError(
-            f"{original.__name__}: expected a model's own layer to script, found a layer of this package by itself"
-        )
-    return original.forward(module, *arguments)
+
+    def attribute(_, name):
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"{original.__name__}.{name}: torch.jit.script leaves it out of a kernelized layer that is scripted by itself; "
+                "script the model around it, or kernelize with an empty mapping before"
+            ) from None
+
+    view = type(original.__name__, (original,), {"__getattr__": attribute})
+    return original.forward(object.__new__(view), *arguments)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -53,15 +72,15 @@ class LlamaRMSNorm(nn.Module):
         owner = type(self)
         if owner is _SCRIPTED:
             return _scripted(self, hidden_states)
-        # `self.weight` costs 0.2 us: nn.Module looks for parameters last.
-        weight = self._parameters.get("weight")
+        state = self.__dict__
+        weight = state["_parameters"].get("weight")
         if weight is None:
-            weight = getattr(self, "weight", None)
+            weight = _own_weight(state)
         try:
             eps = self.variance_epsilon
         except AttributeError:
             eps = None
-        out = rms_norm_replacement(hidden_states, weight, eps, owner, state=self.__dict__)
+        out = rms_norm_replacement(hidden_states, weight, eps, owner, state=state)
         if out is not None:
             return out
         # Somebody may have made a module of this class itself.
@@ -83,8 +102,8 @@ class RMSNormZeroCentered(nn.Module):
         owner = type(self)
         if owner is _SCRIPTED:
             return _scripted(self, x)
-        weight, eps = getattr(self, "weight", None), getattr(self, "eps", None)
-        out = rms_norm_replacement(x, weight, eps, owner, "eps", state=self.__dict__)
+        state = self.__dict__
+        out = rms_norm_replacement(x, _own_weight(state), getattr(self, "eps", None), owner, "eps", state=state)
         if out is not None:
             return out
         if isinstance(self, RMSNormZeroCentered):
@@ -107,14 +126,13 @@ class TorchRMSNorm(nn.Module):
         owner = type(self)
         if owner is _SCRIPTED:
             return _scripted(self, x)
-        weight = self._parameters.get("weight")
-        if weight is None:
-            weight = getattr(self, "weight", None)
-        if _fused(x, weight, getattr(self, "normalized_shape", None)):
+        state = self.__dict__
+        weight = _own_weight(state)
+        if _fused(x, weight, state.get("normalized_shape")):
             eps = getattr(self, "eps", None)
             if eps is None and owner.forward is nn.RMSNorm.forward:
                 eps = _TORCH_EPS
-            out = rms_norm_replacement(x, weight, eps, owner, "eps", fused=True, state=self.__dict__)
+            out = rms_norm_replacement(x, weight, eps, owner, "eps", fused=True, state=state)
             if out is not None:
                 return out
         elif not is_dynamo_compiling():
@@ -160,8 +178,9 @@ class RMSNormGated(nn.Module):
             return _scripted(self, hidden_states, gate)
         if isinstance(self, RMSNormGated):
             return gated_eager(LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon)
-        weight, eps, activation = (getattr(self, name, None) for name in ("weight", "variance_epsilon", "activation"))
-        out = gated_replacement(hidden_states, gate, weight, eps, activation, owner, self.__dict__)
+        state = self.__dict__
+        eps, activation = getattr(self, "variance_epsilon", None), getattr(self, "activation", None)
+        out = gated_replacement(hidden_states, gate, _own_weight(state), eps, activation, owner, state)
         return owner.forward(self, hidden_states, gate) if out is None else out
 
 

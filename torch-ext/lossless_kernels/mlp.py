@@ -91,9 +91,9 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     subject = by_value(subject)
     original = forward_of(subject)
     functions, known = proof.functions_of(owner), proof.code_of(owner).memo
-    if functions is None or not is_shown(subject):
+    if functions is None or not is_shown(subject):  # What owns the subject may own a tensor too: it is not kept.
         proof.outside_for_its_code(owner)
-        return remember(known, key, None)
+        return None
     if dtype not in FLOAT_DTYPES or not runs_kernels(device):
         proof.outside(owner.forward, f"x {dtype} on {device}")
         return remember(known, key, None)

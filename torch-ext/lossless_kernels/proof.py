@@ -175,6 +175,7 @@ _UNSEEN_BY_A_STAND_IN = frozenset(
 )
 
 
+_MISSING = object()
 # Of such types a default or a fixed argument owns nothing and never changes.
 CONSTANTS = (type(None), bool, int, float, str)
 
@@ -202,13 +203,26 @@ def owns_nothing(function: FunctionType) -> bool:
 _LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 
 
+_read: MutableMapping[Callable, Optional[frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
 def _attributes_read(function: Callable) -> Optional[frozenset[str]]:
+    """What `_find_attributes` finds; the same function is not looked into again."""
+    if not isinstance(function, FunctionType):
+        return None
+    found = _read.get(function, _MISSING)
+    if found is _MISSING:
+        found = _read[function] = _find_attributes(function)
+    return found
+
+
+def _find_attributes(function: FunctionType) -> Optional[frozenset[str]]:
     """The attributes that the function asks of its first argument, a module; None if it may ask for more than attributes.
 
     It asks for more if it catches what is raised where there are none, or hands the module on: to `isinstance`, say, to another
     function, or to one that is written inside of this one.
     """
-    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+    if hasattr(function, "__wrapped__"):
         return None
     code = function.__code__
     if not owns_nothing(function) or not _UNSEEN_BY_A_STAND_IN.isdisjoint(code.co_names):
@@ -291,9 +305,6 @@ def are_current(helpers: tuple[Helper, ...], owner: Optional[type] = None, state
 
 
 def _nothing() -> None: ...
-
-
-_MISSING = object()
 
 
 class Code:

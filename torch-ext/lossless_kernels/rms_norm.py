@@ -239,7 +239,7 @@ def _plan(variant: Variant, dtype: torch.dtype, hidden_size: int, rows: int, dev
     return launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
 
 
-@functools.cache
+@launch.kept
 def _forward_launcher(
     scale, fused, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, plan: Plan, device
 ) -> launch.Launcher:

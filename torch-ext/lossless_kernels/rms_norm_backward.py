@@ -240,7 +240,7 @@ def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.d
     return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
 
 
-@functools.cache
+@launch.kept
 def _backward_launcher(
     scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, edges, device
 ) -> launch.Launcher:
@@ -268,7 +268,7 @@ def _backward_launcher(
     return launch.Launcher(kernel, constants, plan.num_warps, device)
 
 
-@functools.cache
+@launch.kept
 def _sum_chains_launcher(scale, dtypes, hidden_size, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
     constants = {
         "SCALE": scale,
@@ -282,7 +282,7 @@ def _sum_chains_launcher(scale, dtypes, hidden_size, unit, levels, plan: Plan, t
     return launch.Launcher(rms_norm_sum_chains, constants, plan.chain_warps, device)
 
 
-@functools.cache
+@launch.kept
 def _sum_blocks_launcher(weight_dtype, hidden_size, parts, plan: Plan, threads, device) -> launch.Launcher:
     constants = {
         "HIDDEN_SIZE": hidden_size,

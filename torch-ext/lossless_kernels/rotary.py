@@ -185,7 +185,7 @@ def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
     return Plan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
 
 
-@functools.cache
+@launch.kept
 def _launcher(step, keeps_dtype, dtypes, head_dim, unit, device) -> launch.Launcher:
     """The kernel for one class of inputs.
 

@@ -94,7 +94,7 @@ _VARIANTS = [Variant(*each) for each in itertools.product((False, True), repeat=
 _POSITIONS_PER_PROGRAM, _NUM_WARPS = 4, 2
 
 
-@functools.cache
+@launch.kept
 def _launcher(dtype, inv_freq_dtype, position_dtype, half, adds_zero, device) -> launch.Launcher:
     constants = {
         "HALF": half,

@@ -221,7 +221,6 @@ class _Call:
         return layer
 
 
-@functools.cache
 def _sum_and_norm(layer_class, attention_class) -> Callable:
     """A decoder layer's own kernel as the forward of the norm after its attention, which is what has a weight."""
 
@@ -247,14 +246,17 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
     usual = tuple(dict.fromkeys(weight.dtype for weight in weights)) or (
         (example.dtype,) if example is not None else ()
     )
-    seen = set()
+    seen, sums = set(), {}
     for module, forward in layers:
         if forward.__qualname__ == "LlamaDecoderLayer.forward":
             parts = [module._modules.get(name) for name in ("self_attn", "post_attention_layernorm")]
             if None in parts:
                 skipped[f"{type(module).__name__}: no self_attn or no post_attention_layernorm"] = None
                 continue
-            forward, module = _sum_and_norm(type(module), type(parts[0])), parts[1]
+            kinds = type(module), type(parts[0])
+            if kinds not in sums:
+                sums[kinds] = _sum_and_norm(*kinds)
+            forward, module = sums[kinds], parts[1]
         weight = next((weight for weight in module._parameters.values() if weight is not None), None)
         tensor = example if weight is None else weight
         name = type(module).__name__
