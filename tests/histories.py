@@ -98,8 +98,8 @@ class Subject:
     Args:
         names: layer names that classes get first.
         inputs: how many tensors a call takes.
-        keeps_copies: eager keeps a copy of the weight for its backward pass, where ours then raises if it is written to
-            (README, Limits).
+        keeps_copies: of its weight eager keeps a copy for the backward pass, in which ours sees or refuses what was written
+            to the weight since (README, Limits).
     """
 
     is_decoder = False
@@ -512,8 +512,9 @@ def change_weight(world, draw):
     if weight is None:
         return
     values = draw.like(weight)
-    if how == "copy":
+    if how in ("copy", "data", "dtype"):
         world.writes_weights()
+    if how == "copy":
         with torch.no_grad():
             weight.copy_(values)
     elif how == "another" or (how == "none" and isinstance(module, nn.RMSNorm)):
@@ -541,6 +542,7 @@ def change_eps(world, draw):
 
 @operation(2)
 def move_dtype(world, draw):
+    world.writes_weights()
     world.model.to(draw.pick("dtype", *DTYPES.values()))
     world.cache = None
 
