@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
 """Build the kernel without Nix: one folder for each backend, as kernel-builder lays out a noarch kernel.
 
-A folder is a copy of torch-ext/<package> with a generated `_ops.py`, which names the namespace of the ops, and a
-`metadata.json` with the digest of every file. `kernels.get_local_kernel` loads it, and the Hub takes it as it is.
-The same commit gives the same bytes, anywhere.
+A folder is a copy of torch-ext/<package> with a generated `_ops.py`, which names the namespace of the ops, an
+`interface.json`, which lists what is public (scripts/interface.py imports the build for it), and a `metadata.json` with the
+digest of every file. `kernels.get_local_kernel` loads it, and the Hub takes it as it is. The same commit gives the same
+bytes, anywhere.
 """
 
 import argparse
 import ast
 import contextlib
+import ctypes
+import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +44,11 @@ def add_op_namespace_prefix(op_name: str) -> str:
     """`op_name` in the namespace of this build."""
     return f"{{_OPS_NAME}}::{{op_name}}"
 '''
-GENERATED = ("_ops.py", "metadata.json")
+GENERATED = ("_ops.py", "interface.json", "metadata.json")
+# What kernel-builder's create-pyproject leaves among the sources.
+LEFT_BEHIND = ("_ops.py", "metadata.json")
+# The file by which a folder is known as this program's own.
+MARK = "made-by-build_kernel"
 
 # What kernel-builder looks for in its own check of the ops' names.
 REGISTRATIONS = {
@@ -64,7 +72,8 @@ def main() -> int:
         type=Path,
         default=ROOT / "build",
         metavar="DIR",
-        help="folder for the variants, replaced as a whole (default: build/ in the project)",
+        help="folder for the variants; one that holds an earlier build, unchanged, is replaced as a whole, any other "
+        "is refused (default: build/ in the project)",
     )
     parser.add_argument(
         "--backends",
@@ -75,7 +84,8 @@ def main() -> int:
         "--unique-id",
         metavar="ID",
         help="last part of the ops' namespace (default: the first 7 digits of the commit's tree id, with _dirty "
-        "appended if tracked files changed; without a commit a hash of the files, with _uncommitted appended)",
+        "appended if tracked files changed or the build is not of the commit's own bytes; without a commit a hash of "
+        "the files, with _uncommitted appended)",
     )
     arguments = parser.parse_args()
     try:
@@ -99,38 +109,28 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
     general, noarch = config["general"], config["torch-noarch"]
     package = rust.KernelName(general["name"]).python_name
 
-    files = shipped_files(root, package, noarch.get("pyext", ["py", "pyi"]))
-    check_registrations(package, files)
-    if unique_id is None:
-        unique_id = git_id(root) or content_id(files)
-    elif not f"_{unique_id}".isidentifier():
-        raise BuildError(f"--unique-id: expected letters, digits and underscores, found {unique_id!r}")
-    chosen = choose_backends(general["backends"], backends)
-    try:
-        check_replaceable(output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent)
-    except OSError as error:
-        raise BuildError(f"--output: {output} cannot be made: {error.strerror}") from None
-
-    with temporary as scratch:
-        new = Path(scratch, "new")
-        for backend in chosen:
-            name = f"_{package}_{backend}_{unique_id}"
-            variant = new / f"torch-{backend}"
-            for path, content in {**files, "_ops.py": OPS_PY.format(name=name).encode()}.items():
+    with replacing(output, general["name"]) as new:
+        files = shipped_files(root, package, noarch.get("pyext", ["py", "pyi"]))
+        check_registrations(package, files)
+        if unique_id is None:
+            unique_id = git_id(root, package, files) or content_id(files)
+        elif not f"_{unique_id}".isidentifier():
+            raise BuildError(f"--unique-id: expected letters, digits and underscores, found {unique_id!r}")
+        variants = {backend: new / f"torch-{backend}" for backend in choose_backends(general["backends"], backends)}
+        names = {backend: f"_{package}_{backend}_{unique_id}" for backend in variants}
+        for backend, variant in variants.items():
+            for path, content in {**files, "_ops.py": OPS_PY.format(name=names[backend]).encode()}.items():
                 write(variant / path, content)
-            write_metadata(rust, variant, name, backend, general, noarch)
-        with locked(output.parent):
-            if output.exists():
-                output.rename(Path(scratch, "old"))
-            new.rename(output)
+        interface = find_interface(next(iter(variants.values())), general)
+        for backend, variant in variants.items():
+            write(variant / "interface.json", interface)
+            write_metadata(rust, variant, names[backend], backend, general, noarch)
 
     if quiet:
         return
     count = len(files) + len(GENERATED)
     print(f"{general['name']} v{general['version']}, id {unique_id}, {count} files for each backend:")
-    for backend in chosen:
+    for backend in variants:
         print(f"  {os.path.relpath(output)}/torch-{backend}")
 
 
@@ -168,12 +168,13 @@ def shipped_files(root: Path, package: str, extensions: list[str]) -> dict[str, 
         if path.suffix[1:] not in extensions:
             raise BuildError(f"{where}: would not ship, pyext in build.toml names only {', '.join(extensions)}")
         files["/".join(parts[1:])] = path.read_bytes()
-    # kernel-builder's create-pyproject leaves its own in the tree.
-    for name in GENERATED:
+    for name in LEFT_BEHIND:
         files.pop(name, None)
 
     if "__init__.py" not in files:
         raise BuildError(f"torch-ext/{package}: no __init__.py")
+    if "interface.json" in files:
+        raise BuildError(f"torch-ext/{package}/interface.json: the build writes a file of this name")
     if any(path.split("/")[0] in (package, f"{package}.py") for path in files):
         raise BuildError(f"torch-ext/{package}/{package}: kernel-builder allows no member with the package's own name")
     return files
@@ -211,27 +212,76 @@ def called(call: ast.Call) -> str | None:
     return getattr(call.func, "attr", getattr(call.func, "id", None))
 
 
-def git_id(root: Path) -> str | None:
-    """First 7 digits of the tree id of HEAD and whether tracked files differ from it; None without a commit."""
+def git_id(root: Path, package: str, files: dict[str, bytes]) -> str | None:
+    """First 7 digits of the tree id of HEAD, and whether the work tree differs from it; None without a commit.
+
+    git's own status is not enough: it does not see what an attribute or a setting makes of line ends, nor files that it was
+    told to ignore or to take for unchanged.
+    """
+    if not is_repository(root):
+        return None
     tree = git(root, "rev-parse", "--verify", "--quiet", "HEAD^{tree}")
     if not tree:
         return None
     changes = git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     if changes is None:
         raise BuildError(f"git status fails in {root}, so the build cannot be named")
-    return tree[:7] + ("_dirty" if changes else "")
+    held = {path: content for _, path, content in committed(root, tree, f"torch-ext/{package}", "build.toml")}
+    same = all(f"torch-ext/{package}/{path}" in held for path in files) and all(
+        holds(root / path, content) for path, content in held.items()
+    )
+    return tree[:7] + ("" if same and not changes else "_dirty")
+
+
+def is_repository(root: Path) -> bool:
+    """Whether the project is a git repository of its own, rather than a folder inside another one."""
+    return git(root, "rev-parse", "--show-cdup") == ""
+
+
+def holds(path: Path, content: bytes) -> bool:
+    if path.is_symlink():
+        return os.fsencode(os.readlink(path)) == content
+    return path.is_file() and path.read_bytes() == content
+
+
+def committed(root: Path, tree: str, *paths: str) -> Iterator[tuple[str, str, bytes]]:
+    """(mode, path, content) of what a commit or tree holds below `paths`, byte for byte as it is stored."""
+    listing = git(root, "ls-tree", "-r", "-z", "--full-tree", tree, "--", *paths)
+    if listing is None:
+        raise BuildError(f"git ls-tree fails in {root}, so the files of {tree} are not known")
+    entries = [entry.partition("\t") for entry in listing.split("\0") if entry]
+    # A submodule is a commit, of which there is no content.
+    entries = [(*what.split(), path) for what, _, path in entries if what.split()[1] == "blob"]
+    wanted = "".join(f"{oid}\n" for _, _, oid, _ in entries).encode()
+    done = subprocess.run(
+        git_command("cat-file", "--batch"), cwd=root, env=git_environment(), input=wanted, capture_output=True
+    )
+    answers = io.BytesIO(done.stdout)
+    for mode, _, oid, path in entries:
+        header = answers.readline()
+        if header.split()[:2] != [oid.encode(), b"blob"]:
+            reason = (done.stderr or header).decode(errors="replace").strip()
+            raise BuildError(f"{root}: git cannot read {path} of {tree}: {reason}")
+        yield mode, path, answers.read(int(header.split()[2]))
+        answers.readline()
+
+
+def git_command(*arguments: str) -> list[str]:
+    # A checkout of another user, usual in containers: git refuses it for fear of its hooks, but this file, no less
+    # theirs, is running already. Replacements would put other content under an id.
+    return ["git", "-c", "safe.directory=*", "--no-optional-locks", "--no-replace-objects", *arguments]
+
+
+def git_environment() -> dict[str, str]:
+    # Inside a git hook these would point at the repository of the hook.
+    hook = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+    return {key: value for key, value in os.environ.items() if key not in hook}
 
 
 def git(root: Path, *arguments: str) -> str | None:
     """What git prints; None if it fails or is not installed."""
-    # Inside a git hook these would point at the repository of the hook.
-    hook = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
-    environment = {key: value for key, value in os.environ.items() if key not in hook}
-    # A checkout of another user, usual in containers: git refuses it for fear of its hooks, but this file, no less
-    # theirs, is running already.
-    command = ["git", "-c", "safe.directory=*", "--no-optional-locks", *arguments]
     try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        done = subprocess.run(git_command(*arguments), cwd=root, env=git_environment(), capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -246,6 +296,8 @@ def content_id(files: dict[str, bytes]) -> str:
 
 
 def choose_backends(supported: list[str], wanted: str | None) -> list[str]:
+    if not supported:
+        raise BuildError("build.toml: backends names none")
     if wanted is None:
         return supported
     names = list(dict.fromkeys(name.strip() for name in wanted.split(",")))
@@ -255,22 +307,121 @@ def choose_backends(supported: list[str], wanted: str | None) -> list[str]:
     return names
 
 
-def check_replaceable(output: Path) -> None:
+# Putting a build in place
+
+
+@contextlib.contextmanager
+def replacing(output: Path, name: str) -> Iterator[Path]:
+    """A folder to build in, which takes the place of `output`, an earlier build of the kernel `name`, if the block succeeds.
+
+    `output` is the earlier build or the new one, whenever and however this ends. A run that was killed leaves a marked
+    folder beside it, which the next run removes.
+    """
+    output = output.resolve()
+    scratch = output.with_name(f".build-{output.name}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"--output: {output} cannot be made: {error.strerror}") from None
+    with locked(output.parent):
+        recover(scratch, output)
+        check_replaceable(output, name)
+        try:
+            try:
+                scratch.mkdir()
+            except OSError as error:
+                raise BuildError(f"--output: {output} cannot be made: {error.strerror}") from None
+            write(scratch / MARK, b"Left by a build that was killed. The next one removes this folder.\n")
+            yield scratch / "new"
+            # Files may have appeared there during the build.
+            check_replaceable(output, name)
+            put_in_place(scratch / "new", output, scratch / "old")
+        finally:
+            recover(scratch, output)
+
+
+def put_in_place(new: Path, output: Path, old: Path) -> None:
+    if not output.exists():
+        new.rename(output)
+    elif not exchange(new, output):
+        # Between these two there is no build; if this ends there, `recover` puts the old one back.
+        output.rename(old)
+        new.rename(output)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchanges two folders in one step; False where the system or the file system has no such step."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_cwd, rename_exchange = -100, 2
+    if renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def recover(scratch: Path, output: Path) -> None:
+    """Brings to an end what a run left in its scratch folder: `output` is there if it was before, `scratch` is not."""
+    if not os.path.lexists(scratch):
+        return
+    if scratch.is_symlink() or not scratch.is_dir() or (any(scratch.iterdir()) and not (scratch / MARK).is_file()):
+        raise BuildError(f"{scratch} is in the way and was not made by a build; move it, or give another --output")
+    if (scratch / "old").exists() and not output.exists():
+        (scratch / "old").rename(output)
+    for folder in (scratch / "new", scratch / "old"):
+        if folder.exists():
+            shutil.rmtree(folder)
+    # Last, so that what is left by a run killed meanwhile is still known.
+    (scratch / MARK).unlink(missing_ok=True)
+    scratch.rmdir()
+
+
+def check_replaceable(output: Path, name: str) -> None:
+    """Raises unless `output` holds nothing but builds of the kernel `name`, as they were written: these can be made again."""
     if not output.exists():
         return
     if not output.is_dir():
         raise BuildError(f"--output: {output} is no folder")
-    for entry in output.iterdir():
-        if not (entry.name.startswith(".") or (entry / "metadata.json").is_file()):
+    for entry in sorted(output.iterdir()):
+        for found in foreign(entry, name):
             raise BuildError(
-                f"--output: {output} is not replaced, {entry.name} in it is no variant of a kernel; remove it "
-                "(`make clean` removes build/) or give another --output"
+                f"--output: {output} is not replaced, {found.relative_to(output)} in it is not what a build of {name} wrote; "
+                f"move or remove it (`make clean` removes build/), or give another --output"
             )
+
+
+def foreign(variant: Path, name: str) -> Iterator[Path]:
+    """What in a folder is not as a build of `name` wrote it, by the digest in its metadata.json; bytecode does not count."""
+    rust = kernels_rust()
+    try:
+        metadata = rust.Metadata.read_from_file(variant / "metadata.json")
+    except (OSError, ValueError):
+        metadata = None
+    if variant.is_symlink() or metadata is None or metadata.digest is None or str(metadata.name) != name:
+        yield variant
+        return
+    listed = metadata.digest.files
+    folders = {str(parent) for path in listed for parent in Path(path).parents}
+    for folder, subfolders, files in os.walk(variant):
+        for each in (Path(folder, each) for each in sorted(subfolders + files)):
+            path = each.relative_to(variant).as_posix()
+            if each.is_dir():
+                known = path in folders or each.name == "__pycache__"
+            else:
+                is_bytecode = each.suffix == ".pyc" and each.parent.name == "__pycache__"
+                known = each.is_file() and (path in listed or path == "metadata.json" or is_bytecode)
+            if not known or each.is_symlink():
+                yield each
+    now = rust.Digest.hash_variant(metadata.digest.algorithm, variant).files
+    yield from (variant / path for path, hashed in listed.items() if now.get(path, hashed) != hashed)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Of several builds into one folder only one at a time puts its result in place. Leaves no file behind."""
+    """Builds into one folder run one after the other. Leaves no file behind."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -279,15 +430,39 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+# What a build writes
+
+
 def write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 
-def write_metadata(rust, variant: Path, name: str, backend: str, general: dict, noarch: dict) -> None:
-    def dependencies(kind: str) -> list:
-        return general.get(kind, []) + general.get(backend, {}).get(kind, [])
+def find_interface(variant: Path, general: dict) -> bytes:
+    """What build.toml and the imported package promise; the same in every variant."""
+    file = variant / "interface.json"
+    command = [sys.executable, Path(__file__).with_name("interface.py"), variant, ",".join(general["backends"]), file]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(
+            f"the package does not import: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        )
+    interface = {"backends": promised_backends(general), **json.loads(file.read_bytes())}
+    return (json.dumps(interface, indent=1, sort_keys=True) + "\n").encode()
 
+
+def promised_backends(general: dict) -> dict:
+    """Backend -> what it needs to be installed."""
+    kinds = ("python-depends", "kernel-depends")
+    return {backend: {kind: dependencies(general, backend, kind) for kind in kinds} for backend in general["backends"]}
+
+
+def dependencies(general: dict, backend: str, kind: str) -> list:
+    return general.get(kind, []) + general.get(backend, {}).get(kind, [])
+
+
+def write_metadata(rust, variant: Path, name: str, backend: str, general: dict, noarch: dict) -> None:
     archs = noarch.get({"cuda": "cuda_capabilities", "rocm": "rocm_archs"}.get(backend))
     digest = rust.Digest.hash_variant(rust.DigestAlgorithm.SHA256, variant)
     metadata = {
@@ -296,8 +471,8 @@ def write_metadata(rust, variant: Path, name: str, backend: str, general: dict, 
         "version": general["version"],
         "license": general["license"],
         **{key: general[key] for key in ("upstream", "source") if key in general},
-        "python-depends": dependencies("python-depends"),
-        "kernel-depends": dependencies("kernel-depends"),
+        "python-depends": dependencies(general, backend, "python-depends"),
+        "kernel-depends": dependencies(general, backend, "kernel-depends"),
         "backend": {"type": backend, **({"archs": archs} if archs else {})},
         "digest": {"algorithm": str(digest.algorithm), "files": dict(sorted(digest.files.items()))},
     }

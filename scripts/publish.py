@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Publish the built kernel to the Hub: the build to branch v<version>, the card to main, each in one commit.
 
-The build must be what the current commit builds, byte for byte, load, and keep every public name and signature that its
-branch already has: people load `version=1` and get whatever the branch holds. An incompatible change takes a new
+What is sent is built from the files of the current commit as git stores them, whatever the work tree holds; build/ must be
+the same, byte for byte. It must keep what the branch already promises (interface.json: names, parameters, layers, backends,
+mapping, dependencies): people load `version=1` and get whatever the branch holds. An incompatible change takes a new
 `version` in build.toml, and so a new branch.
 
 A repeated run changes nothing. A run that was interrupted at any point leaves the branch as it was or as it should be;
@@ -10,8 +11,9 @@ run it again. HF_TOKEN and HF_ENDPOINT are those of huggingface_hub.
 """
 
 import argparse
-import ast
+import contextlib
 import fnmatch
+import json
 import os
 import re
 import shutil
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import build_kernel
+import interface
 from build_kernel import ROOT, tomllib
 from command import CommandError, exit_status, is_repo_id, requirements
 from verify import check_variant, same_content
@@ -39,19 +42,8 @@ with requirements():
 
 # What a branch holds of ours. Anything else on it is left alone.
 PUBLISHED = ("build/*", "benchmarks/benchmark*.py")
-STEPS = 7
-
-LOADS_PY = """
-import sys
-from pathlib import Path
-from kernels import get_local_kernel
-
-for folder in sys.argv[1:]:
-    kernel = get_local_kernel(Path(folder))
-    missing = [name for name in kernel.__all__ if not hasattr(kernel, name)]
-    if missing:
-        sys.exit(f"{folder}: __all__ names {', '.join(missing)}, which it does not have")
-"""
+INTERFACE = "build/*/interface.json"
+STEPS = 6
 
 
 @dataclass
@@ -62,7 +54,7 @@ class Project:
     version: int
     repo_id: str
     general: dict
-    package: Path
+    package: str
 
     @property
     def branch(self) -> str:
@@ -78,6 +70,10 @@ class Release:
     files: dict[str, bytes]  # by path on the branch
     card: bytes
     source: str
+
+    @property
+    def interface(self) -> dict:
+        return next(json.loads(content) for path, content in self.files.items() if fnmatch.fnmatch(path, INTERFACE))
 
 
 @dataclass
@@ -122,45 +118,75 @@ def read_project(root: Path, repo_id: str | None) -> Project:
         raise CommandError(
             f"--repo-id: expected ORG/NAME, found {repo_id!r}; build.toml may name one under general.hub"
         )
-    package = root / "torch-ext" / build_kernel.kernels_rust().KernelName(general["name"]).python_name
+    package = build_kernel.kernels_rust().KernelName(general["name"]).python_name
     return Project(general["name"], general["version"], repo_id, general, package)
 
 
-def check_tree(root: Path, allow_dirty: bool) -> str:
-    """Where the build comes from. It must be a commit: with changes nobody could build again what was published."""
-    commit = build_kernel.git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+def check_tree(root: Path, commit: str | None) -> None:
+    """Raises unless there is a commit to publish and nothing that git shows as changed, which was meant to be in it."""
     if commit is None:
-        if allow_dirty:
-            return "no commit"
         raise CommandError(f"{root}: no commit to publish; --allow-dirty publishes it all the same")
-    changed = build_kernel.git(root, "diff", "--name-only", "HEAD").splitlines()
-    # These would be built or uploaded although no commit has them.
-    changed += build_kernel.git(
-        root, "ls-files", "--others", "--exclude-standard", "--", "torch-ext", "benchmarks"
-    ).splitlines()
-    if changed and not allow_dirty:
+    changed = []
+    for command in (
+        ("diff", "--name-only", "HEAD"),
+        ("ls-files", "--others", "--exclude-standard", "--", "torch-ext", "benchmarks"),
+    ):
+        paths = build_kernel.git(root, *command)
+        if paths is None:
+            raise CommandError(f"git {command[0]} fails in {root}, so what is committed is not known")
+        changed += paths.splitlines()
+    if changed:
         raise CommandError(
             f"uncommitted changes: {', '.join(changed)}; commit them, or publish them with --allow-dirty"
         )
-    return f"{commit}, with uncommitted changes" if changed else commit
 
 
-def check_build(root: Path, build: Path) -> dict[str, bytes]:
-    """The files of the build by their path on the branch, once they are known to be what this project builds."""
+def head_commit(root: Path) -> str | None:
+    if not build_kernel.is_repository(root):
+        return None
+    return build_kernel.git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+
+
+def export(root: Path, commit: str, folder: Path) -> None:
+    """Writes the files of a commit, as git stores them."""
+    links = []
+    for mode, path, content in build_kernel.committed(root, commit):
+        if mode == "120000":
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).symlink_to(content.decode())
+            links.append(folder / path)
+        else:
+            build_kernel.write(folder / path, content)
+    for link in links:
+        if not link.resolve().is_relative_to(folder.resolve()):
+            raise CommandError(f"{link.relative_to(folder)}: link to {os.readlink(link)}, which is outside the commit")
+
+
+def fresh_build(source: Path, unique_id: str | None, output: Path) -> dict[str, bytes]:
+    """What the project in `source` builds, by its own program."""
+    command = [sys.executable, source / "scripts/build_kernel.py", "--output", output]
+    command += ["--unique-id", unique_id] if unique_id else []
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise CommandError(f"the project does not build: {reason.removeprefix('build_kernel: error: ')}")
+    return folder_files(output, "build")
+
+
+def read_build(build: Path) -> dict[str, bytes]:
+    """The files of a build by their path on the branch."""
     if not build.is_dir():
         raise CommandError(f"--build: {build} is no folder; `make build` makes one")
-    found = folder_files(build, "build")
+    files = folder_files(build, "build")
     for variant in sorted(build.glob("torch-*")):
         violations = check_variant(variant).violations
         if violations:
             raise CommandError(f"{variant}: {'; '.join(violations)}")
-    with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
-        fresh = Path(scratch, "build")
-        try:
-            build_kernel.build(root, fresh, None, None, quiet=True)
-        except build_kernel.BuildError as error:
-            raise CommandError(f"the project does not build: {error}") from None
-        expected = folder_files(fresh, "build")
+    return files
+
+
+def compare_builds(build: Path, found: dict[str, bytes], expected: dict[str, bytes]) -> None:
+    """Raises unless `build` is what is going to be published: what was tried out here is what others get."""
     compare_ids(found, expected)
     for path in sorted(found.keys() | expected.keys()):
         if path not in found:
@@ -169,7 +195,6 @@ def check_build(root: Path, build: Path) -> dict[str, bytes]:
             raise CommandError(f"{build}: {path} does not belong to the build; `make build` makes a clean one")
         if found[path] != expected[path]:
             raise CommandError(f"{build}: {path} is not what the project builds; run `make build`")
-    return found
 
 
 def folder_files(folder: Path, prefix: str) -> dict[str, bytes]:
@@ -187,38 +212,54 @@ def folder_files(folder: Path, prefix: str) -> dict[str, bytes]:
 
 def compare_ids(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
     """The usual reason for a difference, an old build, said by the ids rather than by the first file that differs."""
-
-    def unique_id(files):
-        for path, content in files.items():
-            if path.endswith("/_ops.py"):
-                return content.split(b'"')[1].decode().split("_", 4)[-1]
-        raise CommandError("the build holds no variant; run `make build`")
-
-    built, wanted = unique_id(found), unique_id(expected)
-    if built != wanted:
-        raise CommandError(f"the build comes from {built}, the project is at {wanted}; run `make build`")
-
-
-def check_loads(build: Path) -> None:
-    """Every variant must import, and have every name of its `__all__`. A process of its own does it."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    variants = map(str, sorted(build.glob("torch-*")))
-    done = subprocess.run([sys.executable, "-c", LOADS_PY, *variants], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CommandError(f"the build does not load: {reason}")
+    for path in sorted(found.keys() & expected.keys()):
+        ids = [re.search(rb'_OPS_NAME = "(\w+)"', files[path]) for files in (found, expected)]
+        if not path.endswith("/_ops.py") or None in ids or ids[0][1] == ids[1][1]:
+            continue
+        built, wanted = (each[1].decode() for each in ids)
+        if built != f"{wanted}_dirty":
+            raise CommandError(f"the build is {built}, the project is at {wanted}; run `make build`")
+        differing = [each for each in sorted(found.keys() | expected.keys()) if found.get(each) != expected.get(each)]
+        sources = [each for each in differing if each.split("/")[-1] not in build_kernel.GENERATED]
+        raise CommandError(
+            f"the build is not of the commit's own files, {(sources or differing)[0]} for one; run `make build`, and if it "
+            "stays so: git ignores the file, takes it for unchanged or converts its line ends in the work tree"
+        )
 
 
 # What the Hub holds
 
 
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Around a call of huggingface_hub, which takes an answer apart without looking whether it has the parts."""
+    try:
+        yield
+    except OSError:  # Among them what huggingface_hub says itself.
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CommandError(f"the Hub's answer is not understood, {what}: {type(error).__name__}: {error}") from error
+
+
 def remote_branches(api: HfApi, repo_id: str) -> dict[str, str] | None:
     """Branch -> commit; None if there is no repository."""
     try:
-        refs = api.list_repo_refs(repo_id, repo_type="kernel")
+        with understood(f"asked for the branches of {repo_id}"):
+            refs = api.list_repo_refs(repo_id, repo_type="kernel")
+            branches = {branch.name: branch.target_commit for branch in refs.branches}
+            # Without one a branch would pass for new, and what it promises would not be looked at.
+            if not all(isinstance(commit, str) and commit for commit in branches.values()):
+                raise ValueError("a branch without a commit")
     except RepositoryNotFoundError:
         return None
-    return {branch.name: branch.target_commit for branch in refs.branches}
+    return branches
+
+
+def remote_files(api: HfApi, repo_id: str, commit: str) -> dict[str, RepoFile]:
+    """The files of a commit by path."""
+    with understood(f"asked for the files of {repo_id}@{commit}"):
+        listing = api.list_repo_tree(repo_id, repo_type="kernel", revision=commit, recursive=True)
+        return {entry.path: entry for entry in listing if isinstance(entry, RepoFile)}
 
 
 def newest_version(branches: dict[str, str]) -> int:
@@ -227,10 +268,7 @@ def newest_version(branches: dict[str, str]) -> int:
 
 def make_plan(api: HfApi, repo_id: str, branch: str, parent: str | None, wanted: dict[str, bytes], owned) -> Plan:
     """Compares what the branch holds with `wanted`; files that match `owned` and are not wanted are stale."""
-    remote = {}
-    if parent is not None:
-        listing = api.list_repo_tree(repo_id, repo_type="kernel", revision=parent, recursive=True)
-        remote = {entry.path: entry for entry in listing if isinstance(entry, RepoFile)}
+    remote = {} if parent is None else remote_files(api, repo_id, parent)
     changed = {
         path: content for path, content in wanted.items() if path in remote and not same_content(content, remote[path])
     }
@@ -239,34 +277,79 @@ def make_plan(api: HfApi, repo_id: str, branch: str, parent: str | None, wanted:
     return Plan(branch, parent, added, changed, sorted(stale), len(wanted) - len(added) - len(changed))
 
 
-def check_compatible(api: HfApi, project: Project, head: str, build: Path) -> None:
-    """Nobody who loads this version may lose a name or find another signature. The published code is read, never run."""
-    listing = api.list_repo_tree(project.repo_id, repo_type="kernel", revision=head, recursive=True)
-    variant = next((entry.path.split("/")[1] for entry in listing if fnmatch.fnmatch(entry.path, "build/*/*.py")), None)
-    if variant is None:
+def plan_version(api: HfApi, release: Release, head: str | None) -> Plan:
+    """What one commit shall do to the version's branch at `head`, and nowhere else: with that it has been compared."""
+    project = release.project
+    plan = make_plan(api, project.repo_id, project.branch, head, release.files, PUBLISHED)
+    if head is not None and not plan.is_empty:
+        check_compatible(api, release, head)
+    return plan
+
+
+def check_compatible(api: HfApi, release: Release, head: str) -> None:
+    """Raises if a user of this version loses a name or finds another signature."""
+    project = release.project
+    paths = sorted(path for path in remote_files(api, project.repo_id, head) if fnmatch.fnmatch(path, "build/*/*.py"))
+    if not paths:
         return
+    variants = sorted({path.split("/")[1] for path in paths})
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
-        published = api.snapshot_download(
-            project.repo_id,
-            repo_type="kernel",
-            revision=head,
-            allow_patterns=f"build/{variant}/*",
-            cache_dir=Path(scratch, "cache"),
-        )
-        ours = build / variant if (build / variant).is_dir() else next(build.glob("torch-*"))
-        interfaces = [
-            public_interface(Path(shutil.copytree(folder, Path(scratch, name, project.package.name))))
-            for name, folder in (("old", Path(published, "build", variant)), ("new", ours))
-        ]
-        breaks = {describe(each) for each in griffe.find_breaking_changes(*interfaces)}
-        old, new = (dict(signatures(interface)) for interface in interfaces)
-        # Whatever griffe forgives, an optional parameter more, say: a version has one signature.
-        breaks |= {f"{name}{old[name]}: now {new[name]}" for name in old.keys() & new.keys() if old[name] != new[name]}
+        with understood(f"asked for {variants[0]} of {project.repo_id}@{head}"):
+            published = api.snapshot_download(
+                project.repo_id,
+                repo_type="kernel",
+                revision=head,
+                allow_patterns=f"build/{variants[0]}/*",
+                cache_dir=Path(scratch, "cache"),
+            )
+        variant = Path(published, "build", variants[0])
+        if (variant / "interface.json").exists():
+            breaks = compare_interfaces(variant / "interface.json", release.interface)
+        else:
+            gone = {each for each in variants if not any(path.startswith(f"build/{each}/") for path in release.files)}
+            breaks = [f"{each}: removed" for each in sorted(gone)]
+            breaks += compare_sources(variant, release, Path(scratch))
     if breaks:
+        more = f"; and {len(breaks) - 10} more" if len(breaks) > 10 else ""
         raise CommandError(
-            f"branch {project.branch} promises what this build breaks: {'; '.join(sorted(breaks))}; "
+            f"branch {project.branch} promises what this build breaks: {'; '.join(breaks[:10])}{more}; "
             f"raise `version` in build.toml (now {project.version}) to publish it"
         )
+
+
+def compare_interfaces(published: Path, ours: dict) -> list[str]:
+    try:
+        return interface.breaks(json.loads(published.read_bytes()), ours)
+    except (LookupError, TypeError, ValueError):
+        raise CommandError(
+            f"build/{published.parent.name}/interface.json on the Hub is not what a build writes"
+        ) from None
+
+
+# Builds of before interface.json: their source is read, never run
+
+
+def compare_sources(published: Path, release: Release, scratch: Path) -> list[str]:
+    ours = scratch / "ours"
+    prefix = next(path for path in release.files if fnmatch.fnmatch(path, INTERFACE)).removesuffix("interface.json")
+    for path, content in release.files.items():
+        if path.startswith(prefix):
+            build_kernel.write(ours / path.removeprefix(prefix), content)
+    name = release.project.package
+    try:
+        interfaces = [
+            public_interface(Path(shutil.copytree(folder, Path(scratch, which, name))))
+            for which, folder in (("old", published), ("new", ours))
+        ]
+        breaks = {describe(each) for each in griffe.find_breaking_changes(*interfaces)}
+    except (griffe.GriffeError, AttributeError, LookupError, TypeError) as error:
+        raise CommandError(
+            f"the public names cannot be read from the source: {type(error).__name__}: {error}"
+        ) from error
+    old, new = (dict(signatures(each)) for each in interfaces)
+    # Whatever griffe forgives, an optional parameter more, say: a version has one signature.
+    breaks |= {f"{path}{old[path]}: now {new[path]}" for path in old.keys() & new.keys() if old[path] != new[path]}
+    return sorted(breaks)
 
 
 def public_interface(package: Path) -> griffe.Object:
@@ -301,15 +384,8 @@ def describe(breakage: griffe.Breakage) -> str:
 # The card
 
 
-def render_card(root: Path, project: Project, has_benchmark: bool) -> str:
+def render_card(root: Path, project: Project, names: dict, has_benchmark: bool) -> str:
     """CARD.md as kernel-builder renders it."""
-    init = ast.parse((project.package / "__init__.py").read_text(encoding="utf-8"))
-    public = next(
-        ast.literal_eval(node.value)
-        for node in init.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    layers = ast.parse((project.package / "layers.py").read_text(encoding="utf-8"))
     template = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return template.from_string((root / "CARD.md").read_text(encoding="utf-8")).render(
         repo_id=project.repo_id,
@@ -317,8 +393,8 @@ def render_card(root: Path, project: Project, has_benchmark: bool) -> str:
         license=project.general["license"].lower(),
         source=project.general.get("source"),
         upstream=project.general.get("upstream"),
-        functions=[name for name in public if name != "layers"],
-        layers=[node.name for node in layers.body if isinstance(node, ast.ClassDef)],
+        functions=[name for name in names if name != "layers"],
+        layers=list(names.get("layers", ())),
         has_benchmark=has_benchmark,
     )
 
@@ -328,13 +404,29 @@ def render_card(root: Path, project: Project, has_benchmark: bool) -> str:
 
 def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, step: Callable[[str], None]) -> Release:
     """Everything about the build that can be checked without the Hub."""
-    step("comparing the build with the commit")
-    project = read_project(root, repo_id)
-    source = check_tree(root, allow_dirty)
-    files = check_build(root, build)
-    benchmarks = {f"benchmarks/{path.name}": path.read_bytes() for path in root.glob("benchmarks/benchmark*.py")}
-    card = render_card(root, project, bool(benchmarks))
-    return Release(project, build, {**files, **benchmarks}, card.encode(), source)
+    found = read_build(build)
+    step("building what is committed")
+    with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
+        tree, origin, unique_id = root, head_commit(root), None
+        if allow_dirty:
+            origin = f"the work tree at {origin}" if origin else "no commit"
+        else:
+            check_tree(root, origin)
+            tree = Path(scratch, "commit")
+            try:
+                export(root, origin, tree)
+            except build_kernel.BuildError as error:
+                raise CommandError(str(error)) from None
+            unique_id = build_kernel.git(root, "rev-parse", f"{origin}^{{tree}}")[:7]
+        project = read_project(tree, repo_id)
+        files = fresh_build(tree, unique_id, Path(scratch, "build"))
+        step("comparing the build with it")
+        compare_builds(build, found, files)
+        files.update({f"benchmarks/{path.name}": path.read_bytes() for path in tree.glob("benchmarks/benchmark*.py")})
+        release = Release(project, build, files, b"", origin)
+        has_benchmark = any(path.startswith("benchmarks/") for path in files)
+        release.card = render_card(tree, project, release.interface["names"], has_benchmark).encode()
+    return release
 
 
 def upload(
@@ -342,14 +434,17 @@ def upload(
 ) -> list[str]:
     """Brings the Hub, which has `branches`, to what `release` holds; a line on each branch."""
     project, repo_id, branch = release.project, release.project.repo_id, release.project.branch
-    heads = branches or {}
-    plan = make_plan(api, repo_id, branch, heads.get(branch), release.files, PUBLISHED)
-    # Of two versions the newer one has the card.
-    card = {} if newest_version(heads) > project.version else {"README.md": release.card}
-    card_plan = make_plan(api, repo_id, "main", heads.get("main"), card, ())
+
+    def plans(heads: dict[str, str]) -> list[Plan]:
+        # Of two versions the newer one has the card.
+        card = {} if newest_version(heads) > project.version else {"README.md": release.card}
+        return [
+            plan_version(api, release, heads.get(branch)),
+            make_plan(api, repo_id, "main", heads.get("main"), card, ()),
+        ]
+
     step("comparing public names and signatures")
-    if plan.parent and not plan.is_empty:
-        check_compatible(api, project, plan.parent, release.build)
+    plan, card_plan = plans(branches or {})
     if dry_run:
         return [str(each) + each.details() for each in (plan, card_plan)]
 
@@ -357,12 +452,16 @@ def upload(
     if branches is None:
         create_repository(api, repo_id)
     if plan.parent is None:
-        api.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True)
+        with understood(f"asked to make branch {branch} of {repo_id}"):
+            api.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True)
     if plan.parent is None or card_plan.parent is None:
-        # What is new holds something already: a branch what main did, a repository its .gitattributes.
-        heads = remote_branches(api, repo_id)
-        plan = make_plan(api, repo_id, branch, heads[branch], release.files, PUBLISHED)
-        card_plan = make_plan(api, repo_id, "main", heads["main"], card, ())
+        # What is new holds something already: a branch what main did or what another publisher has sent meanwhile, a
+        # repository its .gitattributes.
+        heads = remote_branches(api, repo_id) or {}
+        missing = {branch, "main"} - heads.keys()
+        if missing:
+            raise CommandError(f"{repo_id}: made, but the Hub does not list {', '.join(sorted(missing))}; run it again")
+        plan, card_plan = plans(heads)
     step(f"uploading {len(plan.added) + len(plan.changed)} files")
     commit = send(api, repo_id, plan, f"{project.name} v{project.version}, built from {release.source}")
     step("uploading the card")
@@ -372,7 +471,8 @@ def upload(
 
 def create_repository(api: HfApi, repo_id: str) -> None:
     try:
-        api.create_repo(repo_id, repo_type="kernel", exist_ok=True)
+        with understood(f"asked to create {repo_id}"):
+            api.create_repo(repo_id, repo_type="kernel", exist_ok=True)
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code in (401, 403):
             raise CommandError(
@@ -389,15 +489,16 @@ def send(api: HfApi, repo_id: str, plan: Plan, message: str) -> str:
     operations = [CommitOperationAdd(path, content) for path, content in {**plan.added, **plan.changed}.items()]
     operations += [CommitOperationDelete(path, is_folder=False) for path in plan.deleted]
     try:
-        # Named as parent, the commit of the plan makes the Hub refuse if somebody else has published since.
-        done = api.create_commit(
-            repo_id,
-            operations,
-            commit_message=message,
-            repo_type="kernel",
-            revision=plan.branch,
-            parent_commit=plan.parent,
-        )
+        # Named as parent, the commit of the plan makes the Hub refuse if another publisher was faster.
+        with understood(f"asked to commit to {plan.branch} of {repo_id}"):
+            done = api.create_commit(
+                repo_id,
+                operations,
+                commit_message=message,
+                repo_type="kernel",
+                revision=plan.branch,
+                parent_commit=plan.parent,
+            )
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code == 412:
             raise CommandError(f"{repo_id}: branch {plan.branch} was changed meanwhile; run it again") from None
@@ -429,8 +530,6 @@ def main() -> int:
             api = HfApi()
             step("asking the Hub")
             branches = remote_branches(api, release.project.repo_id)
-            step("loading the build")
-            check_loads(release.build)
             lines = upload(api, release, branches, options.dry_run, step)
         print(f"{release.project.repo_id} at {api.endpoint}{': what would be sent' if options.dry_run else ''}")
         for line in lines:

@@ -39,7 +39,7 @@ def client(hub):
 
 
 def release_of(project, repo_id=REPO_ID, allow_dirty=False):
-    """Builds a project and checks the build as `publish.py` does, but for loading it."""
+    """Builds a project and checks the build as `publish.py` does."""
     build_kernel.build(project, project / "build", None, None, quiet=True)
     return publish.prepare(project, project / "build", repo_id, allow_dirty, lambda step: None)
 
@@ -66,10 +66,10 @@ def upload_process(hub, release, folder):
 
 
 class Published:
-    """A project, its release, and a Hub's folder that holds it as version 1."""
+    """A project, with its own package or another, its release, and a Hub's folder that holds it as version 1."""
 
-    def __init__(self, folder: Path):
-        self.project = export(folder / "project")
+    def __init__(self, folder: Path, package=None):
+        self.project = export(folder / "project", package)
         git(self.project, "init", "--quiet")
         commit(self.project)
         self.release = release_of(self.project)

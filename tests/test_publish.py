@@ -1,18 +1,24 @@
 """`scripts/publish.py` against a Hub on this machine, with the real client."""
 
+import contextlib
+import dataclasses
+import http.server
 import json
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 
+import build_kernel
 import httpx2
 import pytest
 from command import one_line
-from hub import client, local_hub, publish, release_of, upload, upload_process
-from huggingface_hub import CommitOperationAdd
-from projects import PACKAGE, REPO_ID, ROOT, commit, contents, git, run, script
+from hub import Published, client, local_hub, publish, release_of, upload, upload_process
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from projects import PACKAGE, REPO_ID, ROOT, SMALL, commit, contents, export, git, run, script
+from test_build import UNSEEN
 
 
 def files_on(hub, branch, folder):
@@ -38,6 +44,12 @@ def change(project, name, old, new):
     text, count = re.subn(old, new, (project / name).read_text())
     assert count
     (project / name).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A `hub.Published` of a small package. Nobody changes it."""
+    return Published(tmp_path_factory.mktemp("published"), SMALL)
 
 
 @pytest.fixture
@@ -95,7 +107,7 @@ def test_stale_files_go_in_the_same_commit(hub, project):
     strangers = {"build/torch-cuda/old.py": b"old", "benchmarks/benchmark_old.py": b"old", "notes.txt": b"stays"}
     additions = [CommitOperationAdd(path, content) for path, content in strangers.items()]
     api.create_commit(REPO_ID, additions, commit_message="older", repo_type="kernel", revision="v1")
-    change(project, f"{PACKAGE}/layers.py", "import torch\n", "import torch  # changed\n")
+    change(project, f"{PACKAGE}/layers.py", "class SiLU:\n", "class SiLU:  # changed\n")
     commit(project)
     older = heads(hub)["v1"]
     release = release_of(project)
@@ -130,6 +142,77 @@ def test_someone_else_publishes_meanwhile(hub, published, monkeypatch):
     with pytest.raises(publish.CommandError, match="v1 was changed meanwhile"):
         publish.send(api, REPO_ID, plan, "message")
     assert heads(hub) == before
+
+
+def without_silu(release):
+    """The release of a project that has lost a public name, and differs in a file."""
+
+    def lose(interface):
+        del interface["names"]["silu"]
+
+    return with_interface(release, lose)
+
+
+def with_interface(release, edit):
+    files = dict(release.files)
+    for path in files:
+        if path.endswith("/interface.json"):
+            interface = json.loads(files[path])
+            edit(interface)
+            files[path] = json.dumps(interface).encode()
+    return dataclasses.replace(release, files=files)
+
+
+def test_the_second_of_two_publishers_who_met_no_repository(published, empty):
+    """It finds the first one's version, and is compared with that."""
+    api = client(empty)
+    met = [publish.remote_branches(api, REPO_ID) for _ in range(2)]
+    assert met == [None, None]
+    publish.upload(api, published.release, met[0], False, lambda step: None)
+    before = heads(empty)
+    with pytest.raises(publish.CommandError, match="branch v1 promises what this build breaks: silu: removed; raise"):
+        publish.upload(api, without_silu(published.release), met[1], False, lambda step: None)
+    assert heads(empty) == before
+    # What breaks nothing is the next commit.
+    more = dataclasses.replace(published.release, files={**published.release.files, "build/torch-cpu/new.py": b""})
+    publish.upload(api, more, met[1], False, lambda step: None)
+    assert "build/torch-cpu/new.py" in held(empty, "v1")
+
+
+def test_two_publishers_at_once(published, empty):
+    """Each has lost a name of the other's, so that one of them is published, whole, and the other one is refused."""
+
+    def lose(interface):
+        del interface["names"]["layers"]
+
+    releases = [without_silu(published.release), with_interface(published.release, lose)]
+    barrier, errors = threading.Barrier(2), [None, None]
+
+    def send(number):
+        api = client(empty)
+        branches = publish.remote_branches(api, REPO_ID)
+        barrier.wait()
+        try:
+            publish.upload(api, releases[number], branches, False, lambda step: None)
+        except publish.CommandError as error:
+            errors[number] = str(error)
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The card, which both send too, may be the other one's: then both are told.
+    assert [error for error in errors if error and re.search("promises what this build breaks|v1 was changed", error)]
+    log = run(["git", "log", "--format=%s", "v1"], empty.repositories.root / f"{REPO_ID}.git").stdout.splitlines()
+    assert len(log) == 2
+    listing = publish.remote_files(client(empty), REPO_ID, heads(empty)["v1"])
+    assert listing.keys() == {*releases[0].files, ".gitattributes"}
+    same = [
+        all(publish.same_content(content, listing[path]) for path, content in each.files.items()) for each in releases
+    ]
+    assert sorted(same) == [False, True]
+    assert errors[same.index(False)]
 
 
 # What is refused, before anything is sent
@@ -188,6 +271,36 @@ def next_commit(project):
     commit(project)
 
 
+def inside_another(project):
+    """The project without its history, in a folder of a repository whose commit does not hold it."""
+    shutil.rmtree(project / ".git")
+    git(project.parent, "init", "--quiet")
+    git(project.parent, "commit", "--quiet", "--allow-empty", "--message", "another project's")
+
+
+def broken(project):
+    (project / PACKAGE / "layers.py").write_text("nowhere\n")
+    commit(project)
+
+
+def link_out(project):
+    (project / "benchmarks").mkdir()
+    (project / "benchmarks/benchmark_x.py").symlink_to("/etc/hostname")
+    commit(project)
+
+
+def damaged_index(project):
+    (project / ".git/index").write_bytes(b"no index")
+
+
+def damaged_object(project):
+    git(project, "status")  # So that git has no reason to look at it.
+    oid = git(project, "rev-parse", f"HEAD:{PACKAGE}/functions.py")
+    path = project / ".git/objects" / oid[:2] / oid[2:]
+    path.chmod(0o644)
+    path.write_bytes(b"")
+
+
 REFUSALS = {
     "no build": (lambda project: shutil.rmtree(project / "build"), "build is no folder"),
     "a file more": (edit_build("torch-cpu/notes.txt", b""), "torch-cpu.*notes.txt"),
@@ -200,8 +313,13 @@ REFUSALS = {
     "metadata": (edit_build("torch-cpu/metadata.json", b"{"), "torch-cpu: Cannot parse metadata"),
     "tracked change": (tracked, "uncommitted changes: build.toml"),
     "untracked file": (untracked, "uncommitted changes: .*new.py"),
-    "another commit": (next_commit, "the build comes from [0-9a-f]{7}, the project is at [0-9a-f]{7}"),
+    "another commit": (next_commit, "the build is _lossless_kernels_cpu_[0-9a-f]{7}, the project is at _lossless_kern"),
     "no git": (lambda project: shutil.rmtree(project / ".git"), "no commit to publish"),
+    "another repository": (inside_another, "no commit to publish"),
+    "damaged index": (damaged_index, "git diff fails in .*, so what is committed is not known"),
+    "damaged object": (damaged_object, "git cannot read torch-ext/lossless_kernels/functions.py of [0-9a-f]{40}"),
+    "does not build": (broken, "the project does not build: the package does not import: NameError: name 'nowhere'"),
+    "link to elsewhere": (link_out, "benchmark_x.py: link to /etc/hostname, which is outside the commit"),
 }
 
 
@@ -219,59 +337,146 @@ def test_a_refusal_is_one_line(project):
     assert "uncommitted changes: build.toml" in refused(project, "--dry-run")
 
 
-def test_a_public_name_that_cannot_be_imported(project):
-    change(project, f"{PACKAGE}/__init__.py", r"__all__ = \[", '__all__ = ["nowhere", ')
-    commit(project)
-    script(project, "build_kernel")
-    with pytest.raises(publish.CommandError, match="torch-cpu: __all__ names nowhere, which it does not have"):
-        publish.check_loads(project / "build")
-
-
 def test_uncommitted_changes_may_be_asked_for(project, hub):
     tracked(project)
     release = release_of(project, allow_dirty=True)
-    assert release.source.endswith("with uncommitted changes")
+    assert release.source == f"the work tree at {git(project, 'rev-parse', 'HEAD')}"
     upload(hub, release)
     assert json.loads(release.files["build/torch-cpu/metadata.json"])["id"].endswith("_dirty")
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "message"),
-    [
-        ("__init__.py", r'"silu",?', "", "silu"),
-        ("activation.py", r"def silu\(input", "def silu(x", r"silu\(input\): .*removed"),
-        (
-            "activation.py",
-            r"def silu\(input: torch.Tensor",
-            "def silu(input, out=None",
-            r"silu\(input\): now \(input, out=None\)",
-        ),
-        ("mapping.py", r"version: Optional\[int\] = None", "version: int = 2", r"kernel_mapping\(version\)"),
-        ("layers.py", r"class SiLUActivation\b", "class SiLU", "layers.SiLUActivation"),
-        (
-            "layers.py",
-            r"def forward\(self, hidden_states",
-            "def forward(self, x",
-            r"LlamaRMSNorm.forward\(hidden_states\)",
-        ),
-    ],
-    ids=["name", "argument", "optional argument", "default", "layer", "forward"],
-)
-def test_what_others_rely_on_needs_a_new_version(project, hub, name, old, new, message):
-    change(project, f"{PACKAGE}/{name}", old, new)
+# What is sent is the commit's, whatever the work tree holds
+
+
+def assert_committed(project, hub):
+    """Everything on the branch that the build does not write itself is a file of the commit it names."""
+    repository = hub.repositories.root / f"{REPO_ID}.git"
+    subject = run(["git", "log", "-1", "--format=%s", "v1"], repository).stdout
+    named = re.fullmatch(r"lossless-kernels v1, built from ([0-9a-f]{40})\n", subject)[1]
+    ours = git(project, "--no-replace-objects", "ls-tree", "-r", named).splitlines()
+    blobs = {path: what.split()[2] for what, _, path in (line.partition("\t") for line in ours)}
+    found = {path: blob for path, blob in held(hub, "v1").items() if path.startswith(("build/", "benchmarks/"))}
+    count = 0
+    for path, blob in found.items():
+        if path.split("/")[-1] in build_kernel.GENERATED:
+            continue
+        source = re.sub(r"^build/torch-\w+", PACKAGE, path)
+        assert blob == blobs.get(source), path
+        content = run(["git", "cat-file", "blob", "v1:" + path], repository).stdout
+        assert content == run(["git", "--no-replace-objects", "cat-file", "blob", blobs[source]], project).stdout
+        count += 1
+    assert count == 3 * len(SMALL) + sum(path.startswith("benchmarks/") for path in blobs)
+
+
+def times(project):
+    """A benchmark that the commit has, and one that it has not."""
+    (project / "benchmarks").mkdir()
+    (project / "benchmarks/benchmark_a.py").write_text("# times\n")
+    commit(project)
+    (project / ".git/info/exclude").write_text("benchmark_b.py\n")
+    (project / "benchmarks/benchmark_b.py").write_text("# secret\n")
+
+
+def other_card(project):
+    git(project, "update-index", "--assume-unchanged", "CARD.md", "build.toml", "scripts/build_kernel.py")
+    (project / "CARD.md").write_text("# secret\n")
+    change(project, "build.toml", "version = 1", "version = 3")
+    change(project, "scripts/build_kernel.py", "import torch\n", "import torch  # secret\n")
+
+
+@pytest.mark.parametrize("differ", [*UNSEEN.values(), times, other_card], ids=[*UNSEEN, "benchmark", "card"])
+def test_what_git_does_not_show_is_not_sent(published, empty, tmp_path, differ):
+    project = export(tmp_path / "project", SMALL)
+    git(project, "init", "--quiet")
+    commit(project)
+    clean = tmp_path / "clean"
+    git(tmp_path, "clone", "--quiet", str(project), str(clean))
+    differ(project)
+    if differ is times:
+        git(clean, "pull", "--quiet")
+    build_kernel.build(clean, clean / "build", None, None, quiet=True)
+    if differ is not times:
+        build_kernel.build(project, project / "build", None, None, quiet=True)
+        reasons = "the build is not of the commit's own files, |the build is _|uncommitted changes: "
+        with pytest.raises(publish.CommandError, match=reasons):
+            publish.prepare(project, project / "build", REPO_ID, False, lambda step: None)
+    git(project, "--no-replace-objects", "checkout", "--quiet", "--", PACKAGE)
+    release = publish.prepare(project, clean / "build", REPO_ID, False, lambda step: None)
+    upload(empty, release)
+    assert_committed(project, empty)
+    assert "build/torch-cpu/secret.py" not in release.files
+    assert not [path for path, content in release.files.items() if b"secret" in content]
+    assert b"secret" not in release.card
+
+
+# What a version promises
+
+
+def test_what_others_rely_on_needs_a_new_version(project, hub):
+    change(project, f"{PACKAGE}/functions.py", r"silu\(input: float", "silu(x: float")
+    change(project, f"{PACKAGE}/layers.py", "has_backward = True", "has_backward = False")
+    change(project, "build.toml", ', "rocm"', "")
     commit(project)
     release = release_of(project)
     before, requests = heads(hub), len(hub.requests)
-    with pytest.raises(publish.CommandError, match=f"branch v1 promises.*{message}.*raise `version`"):
+    breaks = [
+        "backends.rocm: removed",
+        r"layers.SiLU.has_backward: was True, is False",
+        r"silu: was \(input\), is \(x\)",
+    ]
+    with pytest.raises(
+        publish.CommandError, match=f"v1 promises what this build breaks: {'; '.join(breaks)}; raise `v"
+    ):
         upload(hub, release)
     assert heads(hub) == before
     assert not [request for request in hub.requests[requests:] if request.startswith("POST")]
 
 
+def delete_interfaces(hub):
+    """The branch as it was published before there was a file of this name."""
+    gone = [CommitOperationDelete(path) for path in held(hub, "v1") if path.endswith("/interface.json")]
+    assert len(gone) == 3
+    client(hub).create_commit(REPO_ID, gone, commit_message="older", repo_type="kernel", revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("functions.py", r"silu\(input: float", "silu(x", r"silu\(input\): .*removed"),
+        ("functions.py", r"silu\(input: float", "silu(input, out=None", r"silu\(input\): now \(input, out=None\)"),
+        ("layers.py", "class SiLU", "class Silu", "layers.SiLU"),
+        ("../../build.toml", ', "rocm"', "", "torch-rocm: removed"),
+    ],
+    ids=["argument", "optional argument", "layer", "backend"],
+)
+def test_what_was_published_without_an_interface_is_read(project, hub, name, old, new, message):
+    delete_interfaces(hub)
+    change(project, f"{PACKAGE}/{name}", old, new)
+    commit(project)
+    before = heads(hub)
+    with pytest.raises(publish.CommandError, match=f"branch v1 promises.*{message}.*raise `version`"):
+        upload(hub, release_of(project))
+    assert heads(hub) == before
+
+
+def test_the_first_interface_is_published(published, hub):
+    delete_interfaces(hub)
+    upload(hub, published.release)
+    assert {*published.release.files} <= {*held(hub, "v1")}
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"backends": {}, "names": [], "mapping": {}}', b"\xff"])
+def test_an_interface_on_the_hub_that_is_none(published, hub, content):
+    spoiled = [CommitOperationAdd(path, content) for path in held(hub, "v1") if path.endswith("/interface.json")]
+    client(hub).create_commit(REPO_ID, spoiled, commit_message="spoiled", repo_type="kernel", revision="v1")
+    with pytest.raises(publish.CommandError, match="torch-cpu/interface.json on the Hub is not what a build writes"):
+        upload(hub, published.release)
+
+
 def test_what_is_added_needs_no_new_version(project, hub):
-    change(project, f"{PACKAGE}/layers.py", r"\Z", "\n\nclass Another(nn.Module): ...\n")
+    change(project, f"{PACKAGE}/layers.py", r"\Z", "\n\nclass Another: ...\n")
     # Not in __all__.
-    change(project, f"{PACKAGE}/proof.py", r"def policy\(", "def policy(required")
+    change(project, f"{PACKAGE}/functions.py", r"\Z", "\n\ndef other(): ...\n")
     commit(project)
     upload(hub, release_of(project), dry_run=True)
 
@@ -342,12 +547,82 @@ def test_killed(published, empty, tmp_path, where, what, there):
     assert "README.md" in held(empty, "main")
 
 
+# What every request of a release may be answered with, though it has nothing of what was asked for.
+ANSWERS = [(status, body) for status in (200, 409) for body in (b"<html>", b"[1]", b"{}", b"null")]
+
+
+@contextlib.contextmanager
+def answering(hub, request, status, body):
+    """The address of a server that answers the requests that match with this, and all others as `hub` does."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {"Content-Type": "application/json"}
+            if re.search(request, f"{self.command} {self.path}"):
+                code, content = status, body
+            else:
+                passed = {name: value for name, value in self.headers.items() if name.lower() != "host"}
+                answer = httpx2.request(self.command, hub.url + self.path, content=sent, headers=passed)
+                code, content = answer.status_code, answer.content
+                headers.update({name: value for name, value in answer.headers.items() if name.startswith("x-")})
+            self.send_response(code)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    ["GET .*/refs", "POST .*repos/create", "POST .*branch/v1", "GET .*/tree/", "POST .*preupload", "POST .*/commit/v1"],
+)
+def test_answers_that_make_no_sense(published, tmp_path, request_):
+    """With success or as a conflict: one line that says so, or what was asked for is done."""
+    for number, (status, body) in enumerate(ANSWERS):
+        with local_hub.serve(tmp_path / str(number)) as hub, answering(hub, request_, status, body) as url:
+            api = HfApi(endpoint=url, token="local")
+            try:
+                branches = publish.remote_branches(api, REPO_ID)
+                publish.upload(api, published.release, branches, False, lambda step: None)
+            except (publish.CommandError, OSError, httpx2.HTTPError) as error:
+                assert "\n" not in one_line(error) and len(one_line(error)) > 20, (status, body)
+                if (request_, status) == ("POST .*branch/v1", 200):
+                    # The branch that is said to be made is not: nothing is sent that has been compared with nothing.
+                    assert "the Hub does not list v1" in one_line(error)
+            else:
+                assert set(held(hub, "v1")) == {*published.release.files, ".gitattributes"}, (status, body)
+
+
+def test_a_branch_without_a_commit(published, hub):
+    body = {"branches": [{"name": "v1", "ref": "refs/heads/v1", "targetCommit": None}], "tags": [], "converts": []}
+    with answering(hub, "GET .*/refs", 200, json.dumps(body).encode()) as url:
+        with pytest.raises(publish.CommandError, match="not understood, asked for the branches.*without a commit"):
+            publish.remote_branches(HfApi(endpoint=url, token="local"), REPO_ID)
+
+
 # The card
 
 
-def test_card(published):
+def test_card(build):
     """What kernel-builder's template engine would render, with nothing left open."""
-    card = published.release.card.decode()
+    names = json.loads((build / "torch-cpu/interface.json").read_bytes())["names"]
+    card = publish.render_card(ROOT, publish.read_project(ROOT, None), names, True)
     assert "{{" not in card and "{%" not in card
     for name in ("LlamaRMSNorm", "SiLUActivation", "kernel_mapping", "rms_norm", "silu"):
         assert f"`{name}`" in card
