@@ -13,6 +13,7 @@ import warnings
 import weakref
 from pathlib import Path
 from types import MethodType
+from unittest import mock
 
 import pytest
 import torch
@@ -50,16 +51,18 @@ def layers(kernel, module, proof_off):
 
 
 @pytest.fixture
-def launched(module, layers, monkeypatch):
+def launched(module, layers):
     """The names of the kernels that were launched."""
-    names, launch = [], module("launch").Launcher.through_triton
+    names, launcher = [], module("launch").Launcher
+    launch = launcher.through_triton
 
     def watched(self, *arguments):
         names.append(self.kernel.__name__)
         launch(self, *arguments)
 
-    monkeypatch.setattr(module("launch").Launcher, "through_triton", watched)
-    return names
+    # Not by `monkeypatch`, which `layers` has had before: it would be undone after that.
+    with mock.patch.object(launcher, "through_triton", watched):
+        yield names
 
 
 def bound(layer, original):
