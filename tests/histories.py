@@ -57,6 +57,13 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "intermediate_size": 72,
          "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 
 
+# What is known to differ and not mended yet, by the option that draws it; `--known` draws it all the same.
+LEFT_OUT = {
+    "keys": "hooks on what leads to q are called with None where only k has a gradient",
+    "strides of length 1": "dimensions of length 1 have other strides than eager's",
+}
+
+
 class Draw:
     """What an operation draws, the same for both models. The first option is the plainest: shrinking goes there."""
 
@@ -64,6 +71,7 @@ class Draw:
         self.random, self.plain, self.asked, self.told = random.Random(seed), plain, 0, []
 
     def pick(self, what, *options):
+        options = [option for option in options if not isinstance(option, str) or option not in LEFT_OUT]
         chosen = self.random.choice(options)
         if self.asked in self.plain:
             chosen = options[0]
@@ -712,8 +720,8 @@ def summary(value):
 
 
 def facts(tensor):
-    # TODO: strides of dimensions of length 1 differ from eager's.
-    strides = [step for step, size in zip(tensor.stride(), tensor.shape) if size != 1]
+    every = "strides of length 1" not in LEFT_OUT
+    strides = [step for step, size in zip(tensor.stride(), tensor.shape) if size != 1 or every]
     return tensor.dtype, tensor.shape, strides, tensor.requires_grad, tensor.is_inference()
 
 
@@ -776,8 +784,8 @@ class History:
 class Runner:
     """Runs histories with one built kernel."""
 
-    def __init__(self, kernel):
-        self.kernel = kernel
+    def __init__(self, kernel, options=""):
+        self.kernel, self.options = kernel, options
         self.named = set()
         gc.collect()
         gc.freeze()  # What is here now stays: what a history leaves behind is found sooner.
@@ -890,7 +898,7 @@ class Runner:
             return None
         small, told = self.shrink(history), []
         problem = self.problem(small, told) or f"{problem}: not again"
-        return "\n    ".join([f'python tests/histories.py --repeat "{small}"', *told, problem])
+        return "\n    ".join([f'python tests/histories.py{self.options} --repeat "{small}"', *told, problem])
 
 
 # From the command line
@@ -899,13 +907,15 @@ class Runner:
 def start(arguments):
     """Makes this process's runner."""
     global runner
+    if arguments.known:
+        LEFT_OUT.clear()
     torch.set_num_threads(1)
     logging.getLogger("kernels").setLevel(logging.ERROR)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kernel = get_local_kernel(arguments.build.absolute())
     if arguments.arithmetic == "cpu":
         cpu_kernels.install(kernel.__name__)
-    runner = Runner(kernel)
+    runner = Runner(kernel, f" --arithmetic {arguments.arithmetic}{' --known' * arguments.known}")
 
 
 def work(task):
@@ -919,6 +929,7 @@ def main():
     parser.add_argument("--level", choices=LEVELS, nargs="+", help="to kernelize at (default: any)")
     parser.add_argument("--subject", choices=[*SUBJECTS], nargs="+", help="to kernelize (default: any)")
     parser.add_argument("--arithmetic", choices=("cpu", "triton"), default="cpu")
+    parser.add_argument("--known", action="store_true", help=f"leave nothing out: {'; '.join(LEFT_OUT.values())}")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--repeat", metavar="HISTORY", help="run this one, as a failure names it")
     parser.add_argument("--build", type=Path, default=Path(__file__).parent.parent / "build")
