@@ -10,10 +10,10 @@ READY := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu demo bench tune publish verify hub lint clean
+.PHONY: help setup build test test-gpu test-histories demo bench tune publish verify hub lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "PYTHON=/path/to/python make ... uses that interpreter instead of $(VENV)"
 
 setup: $(READY) ## make .venv from requirements.txt
@@ -33,6 +33,10 @@ test: lint build ## everything that needs no GPU
 test-gpu: build ## everything that needs a GPU, and the sweep over transformers on it
 	$(PY) -m pytest -n 6 --dist worksteal -m "(gpu or either) and not alone"
 	$(PY) -m pytest -rP -m "alone or gpu2"
+
+test-histories: build ## 10,000 random histories of small models, two processes
+	$(PY) -W ignore tests/histories.py --histories 9500 --processes 2
+	$(PY) -W ignore tests/histories.py --histories 500 --processes 2 --arithmetic triton
 
 demo: build ## kernelize a Llama and compare, and without ARGS from a local Hub too: make demo ARGS="--help"
 	$(PY) examples/kernelize_llama.py $(ARGS)

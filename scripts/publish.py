@@ -24,10 +24,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import build_kernel
 import interface
 from build_kernel import ROOT, tomllib
-from command import CommandError, exit_status, is_repo_id, requirements
+from command import CommandError, exit_status, hub_client, is_repo_id, requirements
 from verify import check_variant, same_content
 
 with requirements():
@@ -527,7 +530,7 @@ def main() -> int:
                 progress.update(task, description=description, advance=1)
 
             release = prepare(ROOT, options.build.absolute(), options.repo_id, options.allow_dirty, step)
-            api = HfApi()
+            api = hub_client()
             step("asking the Hub")
             branches = remote_branches(api, release.project.repo_id)
             lines = upload(api, release, branches, options.dry_run, step)

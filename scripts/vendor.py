@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Fetch a published kernel whole and verified, so that it loads with HF_HUB_OFFLINE=1.
 
-`get_kernel` fetches the one variant it needs and does not remember which commit a version was: offline the same call then
-fails. This fetches all files of the version into a cache from which get_kernel, LayerRepository, load_kernel,
+`get_kernel` fetches the one variant it needs and does not remember which commit a version was: offline the same call
+then fails. This fetches all files of the version into a cache from which get_kernel, LayerRepository, load_kernel,
 get_locked_kernel and LockedLayerRepository work without a network. Without --output that is the cache of this machine;
 with it a folder to carry elsewhere, to be named there in KERNELS_CACHE.
 
 Nothing reaches the cache before every file has been compared with the Hub's listing of the commit and with the digests
-in metadata.json. Nothing of the kernel is run.
+in metadata.json. Whatever else lies in the commit's snapshot is then removed: bytecode, say, which Python left there.
+Nothing of the kernel is run. A run that was killed leaves a folder `.vendor-*`, which the next one removes.
 
     python scripts/vendor.py ORG/NAME --version 1
     python scripts/vendor.py --lockfile kernels.lock --output kernels-cache
@@ -15,13 +16,20 @@ in metadata.json. Nothing of the kernel is run.
 
 import argparse
 import contextlib
+import fcntl
 import os
+import re
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from command import CommandError, check_repo_id, exit_status, requirements
-from verify import cache_folder, check_snapshot, read_lockfile, repository_folder
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from command import CommandError, check_repo_id, exit_status, hub_client, is_commit, requirements
+from verify import Finding, cache_folder, check_blobs, check_refs, check_snapshot, read_locks, repository_folder
 
 with requirements():
     from huggingface_hub import HfApi
@@ -36,63 +44,122 @@ def resolve(api: HfApi, repo_id: str, version: int) -> str:
     except RepositoryNotFoundError:
         raise CommandError(f"{repo_id}: no such kernel repository at {api.endpoint}") from None
     branches = {branch.name: branch.target_commit for branch in refs.branches}
-    if f"v{version}" not in branches:
-        versions = sorted(int(name[1:]) for name in branches if name[:1] == "v" and name[1:].isdigit())
+    commit = branches.get(f"v{version}")
+    if commit is None:
+        versions = sorted(int(name[1:]) for name in branches if re.fullmatch("v[0-9]+", name))
         there = ", ".join(map(str, versions)) or "none"
         raise CommandError(f"--version: {repo_id} has no version {version}; it has {there}")
-    return branches[f"v{version}"]
+    if not is_commit(commit):
+        raise CommandError(f"{api.endpoint}: branch v{version} of {repo_id}: expected a commit, found {commit!r}")
+    return commit
 
 
 def vendor(api: HfApi, repo_id: str, commit: str, branch: str | None, output: Path) -> None:
     """Fetches a commit into the cache `output`; `branch` then leads to it."""
-    made = not output.exists()
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     try:
-        install(api, repo_id, commit, branch, output)
+        with staging(output) as staged:
+            install(api, repo_id, commit, branch, output, staged)
     except BaseException:
-        if made:
+        for folder in made:
             # Fails if another process has put its own there meanwhile.
             with contextlib.suppress(OSError):
-                output.rmdir()
+                folder.rmdir()
         raise
 
 
-def install(api: HfApi, repo_id: str, commit: str, branch: str | None, output: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".vendor-", dir=output) as scratch:
-        staged = Path(scratch)
+@contextlib.contextmanager
+def staging(output: Path) -> Iterator[Path]:
+    """A folder for a download, in `output`, which one process at a time may use."""
+    lock = os.open(output, os.O_RDONLY)
+    try:
+        # The system lets go of it when a process ends, however it ends.
         try:
-            api.snapshot_download(repo_id, repo_type="kernel", revision=commit, cache_dir=staged)
-        except RepositoryNotFoundError:
-            raise CommandError(f"{repo_id}: no such kernel repository at {api.endpoint}") from None
-        except RevisionNotFoundError:
-            raise CommandError(f"{repo_id}: no commit {commit} at {api.endpoint}") from None
-        findings = check_snapshot(staged, repo_id, commit, api)
-        wrong = [f"{each.subject}: {text}" for each in findings for text in each.violations + each.notes]
-        if len(findings) == 1:
-            wrong.append("no variant of a kernel in it")
-        if wrong:
-            raise CommandError(f"{repo_id}@{commit} is damaged, nothing was kept: {'; '.join(wrong)}")
-        source, target = repository_folder(staged, repo_id), repository_folder(output, repo_id)
-        if branch is not None:
-            ref = source / "refs" / branch
-            ref.parent.mkdir(exist_ok=True)
-            ref.write_text(commit, encoding="utf-8")
-        # In this order what is there never leads to what is not yet.
-        for part in ("blobs", "snapshots", "trees", "refs"):
-            move(source / part, target / part)
-    print(f"{repo_id}@{commit}{f' ({branch})' if branch else ''}: {len(findings) - 1} variants, verified")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"vendor: waits for another one, which fetches into {output}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Those that used these were killed.
+        for left in output.glob(".vendor-*"):
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=".vendor-", dir=output) as scratch:
+            yield Path(scratch)
+    finally:
+        os.close(lock)
+
+
+def install(api: HfApi, repo_id: str, commit: str, branch: str | None, output: Path, staged: Path) -> None:
+    try:
+        api.snapshot_download(repo_id, repo_type="kernel", revision=commit, cache_dir=staged)
+    except RepositoryNotFoundError:
+        raise CommandError(f"{repo_id}: no such kernel repository at {api.endpoint}") from None
+    except RevisionNotFoundError:
+        raise CommandError(f"{repo_id}: no commit {commit} at {api.endpoint}") from None
+    findings = [check_blobs(staged, repo_id), *check_snapshot(staged, repo_id, commit, api)]
+    wrong = complaints(findings)
+    if wrong:
+        raise CommandError(f"{repo_id}@{commit} is damaged, nothing was kept: {wrong}")
+    source, target = repository_folder(staged, repo_id), repository_folder(output, repo_id)
+    if branch is not None:
+        ref = source / "refs" / branch
+        ref.parent.mkdir(exist_ok=True)
+        ref.write_text(commit, encoding="utf-8")
+    listing = {path.relative_to(source) for path in source.rglob("*")}
+    # In this order what is there never leads to what is not yet.
+    for part in ("blobs", "snapshots", "trees", "refs"):
+        move(source / part, target / part)
+    # Bytecode of those who loaded it, say.
+    removed = remove_others(target / "snapshots" / commit, {target / path for path in listing})
+    findings_there = check_snapshot(output, repo_id, commit, None)
+    if branch is not None:
+        findings_there += check_refs(output, repo_id, None, {branch: commit})
+    wrong = complaints(findings_there)
+    if wrong:
+        raise CommandError(f"{repo_id}@{commit} is whole at {api.endpoint}, but not in {output}: {wrong}")
+    name = f"{repo_id}@{commit}{f' ({branch})' if branch else ''}"
+    besides = f"; removed {removed} that did not belong to it" if removed else ""
+    print(f"{name}: {len(findings) - 2} variants, verified against the listing of {api.endpoint}{besides}")
+
+
+def complaints(findings: list[Finding]) -> str:
+    """What keeps a commit from being whole."""
+    return "; ".join(
+        f"{each.subject}: {text}"
+        for each in findings
+        for text in (*each.violations, *each.notes, each.unchecked)
+        if text
+    )
+
+
+def remove_others(folder: Path, known: set[Path]) -> int:
+    """Removes what lies below `folder` and is not `known`; how much that was."""
+    removed = 0
+    for where, below, names in os.walk(folder):
+        for name in below + names:
+            path = Path(where, name)
+            if path not in known:
+                removed += 1
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                    below.remove(name)
+                else:
+                    path.unlink()
+    return removed
 
 
 def move(source: Path, target: Path) -> None:
     """Moves a tree into place file by file, each at once, over what is there."""
     for folder, _, files in os.walk(source):
         there = target / Path(folder).relative_to(source)
+        if there.is_symlink():
+            raise CommandError(f"{there}: expected a folder, found a link to {os.readlink(there)}")
         there.mkdir(parents=True, exist_ok=True)
         for name in files:
             os.replace(Path(folder, name), there / name)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repo_id", nargs="?", metavar="ORG/NAME", help="needed unless a lockfile is given")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -106,7 +173,7 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="(default: KERNELS_CACHE, or else the cache of huggingface_hub)"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not sys.stderr.isatty():
         disable_progress_bars()
 
@@ -114,10 +181,9 @@ def main() -> int:
         output = (options.output or cache_folder()).absolute()
         if output.exists() and not output.is_dir():
             raise CommandError(f"--output: expected a folder, found the file {output}")
-        api = HfApi()
+        api = hub_client()
         if options.lockfile is not None:
-            locked = read_lockfile(options.lockfile, [] if options.repo_id is None else [options.repo_id])
-            chosen = [(repo_id, *lock) for repo_id, lock in locked.items()]
+            chosen = read_locks(options.lockfile, [] if options.repo_id is None else [options.repo_id])
         elif options.repo_id is None:
             raise CommandError("ORG/NAME: expected the repository that --version belongs to")
         else:

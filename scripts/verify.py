@@ -1,70 +1,154 @@
 #!/usr/bin/env python3
-"""Check built, vendored or cached variants of a kernel against the digests in their metadata.json.
+"""Check built, vendored or cached variants of a kernel before anything of them runs.
 
-Nothing of a kernel is imported. `kernels` itself does not look at digests when it loads a kernel. A digest that lies
-beside the files shows accidents: a broken disk, an edited file, half a copy. Whoever changes a file on purpose can
-change its digest too; against that, --online compares every file with the Hub's listing of the commit.
+`kernels` looks at no digest when it loads a kernel. This imports nothing of the kernel, and names whatever lies where
+`kernels` or Python would find it and does not belong there: files, folders, links, branches, and bytecode, which Python
+runs in place of the source. (Python itself leaves bytecode wherever a kernel was loaded from. Delete it.)
 
     python scripts/verify.py                              the variants in build/
     python scripts/verify.py ORG/NAME                     all that the local cache holds of a repository
     python scripts/verify.py --lockfile kernels.lock      the cached commits that a lockfile names
     python scripts/verify.py DIR                          a variant, a build, a snapshot or a whole cache
+
+A build is compared with its own digests, a cache with the listings stored in it. That does not find what was changed
+together with them. --lockfile says which commit a version must be. --online compares with the Hub, and alone finds a
+commit that was made anew to fit. Exit status 0: all of it was checked and holds.
 """
 
 import argparse
-import contextlib
 import hashlib
+import json
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Optional
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Optional
 
-from command import CommandError, exit_status, is_repo_id, one_line, requirements
+# PYTHONSAFEPATH leaves out the folder of the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from command import CommandError, exit_status, hub_client, is_commit, is_repo_id, one_line, requirements
 
 with requirements():
-    from huggingface_hub import HfApi, constants, get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.hf_api import RepoFile, RepoFolder
     from kernels import _rust
 
 ROOT = Path(__file__).resolve().parent.parent
+BYTECODE = "bytecode, which Python runs in place of the source: delete it and verify again"
+
+# What a finding rests on.
+DIGESTS = "the digests beside the files alone: a file that was changed together with its digest is not found"
+CACHE = (
+    "the listings and branches in the cache alone: what was changed together with them is not found "
+    "(--online compares with the Hub, --lockfile with the locked commits)"
+)
+LOCKED = (
+    "the lockfile and the listings in the cache: a commit that was changed together with its listing is not found "
+    "(--online compares with the Hub)"
+)
+ONLINE = "the Hub's listings and branches"
+LOCKED_ONLINE = "the lockfile and the Hub's listings"
 
 
 @dataclass
 class Finding:
-    """What was found about one folder: `violations` fail the check, `notes` do not."""
+    """What was found about one thing. It fails the check if there are `violations`, or if it is `unchecked`."""
 
     subject: str
     summary: str = ""
+    against: str = ""
     violations: list[str] = field(default_factory=list)
+    unchecked: str = ""
     notes: list[str] = field(default_factory=list)
 
 
-# Variants
+# Files
+
+
+def files_below(
+    folder: Path, finding: Finding, expected: Optional[dict] = None, blobs: Sequence[Path] = ()
+) -> set[str]:
+    """The paths of the files below `folder`. Whatever else lies there is a violation, and not entered.
+
+    Args:
+        expected: the paths of all files that may lie there; without it every regular one may, but bytecode.
+        blobs: the folders into which links may lead.
+    """
+    found = set()
+    folders = None if expected is None else {str(parent) for path in expected for parent in PurePosixPath(path).parents}
+
+    def stop(error):
+        raise error
+
+    for where, below, names in os.walk(folder, onerror=stop):
+        for name in sorted(below + names):
+            path = Path(where, name)
+            shown = path.relative_to(folder).as_posix()
+            is_folder = name in below
+            is_known = expected is None or shown in (folders if is_folder else expected)
+            violation = None
+            if path.is_symlink() and not _leads_to_file(path, blobs):
+                violation = f"a link to {os.readlink(path)}"
+            elif not is_folder and not path.is_file():
+                violation = "no regular file"
+            elif not is_known or expected is None:
+                if name == "__pycache__" or name.endswith((".pyc", ".pyo")):
+                    violation = BYTECODE
+                elif not is_known:
+                    violation = "not in this commit"
+            if violation is not None:
+                finding.violations.append(f"{shown}: {violation}")
+                if is_folder:
+                    below.remove(name)
+            elif not is_folder:
+                found.add(shown)
+    return found
+
+
+def _leads_to_file(link: Path, folders: Sequence[Path]) -> bool:
+    """Whether a link leads to a regular file that lies in one of `folders` itself."""
+    try:
+        target = link.resolve(strict=True)
+    except (OSError, RuntimeError):
+        return False
+    return target.is_file() and any(folder in target.parents for folder in folders)
 
 
 def check_variant(variant: Path) -> Finding:
+    """Compares a built variant's files with the digest in its metadata.json. A build holds no links and no bytecode."""
+    finding = Finding(str(variant), against=DIGESTS)
+    if variant.is_symlink():
+        finding.violations.append(f"a link to {os.readlink(variant)}")
+    else:
+        files_below(variant, finding)
+        check_digest(variant, finding)
+    return finding
+
+
+def check_digest(variant: Path, finding: Finding) -> None:
     """Compares a variant's files with the digest in its metadata.json.
 
-    What the digest does not see is looked for too: folders behind links are violations. Bytecode is a note, for Python
-    itself leaves it wherever a kernel was loaded from, and so is a variant in a cache that was only asked for.
+    The digest sees neither bytecode nor metadata.json, nor what lies behind a link to a folder.
     """
-    finding = Finding(str(variant))
+    if not all(path.is_file() for path in variant.rglob("*") if not path.is_dir()):
+        # Reading a pipe would wait for ever. `files_below` has named it.
+        finding.unchecked = "not all in it is a file"
+        return
     try:
         metadata = _rust.Metadata.read_from_file(variant / "metadata.json")
     except (OSError, ValueError) as error:
         finding.violations.append(one_line(error))
-        return finding
+        return
     finding.summary = f"v{metadata.version}, id {metadata.id}"
+    finding.summary += "".join(f", loads {kernel.repo_id} too" for kernel in metadata.kernel_depends)
     if metadata.digest is None:
         finding.violations.append("metadata.json holds no digest")
-        return finding
-    is_cached = variant.absolute().match("snapshots/*/build/*")
-    if is_cached and [path.name for path in variant.iterdir()] == ["metadata.json"]:
-        finding.notes.append("only metadata.json is here, as has_kernel leaves it")
-        return finding
+        return
     finding.summary += f", {metadata.digest.algorithm} of {len(metadata.digest.files)} files"
     try:
         metadata.digest.validate(_rust.Digest.hash_variant(metadata.digest.algorithm, variant))
@@ -72,26 +156,90 @@ def check_variant(variant: Path) -> Finding:
         finding.violations += [str(violation) for violation in error.violations]
     except (OSError, RuntimeError) as error:
         finding.violations.append(one_line(error))
-    bytecode = 0
-    for folder, folders, files in os.walk(variant):
-        for name in folders:
-            if Path(folder, name).is_symlink():
-                finding.violations.append(f"Link to a folder: {os.path.relpath(Path(folder, name), variant)}")
-        for name in files:
-            if not Path(folder, name).exists():
-                finding.violations.append(f"Link to nothing: {os.path.relpath(Path(folder, name), variant)}")
-        bytecode += sum(name.endswith(".pyc") for name in files)
-    if bytecode:
-        finding.notes.append(f"{bytecode} files of bytecode, which Python runs and no digest covers")
-    return finding
 
 
 def variants_below(folder: Path) -> list[Path]:
-    """The variants in a variant, a build, a repository, a snapshot or a cache."""
+    """The variants in a variant, a build or a folder of builds."""
     found = {path.parent for path in folder.rglob("metadata.json")}
     # A variant whose metadata.json is gone is a damaged one.
-    found |= {path for path in folder.rglob("torch-*") if path.is_dir() and path.parent.name == "build"}
+    found |= {path for path in folder.rglob("*") if path.parent.name == "build" and path.is_dir()}
+    found |= {path for path in folder.glob("*") if folder.name == "build" and path.is_dir()}
     return sorted(found)
+
+
+# Listings of a commit
+
+
+def cached_listing(repository: Path, commit: str) -> Optional[dict[str, RepoFile]]:
+    """What `huggingface_hub` wrote down of a commit when it fetched it; None if it did not."""
+    path = repository / "trees" / f"{commit}.json"
+    try:
+        if os.path.lexists(path) and (
+            path.resolve() != repository.resolve() / "trees" / path.name or not path.is_file()
+        ):
+            raise ValueError("expected a regular file")
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format_version"] != 1:
+            raise ValueError(f"format_version: expected 1, found {data['format_version']!r}")
+        files = {}
+        for name, entry in data["files"].items():
+            sha256, size = entry.get("lfs_sha256"), entry.get("lfs_size")
+            lfs = None if sha256 is None else {"oid": sha256, "size": size, "pointerSize": 0}
+            xet_hash = entry.get("xet_hash")
+            files[name] = RepoFile(path=name, size=entry["size"], oid=entry["blob_id"], lfs=lfs, xetHash=xet_hash)
+        return files
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CommandError(f"trees/{path.name}: no listing: {type(error).__name__}: {one_line(error)}") from None
+
+
+def hub_listing(hub: HfApi, repo_id: str, commit: str) -> dict[str, RepoFile]:
+    """The Hub's listing of a commit, as far as it is known to be whole."""
+    entries = list(hub.list_repo_tree(repo_id, repo_type="kernel", revision=commit, recursive=True))
+    for entry in entries:
+        if not isinstance(entry.path, str):
+            raise CommandError(f"{hub.endpoint} lists {entry.path!r}, expected a path")
+    torn = incomplete_folders(entries)
+    if torn:
+        raise CommandError(
+            f"{hub.endpoint}: the listing of {', '.join(torn)} is not whole, or has executable files: its id differs"
+        )
+    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+
+
+def incomplete_folders(entries: Iterable) -> list[str]:
+    """The folders whose id is not that of the entries listed in them. Files are plain ones, as uploads make them."""
+    inside, ids = defaultdict(dict), {}
+    for entry in entries:
+        parent, _, name = entry.path.rpartition("/")
+        is_folder = isinstance(entry, RepoFolder)
+        if is_folder:
+            ids[entry.path] = entry.tree_id
+        mode, oid = (b"40000", entry.tree_id) if is_folder else (b"100644", entry.blob_id)
+        # git sorts a folder as if its name ended with a slash.
+        raw = bytes.fromhex(oid) if is_commit(oid) else b""
+        inside[parent][name.encode() + b"/" * is_folder] = b"%s %s\0%s" % (mode, name.encode(), raw)
+    inside.pop("", None)  # The id of the whole is not listed.
+    contents = {path: b"".join(inside[path][name] for name in sorted(inside[path])) for path in {*ids, *inside}}
+    return sorted(path for path, content in contents.items() if git_id(b"tree", content) != ids.get(path))
+
+
+def same_content(content: bytes, file: RepoFile) -> bool:
+    """Whether the Hub's record of a file is that of `content`."""
+    if file.lfs is not None:
+        return hashlib.sha256(content).hexdigest() == file.lfs.sha256
+    return git_id(b"blob", content) == file.blob_id
+
+
+def git_id(kind: bytes, content: bytes) -> str:
+    """The id under which git stores something."""
+    return hashlib.sha1(b"%s %d\0" % (kind, len(content)) + content).hexdigest()
+
+
+def record(file: RepoFile) -> tuple:
+    """What two listings must agree on."""
+    return file.size, file.blob_id, file.lfs and file.lfs.sha256, file.xet_hash
 
 
 # Cached repositories
@@ -99,148 +247,315 @@ def variants_below(folder: Path) -> list[Path]:
 
 def cache_folder() -> Path:
     """Where `kernels` keeps what it downloads."""
-    return Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
+    folder = os.environ.get("KERNELS_CACHE")
+    if folder == "":
+        raise CommandError("KERNELS_CACHE: expected a folder, found nothing; `kernels` then takes the current folder")
+    return Path(folder or constants.HF_HUB_CACHE).expanduser()
 
 
 def repository_folder(cache: Path, repo_id: str) -> Path:
     return cache / f"kernels--{repo_id.replace('/', '--')}"
 
 
-def check_snapshot(cache: Path, repo_id: str, commit: str, hub: Optional[HfApi]) -> list[Finding]:
+def blob_folders(cache: Path, repo_id: str) -> tuple[Path, Path]:
+    """Where the content of a cached file may lie: in its repository, or where repositories share large files."""
+    return repository_folder(cache.resolve(), repo_id) / "blobs", cache.resolve() / "blobs"
+
+
+def check_snapshot(
+    cache: Path, repo_id: str, commit: str, hub: Optional[HfApi], against: Optional[str] = None
+) -> list[Finding]:
     """One finding for the files of a commit in the cache, and one for each of its variants.
 
-    The files are compared with the listing that `huggingface_hub` stored beside them, or, with `hub`, with the Hub's own.
+    The files are compared with the listing that `huggingface_hub` stored beside them, or, with `hub`, with the Hub's.
     """
-    folder = repository_folder(cache, repo_id) / "snapshots" / commit
-    finding = Finding(f"{repo_id}@{commit}")
-    if not folder.is_dir():
+    repository = repository_folder(cache, repo_id)
+    folder = repository / "snapshots" / commit
+    finding = Finding(f"{repo_id}@{commit}", against=against or (ONLINE if hub else CACHE))
+    if not os.path.lexists(folder):
         finding.violations.append(f"not in {cache}")
         return [finding]
+    if folder.resolve() != repository_folder(cache.resolve(), repo_id) / "snapshots" / commit:
+        finding.violations.append(f"lies elsewhere, behind a link: {folder.resolve()}")
+        return [finding]
+    listing = None
+    try:
+        listing = cached_listing(repository, commit)
+    except CommandError as error:
+        finding.violations.append(str(error))
     if hub is not None:
-        expected = hub.list_repo_tree(repo_id, repo_type="kernel", revision=commit, recursive=True)
-        finding.summary = "compared with the Hub"
+        try:
+            ours, listing = listing, hub_listing(hub, repo_id, commit)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            finding.violations.append(f"{hub.endpoint} has no such commit")
+            return [finding]
+        if ours is not None and {p: record(f) for p, f in ours.items()} != {p: record(f) for p, f in listing.items()}:
+            finding.violations.append(f"trees/{commit}.json: not the listing of the Hub")
+    found = files_below(folder, finding, listing, blob_folders(cache, repo_id))
+    variants = defaultdict(set)
+    for path in found:
+        if path.startswith("build/") and path.count("/") > 1:
+            variants[variant_of(path)].add(path)
+    # `has_kernel` and `kernels lock` fetch nothing else of a variant.
+    asked_for = {name for name, paths in variants.items() if paths == {f"{name}/metadata.json"}}
+    if listing is None:
+        if not finding.violations:
+            finding.unchecked = "no listing of this commit in the cache; --online compares with the Hub's"
     else:
-        expected = []
-        with contextlib.suppress(CachedRepoTreeNotFoundError):
-            expected = get_cached_repo_tree(repo_id, repo_type="kernel", revision=commit, cache_dir=cache)
-        finding.summary = "compared with the listing in the cache" if expected else "no listing in the cache"
-    compare_with_listing(folder, expected, finding)
+        finding.violations += [
+            f"{path}: not the content of this commit"
+            for path in sorted(found)
+            if not same_content((folder / path).read_bytes(), listing[path])
+        ]
+        absent = sorted(listing.keys() - found)
+        torn = [path for path in absent if variant_of(path) in variants.keys() - asked_for]
+        finding.violations += [f"{path}: missing" for path in torn]
+        if absent and not torn:
+            finding.notes.append(
+                f"{len(absent)} files are not here: enough online, refused offline (scripts/vendor.py)"
+            )
+        finding.summary = f"{len(found)} files"
+    if not variants.keys() - asked_for and not finding.violations:
+        finding.unchecked = "no variant of it is here, or only metadata.json"
     findings = [finding]
-    for variant in variants_below(folder):
-        findings.append(check_variant(variant))
-        findings[-1].subject = f"{repo_id}@{commit[:7]}/{variant.relative_to(folder)}"
+    for name in sorted(variants):
+        findings.append(Finding(f"{repo_id}@{commit[:7]}/{name}", against=finding.against))
+        if name in asked_for:
+            findings[-1].notes.append("only metadata.json is here, as has_kernel leaves it")
+        else:
+            check_digest(folder / name, findings[-1])
     return findings
 
 
-def compare_with_listing(folder: Path, expected: Iterable, finding: Finding) -> None:
-    missing = 0
-    for file in expected:
-        if not isinstance(file, RepoFile):
+def variant_of(path: str) -> str:
+    """build/NAME"""
+    return "/".join(path.split("/")[:2])
+
+
+def check_blobs(cache: Path, repo_id: str) -> Finding:
+    """Whether the stored contents are what their names say: the next commit that has such a file takes it from here."""
+    folder = repository_folder(cache, repo_id) / "blobs"
+    finding = Finding(f"{repo_id} blobs")
+    if not folder.is_dir():
+        return finding
+    found = files_below(folder, finding, blobs=blob_folders(cache, repo_id)[1:])
+    # A download that broke off leaves another name, which nothing asks for.
+    ids = sorted(name for name in found if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name))
+    for name in ids:
+        content = (folder / name).read_bytes()
+        if name != (git_id(b"blob", content) if len(name) == 40 else hashlib.sha256(content).hexdigest()):
+            finding.violations.append(f"{name}: not the content of this id")
+    finding.summary = f"{len(ids)} files"
+    return finding
+
+
+class Ref(NamedTuple):
+    """A file in which the cache says which commit a branch is."""
+
+    path: Path
+    name: str
+    version: Optional[int]  # for which `kernels` takes it
+    content: str
+
+
+def cached_refs(cache: Path, repo_id: str, finding: Finding) -> Iterator[Ref]:
+    # `kernels` asks the second one too, where an old huggingface_hub put kernels, and believes it more than the first.
+    for repository in (repository_folder(cache, repo_id), cache / f"models--{repo_id.replace('/', '--')}"):
+        folder = repository / "refs"
+        if not folder.is_dir():
             continue
-        path = folder / file.path
-        if not path.is_file():
-            missing += 1
-        elif not same_content(path.read_bytes(), file):
-            finding.violations.append(f"{file.path}: not the content of this commit")
-    if missing:
-        finding.notes.append(f"{missing} files are not here: enough online, refused offline (scripts/vendor.py)")
+        for name in sorted(files_below(folder, finding)):
+            try:
+                version = int(name[1:]) if name.startswith("v") and "/" not in name else None
+            except ValueError:
+                version = None
+            if version is not None or repository.name.startswith("kernels--"):
+                content = (folder / name).read_text(encoding="utf-8", errors="replace").strip()
+                yield Ref(folder / name, name, version, content)
 
 
-def same_content(content: bytes, file: RepoFile) -> bool:
-    """Whether the Hub's record of a file is that of `content`."""
-    if file.lfs is not None:
-        return hashlib.sha256(content).hexdigest() == file.lfs.sha256
-    return blob_id(content) == file.blob_id
+def check_refs(
+    cache: Path, repo_id: str, branches: Optional[dict[str, str]], locked: Optional[dict[str, str]]
+) -> list[Finding]:
+    """Whether each branch leads to a commit that is here, and to the one of the Hub or of the lockfile, if given."""
+    stray = Finding(f"{repo_id} refs")
+    refs = list(cached_refs(cache, repo_id, stray))
+    findings = [stray] if stray.violations else []
+    for ref in refs:
+        if locked is not None and f"v{ref.version}" not in locked:
+            continue
+        finding = Finding(f"{repo_id} {ref.path.relative_to(cache)}", f"is {ref.content}")
+        findings.append(finding)
+        others = {each.content for each in refs if each.version == ref.version is not None}
+        if not is_commit(ref.content):
+            finding.violations.append(f"expected a commit, found {ref.content!r}")
+        elif not (repository_folder(cache, repo_id) / "snapshots" / ref.content).is_dir():
+            finding.violations.append("that commit is not here")
+        if ref.version is not None and ref.name != f"v{ref.version}":
+            finding.violations.append(f"`kernels` takes it for version {ref.version}")
+        elif len(others) > 1:
+            finding.violations.append(f"not the only one that `kernels` takes for version {ref.version}")
+        branch = re.sub("^refs/(heads|tags)/", "", ref.name)
+        if branches is not None and branches.get(branch) != ref.content:
+            finding.violations.append(
+                f"is {branches.get(branch, 'no branch')} at the Hub (scripts/vendor.py fetches that)"
+            )
+        if locked is not None and locked[f"v{ref.version}"] != ref.content:
+            finding.violations.append(
+                f"is locked to {locked[f'v{ref.version}']}: get_kernel would load another, offline"
+            )
+    return findings
 
 
-def blob_id(content: bytes) -> str:
-    """The id under which git stores a file."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+def hub_branches(hub: HfApi, repo_id: str) -> dict[str, str]:
+    """Branches and tags -> commits."""
+    refs = hub.list_repo_refs(repo_id, repo_type="kernel")
+    return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
 
 def check_repository(cache: Path, repo_id: str, hub: Optional[HfApi]) -> list[Finding]:
     """All commits of a repository in the cache, and whether its branches lead to one of them."""
-    folder = repository_folder(cache, repo_id)
-    snapshots = sorted(path.name for path in folder.glob("snapshots/*") if path.is_dir())
+    folder = repository_folder(cache, repo_id) / "snapshots"
+    snapshots = sorted(path.name for path in folder.glob("*"))
     if not snapshots:
-        raise CommandError(f"{repo_id}: nothing of it in {cache}")
-    findings = [finding for commit in snapshots for finding in check_snapshot(cache, repo_id, commit, hub)]
-    refs = folder / "refs"
-    for ref in sorted(path for path in refs.rglob("*") if path.is_file()):
-        commit = ref.read_text(encoding="utf-8", errors="replace").strip()
-        finding = Finding(f"{repo_id} {ref.relative_to(refs)}", f"is {commit}")
-        if commit not in snapshots:
-            finding.notes.append("that commit is not here")
-        findings.append(finding)
+        beside = f"; the folder is ./{repo_id}" if Path(repo_id).is_dir() else ""
+        raise CommandError(f"{repo_id}: nothing of it in {cache}{beside}")
+    findings = []
+    for commit in snapshots:
+        if is_commit(commit):
+            findings += check_snapshot(cache, repo_id, commit, hub)
+        else:
+            findings.append(Finding(f"{repo_id}@{commit}", violations=["snapshots: expected the id of a commit"]))
+    findings.append(check_blobs(cache, repo_id))
+    return findings + check_refs(cache, repo_id, hub and hub_branches(hub, repo_id), None)
+
+
+def check_locked(cache: Path, locks: list["Lock"], hub: Optional[HfApi]) -> list[Finding]:
+    """The commits of a lockfile, and whether the branches that they were lead to them."""
+    findings = []
+    for lock in locks:
+        findings += check_snapshot(cache, lock.repo_id, lock.commit, hub, LOCKED_ONLINE if hub else LOCKED)
+    for repo_id in dict.fromkeys(lock.repo_id for lock in locks):
+        versions = {lock.branch: lock.commit for lock in locks if lock.repo_id == repo_id and lock.branch}
+        findings += [check_blobs(cache, repo_id), *check_refs(cache, repo_id, None, versions)]
     return findings
 
 
-def read_lockfile(path: Path, wanted: Sequence[str] = ()) -> dict[str, tuple[str, Optional[str]]]:
-    """Repository -> locked commit and, if a version was locked, the branch it was; of those `wanted`, or of all."""
+# Lockfiles
+
+
+class Lock(NamedTuple):
+    """What a lockfile says of one version of a repository."""
+
+    repo_id: str
+    commit: str
+    branch: Optional[str]  # None where a revision was locked
+
+
+def read_locks(path: Path, wanted: Sequence[str] = ()) -> list[Lock]:
+    """All that a lockfile holds, or all of the repositories `wanted`. It may lock several versions of one."""
     try:
-        locks = _rust.KernelLocks.from_json(path.read_text(encoding="utf-8"))
+        kernels = _rust.KernelLocks.from_json(path.read_text(encoding="utf-8")).items()
     except OSError as error:
         raise CommandError(f"--lockfile: {path}: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"--lockfile: {path}: {one_line(error)}") from None
-    locked = {
-        kernel.repo_id: (lock.commit, f"v{number}" if (number := getattr(kernel.version, "version", None)) else None)
-        for kernel, lock in locks.items()
-    }
+    locks = [
+        Lock(
+            kernel.repo_id, lock.commit, f"v{number}" if (number := getattr(kernel.version, "version", None)) else None
+        )
+        for kernel, lock in kernels
+    ]
+    if not locks:
+        raise CommandError(f"--lockfile: {path} locks nothing")
+    for lock in locks:
+        if not is_repo_id(lock.repo_id):
+            raise CommandError(f"--lockfile: {path}: expected a repository such as ORG/NAME, found {lock.repo_id!r}")
+    there = list(dict.fromkeys(lock.repo_id for lock in locks))
     for repo_id in wanted:
-        if repo_id not in locked:
-            raise CommandError(f"--lockfile: {path} locks {', '.join(locked) or 'nothing'}, not {repo_id}")
-    return {repo_id: locked[repo_id] for repo_id in wanted or locked}
+        if repo_id not in there:
+            raise CommandError(f"--lockfile: {path} locks {', '.join(there)}, not {repo_id}")
+    return [lock for lock in locks if lock.repo_id in (wanted or there)]
+
+
+def read_lockfile(path: Path, wanted: Sequence[str] = ()) -> dict[str, tuple[str, Optional[str]]]:
+    """Repository -> commit and branch that `get_locked_kernel` takes of it: of several versions the first."""
+    return {lock.repo_id: (lock.commit, lock.branch) for lock in reversed(read_locks(path, wanted))}
 
 
 # The command
 
 
-def check(what: list[str], cache: Path, lockfile: Optional[Path], online: bool) -> list[Finding]:
-    hub = HfApi() if online else None
+def check(what: list[str], cache: Path, lockfile: Optional[Path], hub: Optional[HfApi]) -> list[Finding]:
     if lockfile is not None:
-        locked = read_lockfile(lockfile, what)
-        return [
-            finding
-            for repo_id, (commit, _) in locked.items()
-            for finding in check_snapshot(cache, repo_id, commit, hub)
-        ]
+        return check_locked(cache, read_locks(lockfile, what), hub)
     if not what and not (ROOT / "build").is_dir():
         raise CommandError(f"no build in {ROOT}; `make build` makes one")
     findings = []
     for each in what or [str(ROOT / "build")]:
-        folder = Path(each)
-        if each and folder.is_dir():
-            if online:
-                raise CommandError(f"--online: needs a repository such as ORG/NAME, found the folder {each}")
-            variants = variants_below(folder)
-            if not variants:
-                raise CommandError(f"{each}: holds no variant of a kernel, no metadata.json")
-            findings += map(check_variant, variants)
-        elif is_repo_id(each):
+        # One word, a slash, one word is a repository, whatever lies in the current folder.
+        if is_repo_id(each):
             findings += check_repository(cache, each, hub)
+        elif each and Path(each).is_dir():
+            if hub is not None:
+                raise CommandError(f"--online: needs a repository such as ORG/NAME, found the folder {each}")
+            findings += check_folder(Path(each))
         else:
             raise CommandError(f"expected a folder or a repository such as ORG/NAME, found {each!r}")
     return findings
 
 
+def check_folder(folder: Path) -> list[Finding]:
+    """A variant, a build, or whatever of a cache `folder` is or lies in."""
+    place = folder.absolute()
+    for each in (place, *place.parents):
+        if each.name.startswith("kernels--"):
+            repo_id = each.name[len("kernels--") :].replace("--", "/", 1)
+            inside = place.relative_to(each).parts
+            if inside[:1] == ("snapshots",) and len(inside) > 1:
+                return check_snapshot(each.parent, repo_id, inside[1], None)
+            return check_repository(each.parent, repo_id, None)
+    repositories = sorted(folder.glob("kernels--*"))
+    if repositories:
+        return [finding for each in repositories for finding in check_folder(each)]
+    variants = variants_below(folder)
+    if not variants:
+        raise CommandError(f"{folder}: holds no variant of a kernel, no metadata.json")
+    return [check_variant(each) for each in variants]
+
+
 def report(findings: list[Finding]) -> int:
     """Prints the findings; the exit status."""
     for finding in findings:
-        print(
-            "BAD" if finding.violations else "ok ", finding.subject, f"({finding.summary})" if finding.summary else ""
-        )
+        label = "BAD" if finding.violations else "not checked:" if finding.unchecked else "ok "
+        show(label, finding.subject, f"({finding.summary})" if finding.summary else "")
         for violation in finding.violations:
-            print("     ", violation)
+            show("     ", violation)
+        if finding.unchecked:
+            show("     ", f"not checked: {finding.unchecked}")
         for note in finding.notes:
-            print("      note:", note)
+            show("      note:", note)
+    for against in sorted({finding.against for finding in findings} - {""}):
+        show(f"Compared with {against}.")
     bad = sum(bool(finding.violations) for finding in findings)
-    if bad:
-        print(f"verify: {bad} of {len(findings)} do not hold what they should", file=sys.stderr)
-    return 1 if bad else 0
+    unchecked = sum(bool(finding.unchecked and not finding.violations) for finding in findings)
+    for count, text in ((bad, "do not hold what they should"), (unchecked, "could not be checked")):
+        if count:
+            print(f"verify: {count} of {len(findings)} {text}", file=sys.stderr)
+    return 1 if bad or unchecked else 0
 
 
-def main() -> int:
+def show(*words: str) -> None:
+    """Prints a line. Names of files come from whoever made them, and may hold line breaks."""
+    text = " ".join(words).rstrip()
+    print(
+        "".join(
+            each if each.isprintable() else each.encode("unicode_escape", "backslashreplace").decode() for each in text
+        )
+    )
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help="folders, or repositories in the cache (default: build/)")
     parser.add_argument(
@@ -249,13 +564,12 @@ def main() -> int:
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="(default: KERNELS_CACHE, or else the cache of huggingface_hub)"
     )
-    parser.add_argument(
-        "--online", action="store_true", help="compare the files with the Hub's listing of their commit as well"
-    )
-    options = parser.parse_args()
+    parser.add_argument("--online", action="store_true", help="compare with the Hub, not with what the cache says")
+    options = parser.parse_args(arguments)
 
     def command():
-        return report(check(options.what, options.cache or cache_folder(), options.lockfile, options.online))
+        hub = hub_client() if options.online else None
+        return report(check(options.what, options.cache or cache_folder(), options.lockfile, hub))
 
     return exit_status("verify", command)
 

@@ -1,15 +1,15 @@
 """Random histories of small models: the same operations on a model and on its kernelized twin, compared after each of them.
 
-python tests/histories.py --histories 10000        all subjects and levels; prints and shrinks what fails
-python tests/histories.py --repeat "Llama decoder 17 forward=12 backward=34"
+python tests/histories.py --histories 10000 --processes 2      prints every history that fails, shrunk
+python tests/histories.py --repeat "Llama decoder 17 forward=12 backward=34:0:2"
 
-A history is a subject, a level, a seed and some operations, each with a seed of its own for what it draws. Both models go through
-it, and outputs, gradients, what hooks saw and the types of exceptions must be the same, with the bits, dtypes and strides of tensors.
-Afterwards nothing of either may be alive.
+A history is a subject, a level, the seed of its weights, and operations, each with a seed for what it draws and with the numbers of
+the draws that shrinking has made plain. Outputs, gradients, what hooks saw and the random state have to be the same in both models,
+tensors in bits, dtype and strides, and where one model raises the other has to, too. Afterwards nothing of either may be alive.
 
-In place of each compiled kernel runs the eager formula that it stands for (`cpu_arithmetic`), so that the unkernelized model on the
-CPU is the reference as it is. That is what is tested here: all that surrounds the kernels. With `--arithmetic triton` Triton's
-interpreter runs the kernels, and the proof, which refuses those that differ from the CPU, is on.
+`--arithmetic cpu`: in place of each compiled kernel runs the eager formula that it stands for (`cpu_kernels.py`). The proof, which is
+on, admits these, so this tests everything but the kernels: what is recognised and remembered, graphs, hooks, modes, memory.
+`--arithmetic triton`: Triton's interpreter runs the kernels, and the proof refuses those whose bits are CUDA's and not the CPU's.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import functools
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import random
 import sys
@@ -28,406 +29,251 @@ import weakref
 from pathlib import Path
 from types import FunctionType
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.update(TRITON_INTERPRET="1", HF_HUB_OFFLINE="1")
 os.environ.setdefault("LOSSLESS_PROOF", "on")
 
+import cpu_kernels
 import torch
 import transformers
 from bits import bits_equal
 from kernels import Mode, get_local_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
-from places import python_module
 from torch import nn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.autograd import forward_ad, graph
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import activations, models
+from transformers.activations import ACT2FN
 
-HIDDEN = 64
-VOCABULARY = 32
+HIDDEN, VOCABULARY = 64, 32
 LEVELS = ("layer", "mlp", "decoder")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FILES = ("llama", "qwen2", "qwen3", "gemma", "qwen3_5", "qwen3_next")
+LLAMA, QWEN2, QWEN3, GEMMA, QWEN3_5, QWEN3_NEXT = (
+    importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in FILES
+)
+SIZES = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "intermediate_size": 72, "num_attention_heads": 2, "head_dim": 64,
+         "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None,
+         "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 
 
-# The CPU's own arithmetic in place of compiled kernels
-
-
-def cpu_kernels(package):
-    """By its name what each kernel writes, from the formulas of eager that the package names: `kernel(constants, scalars, *tensors)`."""
-
-    def module(name):
-        return python_module(package, name)
-
-    backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
-    rotary, variants, products = module("rotary"), module("variants").BY_NAME.values(), []
-
-    def variant_of(constants, x, weight, out):
-        scale, fused = constants["SCALE"], constants.get("FUSED", False)
-        found = (v for v in variants if v.scale == scale and v.fused == fused)
-        return next(v for v in found if v.output_dtype(x.dtype, weight.dtype) == out.dtype)
-
-    def write(into, values):
-        into.copy_(values.reshape(into.shape))
-
-    def rms_norm_forward(constants, scalars, x, weight, out, rstd=None):
-        variant, eps = variant_of(constants, x, weight, out), scalars[-1]
-        write(out, variant.eager(x, weight, eps))
-        if rstd is not None and scalars[2]:
-            h = x.to(torch.float32)
-            write(rstd, torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps))
-
-    def add_rms_norm_forward(constants, scalars, x, residual, weight, out, total, rstd=None):
-        summed = residual.reshape(total.shape) + x.reshape(total.shape)
-        write(total, summed)
-        rms_norm_forward(constants, (0, 0, *scalars[1:]), summed, weight, out, rstd)
-
-    def rms_norm_backward(constants, scalars, dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks, d_sum):
-        variant, h = variant_of(constants, x, weight, dy), x.to(torch.float32)
-        found = backward.formula(variant, dy, x, weight, rstd, True, False)
-        terms = [d_sum] * constants.get("ADD", False) + [each for each in found[:2] if each is not None]
-        if constants.get("TWO_EDGES"):
-            write(dx_mean, terms.pop())
-        write(dx, functools.reduce(torch.add, terms))
-        if scalars[0]:
-            d_normalized = variant.incoming(dy) * (1.0 if variant.scale == "none" else variant.factor(weight))
-            if variant.scale == "after_cast":
-                d_normalized = d_normalized.to(x.dtype).to(torch.float32)
-            write(d_rstd, (d_normalized * h).sum(-1, keepdim=True))
-        if constants.get("SUM_CHAINS", True):
-            rms_norm_sum_chains(constants, scalars, dy, x, rstd, blocks)
-
-    def rms_norm_sum_chains(constants, scalars, dy, x, rstd, blocks):
-        variant = next(v for v in variants if v.scale == constants["SCALE"] and not v.fused)
-        products[:] = [backward.weight_products(variant, dy, x.to(torch.float32), rstd, x.dtype)]
-
-    def rms_norm_sum_blocks(constants, scalars, blocks, dweight_sum, dweight):
-        (product,) = products
-        write(dweight, product.sum_to_size(dweight.shape))
-        if scalars[-1]:
-            write(dweight_sum, product.sum(tuple(range(product.dim() - 1)), dtype=torch.float32))
-
-    def activation_forward(constants, scalars, x, out):
-        write(out, activation._ACTIVATIONS[constants["ACTIVATION"]].forward(None, x))
-
-    def activation_backward(constants, scalars, dy, x, *dxs):
-        for dx, values in zip(dxs, activation._ACTIVATIONS[constants["ACTIVATION"]].gradients(dy, x), strict=True):
-            write(dx, values)
-
-    def gated_activation_forward(constants, scalars, gate, out, up):
-        write(out, gated._eager(gated.ACTIVATIONS[constants["ACTIVATION"]], gate, up))
-
-    def gated_activation_backward(constants, scalars, dy, gate, d_gate, up, d_up=None):
-        found = gated._eager_gradients(gated.ACTIVATIONS[constants["ACTIVATION"]], dy, gate, up)
-        for into, values in zip((d_gate, d_up), found):
-            if into is not None:
-                write(into, values)
-
-    def rotate(constants, scalars, q, k, cos, sin, q_out, k_out, *straight):
-        tokens, _, _, q_heads, k_heads, *steps = scalars
-        dim, unit = 2 * constants["HALF"], constants["UNIT"]
-        batch = q_out.numel() // (tokens * q_heads * dim)
-
-        def heads(tensor, count, at):
-            return tensor.as_strided((batch, tokens, count, dim), (*(step * unit for step in steps[at]), 1))
-
-        cos, sin = (
-            table.as_strided((batch, tokens, 1, dim), (*(step * unit for step in steps[at : at + 2]), 0, 1))
-            for table, at in ((cos, 12), (sin, 14))
-        )
-        tensors = [(q, q_out, q_heads, 0), (k, k_out, k_heads, 3)]
-        for number, (x, out, count, at) in enumerate(tensors if k_heads else tensors[:1]):
-            x, into = heads(x, count, slice(at, at + 3)), slice(at + 6, at + 9)
-            if constants["STEP"] == "forward":
-                variant = rotary.WIDENED if constants["WIDENED"] else rotary.PLAIN
-                heads(out, count, into).copy_(variant.rotate(x, cos, sin))
-                continue
-            halves, through_cos = rotary.PLAIN.gradients(x, cos, sin, out.dtype)
-            heads(out, count, into).copy_(halves if straight else halves + through_cos)
-            if straight:
-                heads(straight[number], count, into).copy_(through_cos)
-
-    kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
-    kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
-    return {each.__name__: each for each in kernels} | {"rotary": rotate, "rms_norm_backward_streamed": rms_norm_backward}
-
-
-@contextlib.contextmanager
-def cpu_arithmetic(package, changes=None):
-    """While it lasts, launches compute what the original layers do on the CPU; `changes` are other kernels, by name."""
-    launcher = python_module(package, "launch").Launcher
-    kernels = {**cpu_kernels(package), **(changes or {})}
-
-    def launch(self, blocks, tensors, scalars):
-        # As a kernel, which nobody sees.
-        with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            kernels[self.kernel.__name__](self.constants, scalars, *tensors)
-
-    original, launcher.through_triton = launcher.through_triton, launch
-    try:
-        yield
-    finally:
-        launcher.through_triton = original
-
-
-# Draws: every choice has a plainest option, the first, to which shrinking goes
-
-
-# Options that are left out: what is known to differ, until it is mended. `--leave-out` adds to it.
-LEFT_OUT = set()
+# What is known to differ and not mended yet, by the option that draws it; `--known` draws it all the same.
+LEFT_OUT = {
+    "keys": "hooks on what leads to q are called with None where only k has a gradient",
+    "strides of length 1": "dimensions of length 1 have other strides than eager's",
+}
 
 
 class Draw:
-    """What one operation draws: the same for both models, and again when a history is repeated."""
+    """What an operation draws, the same for both models. The first option is the plainest: shrinking goes there."""
 
     def __init__(self, seed, plain=()):
-        self.seed, self.plain = seed, frozenset(plain)
-        self.random = random.Random(seed)
-        self.asked, self.told = 0, []
+        self.random, self.plain, self.asked, self.told = random.Random(seed), plain, 0, []
 
     def pick(self, what, *options):
-        options = [option for option in options if not (isinstance(option, str) and option in LEFT_OUT)] or options
+        options = [option for option in options if not isinstance(option, str) or option not in LEFT_OUT]
         chosen = self.random.choice(options)
         if self.asked in self.plain:
             chosen = options[0]
         self.asked += 1
         if chosen is not options[0]:
-            self.told.append(f"{what}={chosen}")
+            self.told.append(f"{what}: {chosen}")
         return chosen
 
-    def often(self, what, *options):
-        """`pick` that takes the first option three times out of four."""
-        return self.pick(what, *[options[0]] * 3 * (len(options) - 1), *options[1:])
+    def rarely(self, what, *options):
+        """`pick`, that takes the first option three times out of four."""
+        return self.pick(what, *options[:1] * 3 * (len(options) - 1), *options[1:])
+
+    def _generator(self):
+        return torch.Generator().manual_seed(self.random.randrange(1 << 30))
 
     def normal(self, *shape, dtype=torch.float32):
-        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=self._generator()).to(dtype)
+
+    def like(self, tensor):
+        return self.normal(*tensor.shape, dtype=tensor.dtype)
 
     def tokens(self, *shape):
-        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
-        return torch.randint(VOCABULARY, shape, generator=generator)
+        return torch.randint(VOCABULARY, shape, generator=self._generator())
 
 
 # Subjects
 
 
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 72,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-class TiedBlock(nn.Module):
-    """A norm called three times, an activation and an MLP whose inputs have other consumers too."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = models.llama.modeling_llama.LlamaRMSNorm(HIDDEN)
-        self.mlp = models.llama.modeling_llama.LlamaMLP(transformers.LlamaConfig(**SIZES))
-        self.act = activations.SiLUActivation()
-
-    def forward(self, x):
-        y = x + self.mlp(self.norm(x))
-        z = self.norm(y) * y + self.act(y)
-        return self.norm(z * 2.0) + x
-
-
 class Subject:
-    """Makes models of one kind and what they are called with."""
+    """Makes layers of one kind and what they are called with.
 
-    def __init__(self, make, names=(), inputs=1):
-        self.make, self.names, self.inputs = make, names, inputs
-        self.is_decoder, self.keeps_copies = False, False
+    Args:
+        names: layer names that classes get first.
+        inputs: how many tensors a call takes.
+        keeps_copies: of its weight eager keeps a copy for the backward pass, in which ours sees or refuses what was written
+            to the weight since (README, Limits).
+    """
+
+    is_decoder = False
+
+    def __init__(self, make, names=None, inputs=1, keeps_copies=False):
+        self.make, self.names, self.inputs, self.keeps_copies = make, names or {}, inputs, keeps_copies
 
     def __call__(self, seed):
         torch.manual_seed(seed)
         model = self.make()
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 nn.init.uniform_(parameter, 0.5, 1.5)
         return model.eval()
 
     def arguments(self, world, draw):
-        """The leaves that gradients may be asked of, and what the model is called with."""
-        shape = draw.pick("shape", (2, 3, HIDDEN), (5, HIDDEN), (1, HIDDEN), (1, 1, HIDDEN), (0, HIDDEN), (HIDDEN,),
-                          (17, HIDDEN), (2, 2, 3, HIDDEN))  # fmt: skip
-        dtype = draw.often("dtype", world.dtype(), *DTYPES.values())
-        layout = draw.often("layout", "contiguous", "transposed", "columns of wider", "expanded", "offset", "strided")
-        grad = draw.often("input", "needs grad", "needs no grad", "is not a leaf", "is not a leaf and hooked", "is inference")
+        """Leaves whose gradients may be asked for, and what the model is called with."""
+        shape = draw.pick("shape", (2, 3, 64), (5, 64), (1, 64), (1, 1, 64), (0, 64), (64,), (17, 64), (2, 2, 3, 64))
+        dtype = draw.rarely("dtype", world.dtype(), *DTYPES.values())
+        numbers = functools.partial(draw.normal, dtype=dtype)
+        swapped = (shape[1], shape[0], *shape[2:]) if len(shape) > 1 else shape
+        make, view = draw.rarely("layout", *{
+            "contiguous": (lambda: numbers(*shape), lambda x: x.view_as(x)),
+            "transposed": (lambda: numbers(*swapped), lambda x: x.transpose(0, min(1, x.dim() - 1))),
+            "columns of wider": (lambda: numbers(*shape[:-1], 68), lambda x: x[..., :64]),
+            "every other column": (lambda: numbers(*shape[:-1], 128), lambda x: x[..., ::2]),
+            "expanded": (lambda: numbers(64), lambda x: x.expand(shape)),
+            "not aligned": (lambda: numbers(torch.Size(shape).numel() + 1), lambda x: x[1:].view(shape)),
+        }.items())[1]  # fmt: skip
+        kind = draw.rarely(
+            "input", "needs grad", "needs none", "is no leaf", "is no leaf and has a hook", "of inference mode"
+        )
         leaves, given = [], []
         for number in range(self.inputs):
-            leaf, x = _laid_out(draw, shape, dtype, layout)
-            if grad == "is inference":
-                with torch.inference_mode():
-                    x = x.clone()
-            elif grad != "needs no grad":
-                leaf.requires_grad_()
-                x = _view(leaf, shape, layout)
-                leaves.append(leaf)
-                if grad.startswith("is not a leaf"):
-                    x = x * 1.0
-                    if grad.endswith("hooked"):
-                        x.register_hook(functools.partial(world.saw, f"gradient of input {number}"))
+            with torch.inference_mode(kind == "of inference mode"):
+                leaf = make()
+                x = view(leaf.requires_grad_(kind.startswith(("needs grad", "is no leaf"))))
+                x = x * 1.0 if kind.startswith("is no leaf") else x
+            if kind.endswith("hook"):
+                x.register_hook(functools.partial(world.saw, f"gradient of input {number}"))
+            leaves += [leaf] * leaf.requires_grad
             given.append(x)
         return leaves, given, {}
 
 
-def _laid_out(draw, shape, dtype, layout):
-    wide = {"columns of wider": 4, "strided": shape[-1]}.get(layout, 0)
-    if layout == "transposed" and len(shape) > 1:
-        leaf = draw.normal(shape[1], shape[0], *shape[2:], dtype=dtype)
-    elif layout == "expanded":
-        leaf = draw.normal(*(1,) * (len(shape) > 1), *shape[1:] if len(shape) > 1 else shape, dtype=dtype)
-    elif layout == "offset":
-        leaf = draw.normal(torch.Size(shape).numel() + 1, dtype=dtype)
-    else:
-        leaf = draw.normal(*shape[:-1], shape[-1] + wide, dtype=dtype)
-    return leaf, _view(leaf, shape, layout)
-
-
-def _view(leaf, shape, layout):
-    if layout == "transposed" and len(shape) > 1:
-        return leaf.transpose(0, 1)
-    if layout == "expanded":
-        return leaf.expand(shape)
-    if layout == "offset":
-        return leaf[1:].view(shape)
-    if layout == "strided":
-        return leaf[..., ::2]
-    return leaf[..., : shape[-1]]
-
-
 class Decoder(Subject):
-    def __init__(self, name, **changes):
+    is_decoder = True
+
+    def __init__(self, name, keeps_copies=False, **changes):
         config, model = (getattr(transformers, f"{name}{kind}") for kind in ("Config", "ForCausalLM"))
-        super().__init__(lambda: model(config(**SIZES | changes)))
-        self.is_decoder = True
+        super().__init__(lambda: model(config(**SIZES | changes)), keeps_copies=keeps_copies)
 
     def arguments(self, world, draw):
-        batch, tokens = draw.pick("batch and tokens", (2, 3), (1, 1), (1, 3), (1, 1), (2, 1), (1, 5))
+        batch, tokens = draw.pick("batch and tokens", (2, 3), (1, 1), (1, 3), (2, 1), (1, 5))
         named = {"use_cache": False}
         if world.cache is not None:
             batch, tokens = world.cache_batch, draw.pick("more tokens", 1, 2)
             named = {"use_cache": True, "past_key_values": world.cache}
-        if draw.often("mask", None, "padding") and world.cache is None and tokens > 1:
-            named["attention_mask"] = torch.ones(batch, tokens, dtype=torch.long)
-            named["attention_mask"][0, 0] = 0
-        if draw.often("given", "ids", "embeddings") == "ids":
+        elif draw.rarely("mask", None, "padding") and tokens > 1:
+            named["attention_mask"] = (torch.arange(batch * tokens) > 0).long().view(batch, tokens)
+        if draw.rarely("given", "ids", "embeddings") == "ids":
             return [], [draw.tokens(batch, tokens)], named
         leaf = draw.normal(batch, tokens, HIDDEN, dtype=world.dtype()).requires_grad_()
         return [leaf], [], {"inputs_embeds": leaf, **named}
 
 
-def _activation(name):
-    return lambda: activations.ACT2FN[name]
+class Tied(nn.Module):
+    """One norm called three times; its inputs and the activation's have other consumers too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = LLAMA.LlamaRMSNorm(HIDDEN), LLAMA.LlamaMLP(transformers.LlamaConfig(**SIZES))
+        self.act = ACT2FN["silu"]
+
+    def forward(self, x):
+        y = x + self.mlp(self.norm(x))
+        return self.norm((self.norm(y) * y + self.act(y)) * 2.0) + x
 
 
-def subjects():
-    llama, gemma = models.llama.modeling_llama, importlib.import_module("transformers.models.gemma.modeling_gemma")
-    qwen35, next_ = (importlib.import_module(f"transformers.models.{n}.modeling_{n}") for n in ("qwen3_5", "qwen3_next"))
-    mlp = transformers.LlamaConfig(**SIZES)
-    return {
-        "Llama": Decoder("Llama"),
-        "Qwen3": Decoder("Qwen3"),
-        "Gemma": Decoder("Gemma", num_hidden_layers=1),
-        "Qwen2": Decoder("Qwen2", num_hidden_layers=1),
-        "TiedBlock": Subject(TiedBlock),
-        "LlamaRMSNorm": Subject(lambda: llama.LlamaRMSNorm(HIDDEN)),
-        "Qwen3_5RMSNorm": Subject(lambda: qwen35.Qwen3_5RMSNorm(HIDDEN)),
-        "GemmaRMSNorm": Subject(lambda: gemma.GemmaRMSNorm(HIDDEN), {gemma.GemmaRMSNorm: "RMSNormZeroCentered"}),
-        "RMSNorm": Subject(lambda: nn.RMSNorm(HIDDEN, eps=1e-6), {nn.RMSNorm: "TorchRMSNorm"}),
-        "RMSNormGated": Subject(lambda: next_.Qwen3NextRMSNormGated(HIDDEN), inputs=2),
-        "LlamaMLP": Subject(lambda: llama.LlamaMLP(mlp), {llama.LlamaMLP: "SwiGLUMLP"}),
-        "GemmaMLP": Subject(lambda: gemma.GemmaMLP(transformers.GemmaConfig(**SIZES)), {gemma.GemmaMLP: "GeGLUMLP"}),
-        "SiLUActivation": Subject(activations.SiLUActivation),
-        "SiLU": Subject(nn.SiLU, {nn.SiLU: "SiLU"}),
-        "GELU": Subject(lambda: nn.GELU("tanh"), {nn.GELU: "GeLU"}),
-        "GELUActivation": Subject(activations.GELUActivation),
-        "NewGELU": Subject(activations.NewGELUActivation),
-        "FastGELU": Subject(activations.FastGELUActivation),
-        "QuickGELU": Subject(activations.QuickGELUActivation),
-    }  # fmt: skip
+SUBJECTS = {
+    "Llama": Decoder("Llama"),
+    "Qwen2": Decoder("Qwen2", num_hidden_layers=1),
+    "Qwen3": Decoder("Qwen3"),
+    "Gemma": Decoder("Gemma", num_hidden_layers=1, keeps_copies=True),
+    "Tied": Subject(Tied),
+    "LlamaRMSNorm": Subject(lambda: LLAMA.LlamaRMSNorm(HIDDEN)),
+    "Qwen3_5RMSNorm": Subject(lambda: QWEN3_5.Qwen3_5RMSNorm(HIDDEN), keeps_copies=True),
+    "GemmaRMSNorm": Subject(
+        lambda: GEMMA.GemmaRMSNorm(HIDDEN), {GEMMA.GemmaRMSNorm: "RMSNormZeroCentered"}, keeps_copies=True
+    ),
+    "RMSNorm": Subject(lambda: nn.RMSNorm(HIDDEN, eps=1e-6), {nn.RMSNorm: "TorchRMSNorm"}),
+    "RMSNormGated": Subject(lambda: QWEN3_NEXT.Qwen3NextRMSNormGated(HIDDEN), inputs=2),
+    "LlamaMLP": Subject(lambda: LLAMA.LlamaMLP(transformers.LlamaConfig(**SIZES)), {LLAMA.LlamaMLP: "SwiGLUMLP"}),
+    "GemmaMLP": Subject(lambda: GEMMA.GemmaMLP(transformers.GemmaConfig(**SIZES)), {GEMMA.GemmaMLP: "GeGLUMLP"}),
+    "SiLU": Subject(nn.SiLU, {nn.SiLU: "SiLU"}),
+    "GELU": Subject(lambda: nn.GELU("tanh"), {nn.GELU: "GeLU"}),
+    **{
+        name: Subject(lambda name=name: ACT2FN[name])
+        for name in ("silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu")
+    },
+}
+# How often each is drawn.
+OFTEN = {"Llama": 7, "Qwen3": 5, "Tied": 3}
 
 
 # A model in the course of a history
 
 
+@functools.cache
+def rotary_functions():
+    """The modules that kernels has made of functions of model files."""
+    return [file.apply_rotary_pos_emb for file in (LLAMA, QWEN2, QWEN3, GEMMA)]
+
+
+def tensors_of(out):
+    out = getattr(out, "logits", out)
+    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+
+
 class World:
-    """One of the two models and all that a history has made of it."""
+    """One of the two models, and all that a history has made of it."""
 
     def __init__(self, subject, model, kernelize=None):
         self.subject, self.model, self.kernelize = subject, model, kernelize
-        self.seen, self.handles, self.pending = [], [], collections.deque(maxlen=2)
+        self.seen, self.handles, self.pending = [], [], []
         self.cache = self.cache_batch = None
         self.rotations = {}
 
     def dtype(self):
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
-    def saw(self, what, *tensors):
-        def kept(tensor):
-            if not isinstance(tensor, torch.Tensor):
-                return tensor
-            functorch = torch._C._functorch
-            if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
-                return f"{list(tensor.shape)} in a transform"
-            return tensor.detach().clone()
+    def needing(self):
+        return [p for p in self.model.parameters() if p.requires_grad]
 
-        self.seen.append((what, [*map(kept, tensors)]))
+    def saw(self, what, *tensors):
+        """Remembers what a hook was given."""
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_legacy_batchedtensor
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                in_transform = any(is_wrapped(tensor) for is_wrapped in wrapped)
+                tensor = f"{list(tensor.shape)} in a transform" if in_transform else tensor.detach().clone()
+            self.seen.append((what, tensor))
+
+    def part(self, draw, *suffixes):
+        """A module whose name ends so, or the model itself."""
+        found = [m for name, m in self.model.named_modules() if name.endswith(suffixes)] or [self.model]
+        return found[draw.pick("number", 0, 1, 2) % len(found)]
 
     def writes_weights(self):
-        """Where a weight around zero is written to after the forward pass, ours raises and eager has a copy (README, Limits)."""
         if self.subject.keeps_copies:
             self.pending.clear()
 
-    def modules(self, *suffixes):
-        """The modules whose names end so, the model itself where it is a layer."""
-        found = [m for name, m in self.model.named_modules() if name.endswith(suffixes)]
-        return found if self.subject.is_decoder or found else [self.model]
-
     @contextlib.contextmanager
     def at_work(self):
-        """kernelize replaces functions for all models of a file: here for this one alone."""
-        functions = rotary_functions()
-        for function in functions:
+        """kernelize replaces a file's rotary function for all models: here for this one alone."""
+        for function in rotary_functions():
             vars(function).pop("forward", None)
-            if function in self.rotations:
-                function.forward = self.rotations[function]
+        for function, forward in self.rotations.items():
+            function.forward = forward
         try:
             yield
         finally:
-            self.rotations = {f: vars(f).pop("forward") for f in functions if "forward" in vars(f)}
+            self.rotations = {f: vars(f).pop("forward") for f in rotary_functions() if "forward" in vars(f)}
 
 
-@functools.cache
-def rotary_functions():
-    """The modules that kernels made of the functions of transformers' model files."""
-    files = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3", "gemma"))
-    return [importlib.import_module(name).apply_rotary_pos_emb for name in files]
-
-
-# Operations: what each returns is compared
-
-
-OPERATIONS = {}
-
-
-def operation(weight=1, decoder=None, ours=False):
-    """Draws it so often; for decoders alone, for layers alone (False) or for both (None); `ours` is for the kernelized model."""
-
-    def register(function):
-        OPERATIONS[function.__name__] = (function, weight, decoder, ours)
-        return function
-
-    return register
+# What is around a forward or a backward pass
 
 
 class Watching(TorchDispatchMode):
@@ -435,15 +281,14 @@ class Watching(TorchDispatchMode):
         return operator(*arguments, **(named or {}))
 
 
-class Functions(torch.overrides.TorchFunctionMode):
+class Between(TorchFunctionMode):
     def __torch_function__(self, function, types, arguments=(), named=None):
         return function(*arguments, **(named or {}))
 
 
 @contextlib.contextmanager
-def _global_hooks(world):
-    register = nn.modules.module.register_module_forward_hook
-    handle = register(lambda module, given, out: world.saw(f"global hook, {type(module).__name__}", *_tensors(out)))
+def global_hooks(world):
+    handle = register_module_forward_hook(lambda m, given, out: world.saw(type(m).__name__, *tensors_of(out)))
     try:
         yield
     finally:
@@ -451,340 +296,313 @@ def _global_hooks(world):
 
 
 @contextlib.contextmanager
-def _other_forward(world):
-    """Of a class that all models share."""
-    owners = {type(m) for m in world.modules("norm", "mlp", "act_fn", "act")}
-    owner = sorted(owners, key=lambda each: each.__qualname__)[0]
+def other_forward(world):
+    """Another forward of a class, which all models share.
+
+    Not of a checkpointed model, whose backward pass would compute another function than its forward pass.
+    """
+    if getattr(world.model, "is_gradient_checkpointing", False):
+        yield
+        return
+    owner = min(
+        {type(m) for m in world.model.modules() if "Norm" in type(m).__name__} or {ACT2FN["silu"].__class__}, key=str
+    )
     original, own = owner.forward, "forward" in vars(owner)
     owner.forward = lambda self, *given, **named: 2.0 * original(self, *given, **named)
     try:
         yield
     finally:
-        if own:
-            owner.forward = original
-        else:
-            del owner.forward
+        setattr(owner, "forward", original) if own else delattr(owner, "forward")
 
 
-SURROUNDINGS = {
+AROUND = {
     "nothing": lambda world: contextlib.nullcontext(),
-    "FLOP counter": lambda world: FlopCounterMode(display=False),
-    "dispatch mode": lambda world: Watching(),
-    "function mode": lambda world: Functions(),
+    "a FLOP counter": lambda world: FlopCounterMode(display=False),
+    "a dispatch mode": lambda world: Watching(),
+    "a function mode": lambda world: Between(),
     "autocast to float16": lambda world: torch.autocast("cpu", dtype=torch.float16),
     "autocast to bfloat16": lambda world: torch.autocast("cpu", dtype=torch.bfloat16),
-    "saved tensors packed": lambda world: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
-    "saved tensors on the CPU": lambda world: torch.autograd.graph.save_on_cpu(),
+    "packed tensors": lambda world: graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+    "tensors on the CPU": lambda world: graph.save_on_cpu(),
     "anomaly mode": lambda world: torch.autograd.set_detect_anomaly(True),
-    "global hooks": _global_hooks,
-    "another forward of a class": _other_forward,
-    "a level of forward-mode AD": lambda world: torch.autograd.forward_ad.dual_level(),
-    "deterministic": lambda world: _deterministic(),
+    "hooks on all modules": global_hooks,
+    "another forward": other_forward,
+    "a level of forward-mode AD": lambda world: forward_ad.dual_level(),
 }
-MODES = {
-    "grad": torch.enable_grad,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-}
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-@contextlib.contextmanager
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+# Operations: `operation(world, draw)`, what it returns is compared
 
 
-def _tensors(out):
-    out = out.logits if hasattr(out, "logits") else out
-    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+OPERATIONS = {}
 
 
-@operation(weight=10)
+def operation(weight, decoder=None, ours=False):
+    """One that is drawn so often, for decoders alone (True), layers alone (False) or both; `ours`: for the kernelized model."""
+
+    def register(function):
+        OPERATIONS[function.__name__] = function, weight, decoder, ours
+        return function
+
+    return register
+
+
+@operation(10)
 def forward(world, draw):
-    mode = draw.pick("mode", "grad", "grad", "no_grad", "inference_mode", "no_grad")
-    around = SURROUNDINGS[draw.often("under", *SURROUNDINGS)]
+    mode, around = draw.pick("mode", "grad", "no_grad", "inference", "grad", "no_grad"), draw.rarely("under", *AROUND)
     leaves, given, named = world.subject.arguments(world, draw)
-    with MODES[mode](), around(world):
-        outs = _tensors(world.model(*given, **named))
+    with MODES[mode](), AROUND[around](world):
+        outs = tensors_of(world.model(*given, **named))
     if any(out.requires_grad for out in outs):
         world.pending.append((outs, leaves))
     return outs
 
 
-@operation(weight=8)
+@operation(8)
 def calls_again(world, draw):
-    """Many calls of the same shape, which are recognised and recorded."""
+    """Calls of the same shape, which are recognised and recorded."""
+    mode = draw.pick("mode", "no_grad", "grad", "inference")
     leaves, given, named = world.subject.arguments(world, draw)
-    with MODES[draw.pick("mode", "no_grad", "grad", "inference_mode")]():
-        return [_tensors(world.model(*given, **named)) for _ in range(3)]
+    with MODES[mode]():
+        return [tensors_of(world.model(*given, **named)) for _ in range(3)]
 
 
-def _step_back(world, draw, how, outs, leaves):
-    weights = [p for p in world.model.parameters() if p.requires_grad]
-    inputs = [*leaves, *weights]
-    outs = [out for out in outs if out.requires_grad]
-    dys = [draw.normal(*out.shape, dtype=out.dtype) for out in outs]
-    if how == "backward":
-        torch.autograd.backward(outs, dys)
-    elif how == "twice":
-        torch.autograd.backward(outs, dys, retain_graph=True)
-        torch.autograd.backward(outs, dys)
-    elif how == "of inputs":
-        return torch.autograd.grad(outs, leaves or weights, dys, allow_unused=True)
-    elif how == "of weights":
-        return torch.autograd.grad(outs, weights or leaves, dys, allow_unused=True)
-    elif how == "zeros":
-        torch.autograd.backward(outs, [torch.zeros_like(out) for out in outs])
-    elif how == "expanded":
-        torch.autograd.backward([out.sum() for out in outs])
-    else:
-        found = torch.autograd.grad(outs, inputs, dys, allow_unused=True, create_graph=True)
+BACK = ("backward", "twice", "of inputs", "of weights", "zeros", "of a sum", "create_graph", "second derivatives")
+
+
+def step_back(world, draw, how, outs, leaves):
+    weights, outs = world.needing(), [out for out in outs if out.requires_grad]
+    dys, inputs = [*map(draw.like, outs)], [*leaves, *weights]
+    if how.startswith("of ") and how != "of a sum":
+        inputs = leaves or weights if how == "of inputs" else weights or leaves
+        return torch.autograd.grad(outs, inputs, dys, allow_unused=True)
+    if how in ("create_graph", "second derivatives"):
+        first = torch.autograd.grad(outs, inputs, dys, allow_unused=True, create_graph=True)
         if how == "create_graph":
-            return found
-        again = [g for g in found if g is not None and g.requires_grad]
+            return first
+        again = [g for g in first if g is not None and g.requires_grad]
         seen, world.seen = world.seen, []
-        second = torch.autograd.grad(again, inputs, [draw.normal(*g.shape, dtype=g.dtype) for g in again], allow_unused=True)
-        world.seen = seen + [(what, [Nearly(t) if isinstance(t, torch.Tensor) else t for t in ts]) for what, ts in world.seen]
-        return [found, [g if g is None else Nearly(g) for g in second]]
+        second = torch.autograd.grad(again, inputs, [*map(draw.like, again)], allow_unused=True)
+        world.seen = seen + [(what, nearly(g)) for what, g in world.seen]
+        return first, [*map(nearly, second)]
+    if how == "twice":
+        torch.autograd.backward(outs, dys, retain_graph=True)
+    given = {
+        "zeros": [*map(torch.zeros_like, outs)],
+        "of a sum": [torch.ones(()).to(o.dtype).expand_as(o) for o in outs],
+    }
+    torch.autograd.backward(outs, given.get(how, dys))
     return [tensor.grad for tensor in inputs]
 
 
-WAYS_BACK = ("backward", "twice", "of inputs", "of weights", "zeros", "expanded", "create_graph", "second derivatives")
-
-
-@operation(weight=8)
+@operation(8)
 def backward(world, draw):
-    how, around = draw.pick("how", *WAYS_BACK), draw.often("under", *SURROUNDINGS)
+    how, around = draw.pick("how", *BACK), draw.rarely("under", *AROUND)
     if world.pending:
-        with SURROUNDINGS[around](world):
-            return _step_back(world, draw, how, *world.pending.pop())
+        with AROUND[around](world):
+            return step_back(world, draw, how, *world.pending.pop())
 
 
-@operation(weight=8)
+@operation(8)
 def training_step(world, draw):
-    how = draw.often("how", *WAYS_BACK)
-    forward_under, backward_under = (draw.often(f"{what} under", *SURROUNDINGS) for what in ("forward", "backward"))
-    rate = draw.pick("learning rate", 0.0, 0.01)
+    how, rate = draw.rarely("how", *BACK), draw.pick("rate", 0.0, 0.01)
+    forward_under, backward_under = (draw.rarely(f"{what} under", *AROUND) for what in ("forward", "backward"))
     leaves, given, named = world.subject.arguments(world, draw)
-    with SURROUNDINGS[forward_under](world):
-        outs = _tensors(world.model(*given, **named))
-    found = []
+    with AROUND[forward_under](world):
+        outs, found = tensors_of(world.model(*given, **named)), None
     if any(out.requires_grad for out in outs):
-        with SURROUNDINGS[backward_under](world):
-            found = _step_back(world, draw, how, outs, leaves)
-        if rate:
-            world.writes_weights()
-            with torch.no_grad():
-                for parameter in world.model.parameters():
-                    if parameter.grad is not None:
-                        parameter.sub_(rate * parameter.grad)
-    return [outs, found]
+        with AROUND[backward_under](world):
+            found = step_back(world, draw, how, outs, leaves)
+        world.writes_weights()
+        with torch.no_grad():
+            for parameter in world.needing():
+                if parameter.grad is not None and rate:
+                    parameter.sub_(rate * parameter.grad)
+    return outs, found
 
 
-@operation(weight=2)
+@operation(2)
 def forget_gradients(world, draw):
-    world.model.zero_grad(set_to_none=draw.pick("to", "none", "zeros") == "none")
+    world.model.zero_grad(set_to_none=draw.pick("to none", True, False))
 
 
-@operation(weight=2, decoder=True)
+@operation(2, decoder=True)
 def start_cache(world, draw):
-    world.cache_batch = draw.pick("batch", 1, 2)
-    kind = draw.pick("cache", "dynamic", "static", "none")
-    if kind == "none":
-        world.cache = None
-    elif kind == "dynamic":
-        world.cache = transformers.DynamicCache(config=world.model.config)
-    else:
-        world.cache = transformers.StaticCache(config=world.model.config, max_cache_len=32)
+    world.cache_batch, config = draw.pick("batch", 1, 2), world.model.config
+    kind = draw.pick("kind", "dynamic", "static", "none")
+    make = {
+        "dynamic": transformers.DynamicCache,
+        "static": functools.partial(transformers.StaticCache, max_cache_len=32),
+    }
+    world.cache = make[kind](config=config) if kind in make else None
 
 
-@operation(weight=3, decoder=True)
+@operation(3, decoder=True)
 def generate(world, draw):
-    kind = draw.pick("cache", "dynamic", "static", "none")
-    options = {"use_cache": False} if kind == "none" else {"cache_implementation": kind}
-    out = world.model.generate(draw.tokens(draw.pick("batch", 1, 2), 3), max_new_tokens=draw.pick("new tokens", 4, 2),
-                               do_sample=False, output_logits=True, return_dict_in_generate=True, **options)  # fmt: skip
-    return [out.sequences, *out.logits]
+    options = draw.pick(
+        "options", *({"cache_implementation": kind} for kind in ("dynamic", "static")), {"use_cache": False}
+    )
+    given = draw.tokens(draw.pick("batch", 1, 2), 3)
+    kept = {"output_logits": True, "return_dict_in_generate": True}
+    out = world.model.generate(given, max_new_tokens=draw.pick("new", 4, 2), do_sample=False, **options, **kept)
+    return out.sequences, out.logits
 
 
-@operation(weight=2, decoder=True)
+@operation(2, decoder=True)
 def checkpointing(world, draw):
     kind = draw.pick("kind", "not reentrant", "reentrant", "none")
-    if kind == "none":
-        world.model.gradient_checkpointing_disable()
-    else:
-        world.model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+    enable, disable = world.model.gradient_checkpointing_enable, world.model.gradient_checkpointing_disable
+    disable() if kind == "none" else enable({"use_reentrant": kind == "reentrant"})
 
 
-@operation(weight=2, decoder=True)
+@operation(2, decoder=True)
 def attention(world, draw):
     world.model.set_attn_implementation(draw.pick("attention", "sdpa", "eager"))
 
 
-@operation(weight=1, decoder=True)
-def recorded_outputs(world, draw):
-    leaves, given, named = world.subject.arguments(world, draw)
-    out = world.model(*given, **named, output_hidden_states=True)
-    return [out.logits, list(out.hidden_states)]
-
-
-@operation(weight=2, decoder=True)
+@operation(2, decoder=True)
 def gradients_of_parts(world, draw):
-    """Of what some layers return, or of cached keys or values: what else the layers compute is not used."""
-    of, ids = draw.pick("of", "keys", "values", "hidden states"), draw.tokens(1, 3)
+    """Of what a layer returns, or of cached keys or values: what else is computed has no gradient."""
+    of, number = draw.pick("of", "keys", "values", "hidden states"), draw.pick("layer", -1, 0)
     cache = transformers.DynamicCache(config=world.model.config)
-    out = world.model(ids, use_cache=True, past_key_values=cache, output_hidden_states=of == "hidden states")
-    number = draw.pick("layer", -1, 0)
+    out = world.model(draw.tokens(1, 3), past_key_values=cache, output_hidden_states=of == "hidden states")
     part = out.hidden_states[number] if of == "hidden states" else getattr(cache.layers[number], of)
-    weights = [p for p in world.model.parameters() if p.requires_grad]
-    return torch.autograd.grad(part, weights, draw.normal(*part.shape, dtype=part.dtype), allow_unused=True)
+    return part, torch.autograd.grad(part, world.needing(), draw.like(part), allow_unused=True)
 
 
-# Parts of models, by the ends of their names
-PARTS = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "mlp", "act_fn", "act", "self_attn", "layers.0", "up_proj", "o_proj")
+PARTS = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "mlp", "act_fn", "act", "self_attn", "layers.0",
+         "up_proj", "o_proj")  # fmt: skip
 
 
-def _part(world, draw, *suffixes):
-    found = world.modules(*(suffixes or (draw.pick("part", *PARTS),)))
-    return found[draw.pick("number", 0, 1, 2) % len(found)] if found else world.model
-
-
-def _double(out):
-    return (2.0 * out[0], *out[1:]) if isinstance(out, tuple) else 2.0 * out
-
-
-@operation(weight=5)
+@operation(5)
 def add_hook(world, draw):
-    module = _part(world, draw)
-    kind = draw.pick("kind", "sees outputs", "changes outputs", "sees inputs", "changes inputs", "sees gradients",
-                     "sees incoming gradients", "changes gradients", "hooks its input", "hooks its output")  # fmt: skip
-    name = f"{type(module).__name__}, {kind}"
+    module = world.part(draw, draw.pick("part", *PARTS))
+    saw = functools.partial(world.saw, f"hook on {type(module).__name__}")
 
     def watch(tensors):
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda g: world.saw(name, g))
+                tensor.register_hook(saw)
+
+    def twice(given):
+        return tuple(2.0 * x if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
 
     hooks = {
-        "sees outputs": ("forward_hook", lambda m, given, out: world.saw(name, *_tensors(out))),
-        "changes outputs": ("forward_hook", lambda m, given, out: _double(out)),
-        "sees inputs": ("forward_pre_hook", lambda m, given: world.saw(name, *_tensors(given))),
-        "changes inputs": ("forward_pre_hook", lambda m, given: tuple(2.0 * x if torch.is_tensor(x) and x.is_floating_point() else x for x in given)),
-        "sees gradients": ("full_backward_hook", lambda m, dx, dy: world.saw(name, *dx, *dy)),
-        "sees incoming gradients": ("full_backward_pre_hook", lambda m, dy: world.saw(name, *dy)),
-        "changes gradients": ("full_backward_hook", lambda m, dx, dy: tuple(None if d is None else 2.0 * d for d in dx)),
+        "sees outputs": ("forward_hook", lambda m, given, out: saw(*tensors_of(out))),
+        "changes outputs": ("forward_hook", lambda m, given, out: twice(out) if type(out) is tuple else 2.0 * out),
+        "sees inputs": ("forward_pre_hook", lambda m, given: saw(*tensors_of(given))),
+        "changes inputs": ("forward_pre_hook", lambda m, given: twice(given)),
+        "sees gradients": ("full_backward_hook", lambda m, dx, dy: saw(*dx, *dy)),
+        "sees incoming gradients": ("full_backward_pre_hook", lambda m, dy: saw(*dy)),
+        "changes gradients": ("full_backward_hook", lambda m, dx, dy: twice(dx)),
         "hooks its input": ("forward_pre_hook", lambda m, given: watch(given)),
-        "hooks its output": ("forward_hook", lambda m, given, out: watch(_tensors(out))),
-    }  # fmt: skip
-    register, hook = hooks[kind]
+        "hooks its output": ("forward_hook", lambda m, given, out: watch(tensors_of(out))),
+    }
+    register, hook = hooks[draw.pick("kind", *hooks)]
     world.handles.append(getattr(module, f"register_{register}")(hook))
 
 
-@operation(weight=4)
+@operation(4)
 def remove_hook(world, draw):
     if world.handles:
         world.handles.pop(draw.pick("which", -1, 0)).remove()
 
 
-@operation(weight=2)
+@operation(2)
 def hook_on_weight(world, draw):
-    weights = [p for p in world.model.parameters() if p.requires_grad]
-    if weights:
+    if weights := world.needing():
         weight = weights[draw.random.randrange(len(weights))]
-        world.handles.append(weight.register_hook(lambda g: world.saw("gradient of a weight", g)))
+        world.handles.append(weight.register_hook(functools.partial(world.saw, "gradient of a weight")))
 
 
-@operation(weight=5)
+@operation(5)
 def change_weight(world, draw):
-    module = _part(world, draw, "norm", "proj")
-    weight = getattr(module, "weight", None)
-    how = draw.pick("how", "copied into", "another parameter", "data", "needs no gradient", "needs a gradient", "another bias",
-                    "none", "deleted gradient", "a plain tensor", "swapped dtype")  # fmt: skip
-    if not isinstance(weight, torch.Tensor) or "weight" not in module._parameters:
+    module, dtype = world.part(draw, "norm", "proj"), draw.pick("dtype", *DTYPES.values())
+    how = draw.pick(
+        "how", "copy", "another", "data", "needs none", "needs grad", "bias", "none", "no grad", "tensor", "dtype"
+    )
+    weight = module._parameters.get("weight")
+    if weight is None:
         return
-    values = draw.normal(*weight.shape, dtype=weight.dtype)
-    if how == "copied into":
+    values = draw.like(weight)
+    if how in ("copy", "data", "dtype"):
         world.writes_weights()
+    if how == "copy":
         with torch.no_grad():
             weight.copy_(values)
-    elif how == "another parameter":
-        module.weight = nn.Parameter(values)
-    elif how == "data":
-        weight.data = values
-    elif how == "needs no gradient":
-        weight.requires_grad_(False)
-    elif how == "needs a gradient":
-        weight.requires_grad_(True)
-    elif how == "another bias" and isinstance(module, nn.Linear):
+    elif how == "another" or (how == "none" and isinstance(module, nn.RMSNorm)):
+        module.weight = None if how == "none" else nn.Parameter(values)
+    elif how in ("data", "dtype"):
+        weight.data = values if how == "data" else values.to(dtype)
+    elif how.startswith("needs"):
+        weight.requires_grad_(how == "needs grad")
+    elif how == "bias" and isinstance(module, nn.Linear):
         module.bias = nn.Parameter(draw.normal(module.out_features, dtype=weight.dtype))
-    elif how == "none" and isinstance(module, nn.RMSNorm):
-        module.weight = None
-    elif how == "deleted gradient":
+    elif how == "no grad":
         weight.grad = None
-    elif how == "a plain tensor":
+    elif how == "tensor":
         del module.weight
         module.weight = values
-    elif how == "swapped dtype":
-        weight.data = values.to(draw.pick("dtype", *DTYPES.values()))
 
 
-@operation(weight=2)
+@operation(2)
 def change_eps(world, draw):
-    module = _part(world, draw, "norm")
+    module, eps = world.part(draw, "norm"), draw.pick("eps", 0.5, 1e-6, 0.01, 1)
     for name in ("variance_epsilon", "eps"):
         if hasattr(module, name):
-            setattr(module, name, draw.pick("eps", 0.5, 1e-6, 0.01, 1))
-            return
+            setattr(module, name, eps)
 
 
-@operation(weight=2)
+@operation(2)
 def move_dtype(world, draw):
+    world.writes_weights()
     world.model.to(draw.pick("dtype", *DTYPES.values()))
     world.cache = None
 
 
-@operation(weight=2)
+@operation(2)
 def train_or_eval(world, draw):
     world.model.train(draw.pick("train", True, False))
 
 
-@operation(weight=2)
+@operation(2)
 def freeze(world, draw):
-    which, needed = draw.pick("which", "all", "norms", "linear layers"), draw.pick("needs grad", False, True)
-    for name, parameter in world.model.named_parameters():
+    which, needed = draw.pick("which", "all", "norms", "matrices"), draw.pick("needs grad", False, True)
+    for parameter in world.model.parameters():
         if which == "all" or (parameter.dim() == 1) == (which == "norms"):
             parameter.requires_grad_(needed)
 
 
-@operation(weight=2)
+@operation(2)
 def deep_copy(world, draw):
-    world.handles.clear(), world.pending.clear()
-    for module in world.model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
-            hooks.clear()
-    world.model, world.cache = copy.deepcopy(world.model), None
+    for handle in world.handles:  # Copies of hooks would tell this world too.
+        handle.remove()
+    world.handles, world.pending, world.cache = [], [], None
+    world.model = copy.deepcopy(world.model)
 
 
-@operation(weight=1)
+@operation(1)
 def load_state(world, draw):
-    state = {name: value.clone() for name, value in world.model.state_dict().items()}
-    assign = draw.pick("assign", False, True)
     world.writes_weights()
-    world.model.load_state_dict({name: 1.5 * v if v.is_floating_point() else v for name, v in state.items()}, assign=assign)
+    state = {name: 1.5 * v if v.is_floating_point() else v for name, v in world.model.state_dict().items()}
+    world.model.load_state_dict(state, assign=draw.pick("assign", False, True))
 
 
 class LoRA(nn.Module):
     def __init__(self, base, draw):
         super().__init__()
-        self.base = base
-        down, up = (draw.normal(*s, dtype=base.weight.dtype) for s in ((2, base.in_features), (base.out_features, 2)))
-        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
+        self.base, rank = base, 2
+        shapes = (rank, base.in_features), (base.out_features, rank)
+        self.down, self.up = (nn.Parameter(draw.normal(*shape, dtype=base.weight.dtype)) for shape in shapes)
 
     def forward(self, x):
-        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+        return self.base(x) + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+
+
+class Noisy(nn.Module):
+    def forward(self, weight):
+        return weight + torch.randn_like(weight)
 
 
 class Detached(nn.Module):
@@ -792,58 +610,55 @@ class Detached(nn.Module):
         return x.detach()
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2.0 * weight
-
-
-class GeluMLP(models.llama.modeling_llama.LlamaMLP):
+class GeluMLP(LLAMA.LlamaMLP):
     def forward(self, x):
-        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class LouderMLP(models.llama.modeling_llama.LlamaMLP):
+class LouderMLP(LLAMA.LlamaMLP):
     def forward(self, x):
         return 2.0 * super().forward(x)
 
 
-class LouderNorm(models.llama.modeling_llama.LlamaRMSNorm):
+class LouderNorm(LLAMA.LlamaRMSNorm):
     def forward(self, hidden_states):
         return 2.0 * super().forward(hidden_states)
 
 
-@operation(weight=5)
+@operation(5)
 def change_module(world, draw):
-    how = draw.pick("how", "LoRA", "parametrized", "another activation", "subclass of MLP", "subclass of norm", "tied norms", "wrapped",
-                    "a function in its place", "own forward", "dropout", "louder MLP", "attribute", "detached")  # fmt: skip
-    linear, norm, mlp = (_part(world, draw, suffix) for suffix in ("proj", "norm", "mlp"))
-    llama = models.llama.modeling_llama
-    owners = {id(child): (parent, name) for parent in world.model.modules() for name, child in parent.named_children()}
-    if how == "LoRA" and type(linear) is nn.Linear and id(linear) in owners:
-        parent, name = owners[id(linear)]
-        setattr(parent, name, LoRA(linear, draw))
-    elif how == "parametrized" and "weight" in norm._parameters and norm.weight is not None:
-        nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
-    elif how == "another activation" and hasattr(mlp, "act_fn"):
-        mlp.act_fn = draw.pick("act_fn", nn.SiLU, nn.GELU, nn.ReLU, activations.NewGELUActivation, activations.SiLUActivation, nn.Tanh)()
-    elif how in ("subclass of MLP", "louder MLP") and type(mlp) is llama.LlamaMLP:
-        mlp.__class__ = GeluMLP if how == "subclass of MLP" else LouderMLP
-    elif how == "subclass of norm" and type(norm) is llama.LlamaRMSNorm:
+    how = draw.pick("how", "LoRA", "parametrized", "activation", "gelu MLP", "louder MLP", "louder norm", "tied", "tanh",
+                    "detached", "function", "own forward", "dropout", "attribute")  # fmt: skip
+    linear, norm, mlp = (world.part(draw, suffix) for suffix in ("proj", "norm", "mlp"))
+    act_fn = draw.pick("act_fn", nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, type(ACT2FN["gelu_new"]), type(ACT2FN["silu"]))
+    parents = {id(child): (parent, name) for parent in world.model.modules() for name, child in parent.named_children()}
+
+    def replace(module, other):
+        if id(module) in parents:
+            parent, name = parents[id(module)]
+            delattr(parent, name)  # Another's type may be that of no module.
+            setattr(parent, name, other)
+
+    if how == "LoRA" and type(linear) is nn.Linear:
+        replace(linear, LoRA(linear, draw))
+    elif how == "parametrized" and norm._parameters.get("weight") is not None:
+        nn.utils.parametrize.register_parametrization(norm, "weight", Noisy())
+    elif how == "activation" and hasattr(mlp, "act_fn"):
+        mlp.act_fn = act_fn()
+    elif how.endswith("MLP") and type(mlp) is LLAMA.LlamaMLP:
+        mlp.__class__ = GeluMLP if how == "gelu MLP" else LouderMLP
+    elif how == "louder norm" and type(norm) is LLAMA.LlamaRMSNorm:
         norm.__class__ = LouderNorm
-    elif how == "tied norms" and id(norm) in owners:
-        parent, name = owners[id(world.modules("norm")[0])]
-        setattr(parent, name, norm)
-    elif how in ("wrapped", "detached") and id(mlp) in owners:
-        parent, name = owners[id(mlp)]
-        setattr(parent, name, nn.Sequential(mlp, nn.Tanh() if how == "wrapped" else Detached()))
-    elif how == "a function in its place" and id(norm) in owners:
-        parent, name = owners[id(norm)]
-        delattr(parent, name)
-        setattr(parent, name, lambda x: 2.0 * x)
+    elif how == "tied":
+        replace(world.part(draw, "norm"), norm)
+    elif how in ("tanh", "detached"):
+        replace(mlp, nn.Sequential(mlp, nn.Tanh() if how == "tanh" else Detached()))
+    elif how == "function":
+        replace(norm, lambda x: 2.0 * x)
     elif how == "own forward":
         original = type(norm).forward
-        norm.forward = lambda x, *more: 3.0 * original(norm, x, *more)
-    elif how == "dropout" and world.subject.is_decoder:
+        norm.forward = lambda *given, original=original: 3.0 * original(norm, *given)
+    elif how == "dropout":
         for module in world.model.modules():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.5
@@ -851,304 +666,293 @@ def change_module(world, draw):
         norm.something = draw.normal(3)
 
 
-@operation(weight=4, ours=True)
+@operation(4, ours=True)
 def kernelize_again(world, draw):
+    """At another level, or back to the original layers."""
     world.kernelize(world.model, draw.pick("level", *LEVELS, None), draw.pick("mode", Mode.TRAINING, Mode.INFERENCE))
 
 
-@operation(weight=5, decoder=False)
+@operation(5, decoder=False)
 def transform(world, draw):
-    """The layer under functorch and forward-mode AD."""
-    kind = draw.pick("kind", "vmap", "functional_call", "grad", "vjp", "jvp", "dual", "vmap of grad", "batched grads")
-    xs = [draw.normal(4, HIDDEN, dtype=world.dtype()) for _ in range(world.subject.inputs)]
-    weights = {name: p.detach().clone() for name, p in world.model.named_parameters()}
-
-    def call(weights, *xs):
-        return torch.func.functional_call(world.model, weights, xs)
-
-    if kind == "vmap":
-        return torch.vmap(world.model)(*xs)
+    """functorch, forward-mode AD, batched gradients."""
+    model, func = world.model, torch.func
+    kind = draw.pick("kind", "vmap", "functional_call", "grad", "vjp", "jvp", "dual", "vmap of grad", "batched")
+    xs = tuple(draw.normal(4, HIDDEN, dtype=world.dtype()) for _ in range(world.subject.inputs))
+    vs = tuple(map(draw.like, xs))
     if kind == "functional_call":
-        return call({name: 1.5 * w for name, w in weights.items()}, *xs)
-    if kind == "grad":
-        return torch.func.grad(lambda w, *xs: call(w, *xs).sum(), argnums=1)(weights, *xs)
+        return func.functional_call(model, {name: 1.5 * p.detach() for name, p in model.named_parameters()}, xs)
     if kind == "vjp":
-        out, back = torch.func.vjp(world.model, *xs)
-        return [out, back(torch.ones_like(out))]
-    if kind == "jvp":
-        return torch.func.jvp(world.model, tuple(xs), tuple(draw.normal(*x.shape, dtype=x.dtype) for x in xs))
+        out, back = func.vjp(model, *xs)
+        return out, back(torch.ones_like(out))
     if kind == "dual":
-        with torch.autograd.forward_ad.dual_level():
-            duals = [torch.autograd.forward_ad.make_dual(x, draw.normal(*x.shape, dtype=x.dtype)) for x in xs]
-            return list(torch.autograd.forward_ad.unpack_dual(world.model(*duals)))
-    if kind == "vmap of grad":
-        return torch.vmap(lambda *xs: torch.func.grad(lambda *xs: world.model(*xs).sum())(*xs))(*xs)
-    xs = [x.requires_grad_() for x in xs]
-    out = world.model(*xs)
-    return torch.autograd.grad(out, xs, torch.stack([draw.normal(*out.shape, dtype=out.dtype)] * 2), is_grads_batched=True)
+        with forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(model(*map(forward_ad.make_dual, xs, vs))))
+    if kind == "batched":
+        out = model(*(x.requires_grad_() for x in xs))
+        return torch.autograd.grad(out, xs, torch.stack([draw.like(out)] * 2), is_grads_batched=True)
+    gradient = func.grad(lambda *xs: model(*xs).sum())
+    calls = {"vmap": torch.vmap(model), "grad": gradient, "vmap of grad": torch.vmap(gradient)}
+    return func.jvp(model, xs, vs) if kind == "jvp" else calls[kind](*xs)
 
 
-# Running
+# Comparison
+
+
+class Difference(Exception):
+    """What differs, as a sentence."""
 
 
 class Nearly:
-    """A second derivative: of eager's formula, added up in another order."""
+    """A second derivative: of eager's formula, added up in another order (docs/numerics.md)."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
-class Difference(Exception):
-    """The two models' results, as a sentence."""
+def nearly(value):
+    return Nearly(value) if isinstance(value, torch.Tensor) else value
 
 
-def compare(ours, theirs, where=""):
-    if isinstance(theirs, Nearly):
-        if ours is None or ours.tensor.shape != theirs.tensor.shape:
-            raise Difference(f"{where}: another shape, or none")
-        # Half of 16 bits' digits; in fp32 some roundings.
+def summary(value):
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(summary, value))}]"
+    return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def facts(tensor):
+    every = "strides of length 1" not in LEFT_OUT
+    strides = [step for step, size in zip(tensor.stride(), tensor.shape) if size != 1 or every]
+    return tensor.dtype, tensor.shape, strides, tensor.requires_grad, tensor.is_inference()
+
+
+def compare(ours, theirs, where):
+    """Raises Difference unless these are alike, tensors bit for bit."""
+    if isinstance(theirs, (tuple, list)) and isinstance(ours, (tuple, list)) and len(ours) == len(theirs):
+        for number, pair in enumerate(zip(ours, theirs)):
+            compare(*pair, f"{where}[{number}]")
+    elif isinstance(theirs, Nearly) and isinstance(ours, Nearly) and ours.tensor.shape == theirs.tensor.shape:
         ours, theirs = ours.tensor.float(), theirs.tensor.float()
-        scale = theirs.nan_to_num(0, 0, 0).abs().max().item() if theirs.numel() else 0.0
-        if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02 * max(scale, 1e-3), equal_nan=True):
-            raise Difference(f"{where}: second derivatives, {(ours - theirs).abs().max():.3g} apart of {scale:.3g}")
-    elif isinstance(theirs, torch.Tensor):
-        if not isinstance(ours, torch.Tensor):
-            raise Difference(f"{where}: {type(ours).__name__} instead of a tensor")
-        for what in ("dtype", "shape", "requires_grad", "is_inference"):
-            a, b = (getattr(each, what) for each in (ours, theirs))
-            a, b = (a(), b()) if callable(a) else (a, b)
-            if a != b:
-                raise Difference(f"{where}: {what} {a} instead of {b}")
-        strides = [
-            [step for step, size in zip(t.stride(), t.shape) if size != 1 or "strides of 1" not in LEFT_OUT]
-            for t in (ours, theirs)
-        ]
-        if strides[0] != strides[1]:
-            raise Difference(f"{where}: strides {ours.stride()} instead of {theirs.stride()}")
+        # bf16 has 8 binary digits, and a sum's terms may be as large as its largest result.
+        size = theirs.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if theirs.numel() else 0.0
+        if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02 * max(size, 1e-3), equal_nan=True):
+            raise Difference(f"{where}: second derivatives {(ours - theirs).abs().max():.3g} apart, of {size:.3g}")
+    elif isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+        if facts(ours) != facts(theirs):
+            raise Difference(f"{where}: {facts(ours)} instead of {facts(theirs)}")
         if not bits_equal(ours.detach(), theirs.detach()):
             a, b = ours.detach().double(), theirs.detach().double()
-            raise Difference(f"{where}: {int((a != b).sum())} of {a.numel()} elements differ, by {(a - b).abs().max():.3g} "
-                             f"of {b.abs().max():.3g}")  # fmt: skip
-    elif isinstance(theirs, (tuple, list)):
-        if not isinstance(ours, (tuple, list)) or len(ours) != len(theirs):
-            raise Difference(f"{where}: {_summary(ours)} instead of {_summary(theirs)}")
-        for number, (a, b) in enumerate(zip(ours, theirs)):
-            compare(a, b, f"{where}[{number}]")
-    elif ours != theirs:
-        raise Difference(f"{where}: {_summary(ours)} instead of {_summary(theirs)}")
+            far = f"{(a - b).abs().max():.3g} of {b.abs().max():.3g}"
+            raise Difference(f"{where}: {(a != b).sum()} of {a.numel()} elements differ, by {far}")
+    elif summary(ours) != summary(theirs):
+        raise Difference(f"{where}: {summary(ours)} instead of {summary(theirs)}")
 
 
-def _summary(value):
-    if isinstance(value, torch.Tensor):
-        return f"tensor {list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_summary, value))}]"
-    return repr(value)
+# Histories
 
 
 class History:
-    """A subject, a level, the seed of the model and the operations: `(name, seed, the draws that are made plain)`."""
+    """A subject, a level, a seed and `(name, seed, plain draws)` for each operation."""
 
     def __init__(self, subject, level, seed, operations):
         self.subject, self.level, self.seed, self.operations = subject, level, seed, operations
 
     @classmethod
-    def random(cls, seed, subject=None, level=None):
-        chance = random.Random(seed)
-        subject = chance.choice(subject or [s for s in SUBJECTS if s not in LEFT_OUT] + ["Llama"] * 6 + ["Qwen3"] * 4 + ["TiedBlock"] * 2)
-        level = chance.choice(level or LEVELS)
-        fit = {n: w for n, (_, w, decoder, _) in OPERATIONS.items() if decoder in (None, SUBJECTS[subject].is_decoder)}
-        names = chance.choices([*fit], [*fit.values()], k=chance.randint(6, 14))
-        return cls(subject, level, seed, [(name, chance.randrange(10**6), ()) for name in names])
+    def random(cls, seed, subjects=None, levels=None):
+        chance, subjects = random.Random(seed), subjects or [*SUBJECTS]
+        subject = chance.choices(subjects, [OFTEN.get(each, 1) for each in subjects])[0]
+        wanted = (None, SUBJECTS[subject].is_decoder)
+        weights = {name: weight for name, (_, weight, decoder, _) in OPERATIONS.items() if decoder in wanted}
+        names = chance.choices([*weights], [*weights.values()], k=chance.randint(6, 14))
+        operations = [(name, chance.randrange(10**6), ()) for name in names]
+        return cls(subject, chance.choice(levels or LEVELS), seed, operations)
 
     def __str__(self):
-        steps = (f"{n}={s}{''.join(f':{i}' for i in plain)}" for n, s, plain in self.operations)
+        steps = (f"{name}={':'.join(map(str, (seed, *plain)))}" for name, seed, plain in self.operations)
         return " ".join((self.subject, self.level, str(self.seed), *steps))
 
     @classmethod
     def parse(cls, text):
         subject, level, seed, *steps = text.split()
-        operations = []
-        for step in steps:
-            name, numbers = step.split("=")
-            first, *plain = map(int, numbers.split(":"))
-            operations.append((name, first, tuple(plain)))
-        return cls(subject, level, int(seed), operations)
+        pairs = (step.split("=") for step in steps)
+        numbers = ((name, [*map(int, found.split(":"))]) for name, found in pairs)
+        return cls(subject, level, int(seed), [(name, first, tuple(plain)) for name, (first, *plain) in numbers])
 
-
-SUBJECTS = subjects()
-for _name in ("Gemma", "GemmaRMSNorm", "Qwen3_5RMSNorm"):
-    SUBJECTS[_name].keeps_copies = True
+    def replaced(self, operations):
+        return History(self.subject, self.level, self.seed, operations)
 
 
 class Runner:
     """Runs histories with one built kernel."""
 
-    def __init__(self, kernel):
-        self.kernel = kernel
+    def __init__(self, kernel, options=""):
+        self.kernel, self.options = kernel, options
+        self.named = set()
         gc.collect()
-        gc.freeze()  # All that is here to stay: what a history leaves behind is found sooner.
+        gc.freeze()  # What is here now stays: what a history leaves behind is found sooner.
 
     def kernelize(self, model, level, mode):
+        """At a level, or back to the original layers; what somebody put there himself stays."""
+        own = {m: vars(m)["forward"] for m in model.modules() if isinstance(vars(m).get("forward"), FunctionType)}
         mapping = {}
         if level is not None:
             if level != "layer":
                 self.named.update(type(m) for m in model.modules() if not hasattr(type(m), "kernel_layer_name"))
                 self.kernel.name_layers(model)
             mapping = self.kernel.kernel_mapping(devices=("cpu",), level="decoder" if level == "decoder" else "layer")
-        # What somebody put there himself stays.
-        own = {m: vars(m)["forward"] for m in model.modules() if isinstance(vars(m).get("forward"), FunctionType)}
         with use_kernel_mapping(mapping, inherit_mapping=False):
             kernelize(model, mode=mode, device="cpu")
         for module in model.modules():
-            bound = vars(module).get("forward")
             if module in own:
                 module.forward = own[module]
-            elif bound is not None and bound.__func__ is type(module).forward:
+            elif getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
                 del module.forward  # kernelize binds it where there is no kernel.
 
-    def run(self, history, told=None):
-        """Raises Difference if it does not hold; `told` takes a line for each operation."""
-        self.named = set()
+    def problem(self, history, told=None):
+        """What is wrong with a history, None if nothing; `told` takes a line for each operation."""
         subject = SUBJECTS[history.subject]
-        for owner, name in dict(subject.names).items():
-            self.named.add(owner)
+        for owner, name in subject.names.items():
             replace_kernel_forward_from_hub(owner, name)
+        self.named = {*subject.names}
         try:
             alive = self._run(history, subject, [] if told is None else told)
+        except Difference as difference:
+            return str(difference)
         finally:
             for owner in self.named:
-                for name in ("kernel_layer_name", "kernel_condition"):
-                    if name in vars(owner):
-                        delattr(owner, name)
+                for name in {"kernel_layer_name", "kernel_condition"} & vars(owner).keys():
+                    delattr(owner, name)
+            self.named, owner = set(), None  # The class of a parametrized module keeps that alive.
         gc.collect()
-        theirs, left = ([kind for kind, each in found.values() if each() is not None] for found in alive)
-        if left and not theirs:  # What eager's own cycles keep alive, ours may keep more of.
-            raise Difference(f"alive afterwards: {dict(collections.Counter(left))}")
+        theirs, ours = ([kind for kind, each in found.values() if each() is not None] for found in alive)
+        # What a cycle of eager's keeps alive, ours may.
+        return f"alive afterwards: {dict(collections.Counter(ours))}" if ours and not theirs else None
 
     def _run(self, history, subject, told):
+        """Weak references to all modules and parameters that there were, of both models."""
         model = subject(history.seed)
-        theirs = World(subject, copy.deepcopy(model))
-        ours = World(subject, model, self.kernelize)
-        chance, alive = random.Random(history.seed), ({}, {})
-        with ours.at_work(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.kernelize(model, history.level, chance.choice((Mode.TRAINING, Mode.INFERENCE)))
+        # A deep copy calls no rotary function that can be kernelized: it is the other one that is.
+        worlds = World(subject, copy.deepcopy(model)), World(subject, model, self.kernelize)
         del model
+        alive = {}, {}
+
+        def begin(world, draw):
+            self.kernelize(world.model, history.level, draw.pick("mode", Mode.TRAINING, Mode.INFERENCE))
+
         try:
-            for number, (name, seed, plain) in enumerate(history.operations):
-                function, _, _, of_ours = OPERATIONS[name]
-                results, message = [], ""
-                for world in (theirs, ours):
-                    if of_ours and world is theirs:
-                        results.append([])
-                        continue
-                    draw = Draw(seed, plain)
-                    torch.manual_seed(seed)
-                    with world.at_work(), warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        try:
-                            result = function(world, draw)
-                            result = [] if of_ours else result
-                        except Exception as error:
-                            # Values that the exception's frames hold are not kept alive.
-                            result = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    raised = isinstance(result, str)
-                    state = torch.get_rng_state()
-                    results.append([result.split(":")[0] if raised else result, list(world.seen), state])
-                    world.seen.clear()
-                    message = f"{message} {result if raised else ''}"
+            for number, (name, seed, plain) in enumerate([("begin", history.seed, ()), *history.operations]):
+                operation, _, _, of_ours = OPERATIONS.get(name, (begin, None, None, True))
+                results = []
+                for world, references in zip(worlds, alive):
+                    draw, result, raised = Draw(seed, plain), None, None
+                    if world.kernelize or not of_ours:
+                        result, raised = self._perform(operation, world, draw, seed)
+                    results.append((raised and raised.split(":")[0], result, world.seen, torch.get_rng_state()))
+                    world.seen = []
                     for each in (*world.model.modules(), *world.model.parameters()):
-                        alive[world is ours][id(each)] = type(each).__name__, weakref.ref(each)
-                    each = None
-                told.append(f"{number}: {name} {', '.join(draw.told)}".rstrip())
-                if not of_ours:
-                    try:
-                        compare(results[1][0], results[0][0], "result")
-                        if not isinstance(results[0][0], str):  # Before it raised, the engine may have taken another way.
-                            compare(results[1][1], results[0][1], "what hooks saw")
-                        compare(results[1][2], results[0][2], "random state")
-                    except Difference as difference:
-                        raise Difference(f"operation {number}, {name}: {difference} {message}".strip()) from None
-                results = result = None
+                        references[id(each)] = type(each).__name__, weakref.ref(each)
+                    each = result = None
+                told.append(f"{number}. {name}  {', '.join(draw.told)}".rstrip())
+                if not of_ours or raised:
+                    theirs, ours = results
+                    compare(ours[:2], theirs[:2], f"{name}, {raised or 'result'}")
+                    if theirs[0] is None:  # A graph that cannot be walked may be walked in any order.
+                        compare(ours[2:], theirs[2:], f"{name}, seen by hooks, and random state")
+                theirs = ours = results = None
         finally:
-            # Hooks that hold a model, in a graph that it holds, are a cycle that Python does not see.
-            for world in (theirs, ours):
+            # Hooks that hold a world, in a graph that it holds, are a cycle that Python does not see.
+            for world in worlds:
                 vars(world).clear()
             # autograd keeps the graph of a backward pass that raised until the next one.
             torch.ones((), requires_grad=True).mul(1.0).backward()
         return alive
 
-    def problem(self, history, told=None):
-        """What is wrong with a history, None if nothing."""
-        try:
-            self.run(history, told)
-        except Difference as difference:
-            return str(difference)
-        return None
+    @staticmethod
+    def _perform(operation, world, draw, seed):
+        """The operation's result, and what it raised as text: an exception would keep its frames' tensors alive."""
+        torch.manual_seed(seed)
+        with world.at_work(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return operation(world, draw), None
+            except Exception as error:
+                return None, f"{type(error).__name__}: {error}"
 
     def shrink(self, history):
-        """The history with as few operations and as plain draws as fail in the same way."""
-
-        def fails(operations):
-            return self.problem(History(history.subject, history.level, history.seed, operations)) is not None
-
+        """The history with as few operations and as plain draws as fail."""
         operations, before = history.operations, None
         while before != operations:
             before = operations
             for index in reversed(range(len(operations))):
                 fewer = operations[:index] + operations[index + 1 :]
-                if fails(fewer):
-                    operations = fewer
-        for index, (name, seed, plain) in enumerate(operations):
-            for draw in range(12):
-                plainer = [*operations[:index], (name, seed, (*operations[index][2], draw)), *operations[index + 1 :]]
-                if fails(plainer):
-                    operations = plainer
-        return History(history.subject, history.level, history.seed, operations)
+                operations = fewer if self.problem(history.replaced(fewer)) else operations
+        for index, number in ((index, number) for index in range(len(operations)) for number in range(10)):
+            name, seed, plain = operations[index]
+            plainer = [*operations[:index], (name, seed, (*plain, number)), *operations[index + 1 :]]
+            operations = plainer if self.problem(history.replaced(plainer)) else operations
+        return history.replaced(operations)
 
     def report(self, history):
-        """A failing history, shrunk, as text."""
-        small = self.shrink(history)
-        told = []
-        problem = self.problem(small, told)
-        return "\n".join([f"python tests/histories.py --repeat \"{small}\"", *(f"    {line}" for line in told), f"    {problem}"])
+        """A failing history, shrunk, as text; None for one that does not fail."""
+        problem = self.problem(history)
+        if problem is None:
+            return None
+        small, told = self.shrink(history), []
+        problem = self.problem(small, told) or f"{problem}: not again"
+        return "\n    ".join([f'python tests/histories.py{self.options} --repeat "{small}"', *told, problem])
+
+
+# From the command line
+
+
+def start(arguments):
+    """Makes this process's runner."""
+    global runner
+    if arguments.known:
+        LEFT_OUT.clear()
+    torch.set_num_threads(1)
+    logging.getLogger("kernels").setLevel(logging.ERROR)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    kernel = get_local_kernel(arguments.build.absolute())
+    if arguments.arithmetic == "cpu":
+        cpu_kernels.install(kernel.__name__)
+    runner = Runner(kernel, f" --arithmetic {arguments.arithmetic}{' --known' * arguments.known}")
+
+
+def work(task):
+    return runner.report(History.random(*task))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--histories", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=None, help="of the first history; the others follow it")
-    parser.add_argument("--level", choices=LEVELS, nargs="+", help="the level to kernelize at (default: any)")
-    parser.add_argument("--subject", choices=[*SUBJECTS], nargs="+", help="what to kernelize (default: any)")
-    parser.add_argument("--repeat", metavar="HISTORY", help="run one history, as a failure names it")
-    parser.add_argument("--build", type=Path, default=Path(__file__).parent.parent / "build")
-    parser.add_argument("--leave-out", nargs="*", default=[], metavar="OPTION", help="draws' options to leave out")
+    parser.add_argument("--seed", type=int, help="of the first history, others follow (default: a new one)")
+    parser.add_argument("--level", choices=LEVELS, nargs="+", help="to kernelize at (default: any)")
+    parser.add_argument("--subject", choices=[*SUBJECTS], nargs="+", help="to kernelize (default: any)")
     parser.add_argument("--arithmetic", choices=("cpu", "triton"), default="cpu")
+    parser.add_argument("--known", action="store_true", help=f"leave nothing out: {'; '.join(LEFT_OUT.values())}")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--repeat", metavar="HISTORY", help="run this one, as a failure names it")
+    parser.add_argument("--build", type=Path, default=Path(__file__).parent.parent / "build")
     arguments = parser.parse_args()
-    LEFT_OUT.update(arguments.leave_out)
-    torch.set_num_threads(1)
-    logging.getLogger("kernels").setLevel(logging.ERROR)
-    kernel = get_local_kernel(arguments.build.absolute())
-    with cpu_arithmetic(kernel.__name__) if arguments.arithmetic == "cpu" else contextlib.nullcontext():
-        runner = Runner(kernel)
-        if arguments.repeat:
-            told = []
-            problem = runner.problem(History.parse(arguments.repeat), told)
-            print(*told, problem or "no difference", sep="\n")
-            return int(problem is not None)
-        from rich.progress import track
+    if arguments.repeat:
+        start(arguments)
+        told = []
+        problem = runner.problem(History.parse(arguments.repeat), told)
+        print(*told, problem or "no difference", sep="\n")
+        return int(problem is not None)
+    from rich.progress import track
 
-        first = arguments.seed if arguments.seed is not None else random.randrange(1 << 30)
-        print(f"seed {first}")
-        failed = 0
-        for seed in track(range(first, first + arguments.histories), "histories"):
-            history = History.random(seed, arguments.subject, arguments.level)
-            if runner.problem(history) is not None:
-                failed += 1
-                print(runner.report(history), flush=True)
-        print(f"{arguments.histories} histories, {failed} failed")
-        return int(failed > 0)
+    first = random.randrange(1 << 30) if arguments.seed is None else arguments.seed
+    print(f"--seed {first}", flush=True)
+    tasks = [(seed, arguments.subject, arguments.level) for seed in range(first, first + arguments.histories)]
+    failed = 0
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, start, (arguments,)) as pool:
+        for report in track(pool.imap_unordered(work, tasks), "histories", len(tasks)):
+            failed += report is not None
+            if report is not None:
+                print(report, flush=True)
+    print(f"{len(tasks)} histories, {failed} failed")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

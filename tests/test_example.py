@@ -98,10 +98,14 @@ def test_help():
         assert option in done.stdout
 
 
-@pytest.mark.parametrize("name", ["kernelize_llama", "kernelize_from_hub", "hub_round_trip"])
-def test_examples_start_with_a_safe_path(name):
+@pytest.mark.parametrize(
+    "name",
+    [f"examples/{name}" for name in ("kernelize_llama", "kernelize_from_hub", "hub_round_trip")]
+    + [f"scripts/{name}" for name in ("publish", "vendor", "verify")],
+)
+def test_commands_start_with_a_safe_path(name):
     """Python then leaves out the folder of a script."""
-    command = [sys.executable, ROOT / f"examples/{name}.py", "--help"]
+    command = [sys.executable, ROOT / f"{name}.py", "--help"]
     done = subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -1,25 +1,19 @@
-"""The kernel from a Hub: fetched by version and by lockfile, vendored, offline, damaged, in two versions at once.
+"""The kernel from a Hub: fetched by version and by lockfile, offline, damaged, in two versions at once.
 
 The Hub is scripts/local_hub.py; `kernels`, `huggingface_hub` and transformers are the real ones, over HTTP.
 """
 
-import functools
 import json
-import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import httpx2
 import pytest
-from command import CommandError, one_line
 from hub import ORGANISATION, client, local_hub, release_of, upload
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-from kernels._rust import Digest, DigestAlgorithm
-from projects import PACKAGE, REPO_ID, ROOT, commit, contents, export, run, script
-from vendor import resolve, vendor
-from verify import check, check_snapshot, repository_folder
+from projects import PACKAGE, REPO_ID, ROOT, commit, contents, run, script
+from verify import main as verify
+from verify import repository_folder
 
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "local"}
 
@@ -31,14 +25,9 @@ def hub(published, tmp_path):
         yield hub
 
 
-def fetch(hub, output, repo_id=REPO_ID, version=1):
-    api = client(hub)
-    vendor(api, repo_id, resolve(api, repo_id, version), f"v{version}", output)
-
-
 @pytest.fixture(scope="module")
 def lockfile(published, tmp_path_factory):
-    """What `kernels lock` writes, and a cache with what it locks."""
+    """What `kernels lock` writes, and, in `cache`, what it fetches for that."""
     folder = tmp_path_factory.mktemp("locked")
     (folder / "pyproject.toml").write_text(f'[tool.kernels.dependencies]\n"{REPO_ID}" = 1\n')
     code = "import sys; sys.argv[1:] = ['lock', '.']; from kernels.cli import main; main()"
@@ -46,14 +35,7 @@ def lockfile(published, tmp_path_factory):
         environment = {**local_hub.environment(hub), "KERNELS_CACHE": folder / "cache"}
         done = run([sys.executable, "-c", code], folder, **environment)
         assert done.returncode == 0, done.stderr
-        fetch(hub, folder / "cache")
     return folder / "kernels.lock"
-
-
-@pytest.fixture
-def cache(lockfile, tmp_path):
-    """A vendored cache, to be changed."""
-    return Path(shutil.copytree(lockfile.parent / "cache", tmp_path / "cache", symlinks=True))
 
 
 def python(code, *arguments, folder=ROOT, **environment):
@@ -129,6 +111,15 @@ def test_commands_of_kernels(hub, lockfile, published, tmp_path):
     assert {name: status for name, (status, _) in statuses.items()} == dict.fromkeys(statuses, 0), statuses
     assert "Backends: cpu, cuda, rocm" in statuses["info"][1]
     assert "torch-cpu compatible, preferred" in statuses["versions"][1]
+
+
+def test_what_is_locked_is_not_checked_before_it_is_here(lockfile, capsys):
+    for what in ([REPO_ID], ["--lockfile", str(lockfile)]):
+        assert verify([*what, "--cache", str(lockfile.parent / "cache")]) == 1
+        out, err = capsys.readouterr()
+        assert out.count("not checked: no variant of it is here, or only metadata.json") == 1
+        assert out.count("note: only metadata.json is here") == 3
+        assert err == f"verify: 1 of {out.count(REPO_ID)} could not be checked\n"
 
 
 ENTRY_POINTS = """
@@ -353,250 +344,3 @@ def test_the_round_trip_looks_at_the_device_first(device):
     done = run([sys.executable, "examples/hub_round_trip.py", "--device", device, "--build", "/nowhere"], ROOT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"hub_round_trip: error: --device: {device!r} is ")
-
-
-# Vendoring
-
-
-def damaged(hub, operation):
-    client(hub).create_commit(REPO_ID, [operation], commit_message="damage", repo_type="kernel", revision="v1")
-
-
-METADATA = b"""{"name": "lossless-kernels", "id": "_lossless_kernels_xpu_0000000", "version": 1,
-"license": "Apache-2.0", "python-depends": [], "kernel-depends": [], "backend": {"type": "xpu"},
-"digest": {"algorithm": "sha256", "files": {"layers.py": "%s"}}}""" % (b"0" * 64)
-LAYERS = "GET .*/torch-cpu/layers.py"
-VENDOR_FAULTS = {
-    "500": (local_hub.Fault(LAYERS, 500), "500"),
-    "404": (local_hub.Fault(LAYERS, 404), "404"),
-    "reset": (local_hub.Fault(LAYERS, "reset"), "reset by peer"),
-    "shorten": (local_hub.Fault(LAYERS, "shorten"), "Consistency check failed"),
-    "tamper": (local_hub.Fault(LAYERS, "tamper"), "damaged, nothing was kept: .*layers.py: not the content"),
-    "etag of another": (local_hub.Fault("HEAD .*layers.py", "wrong-etag"), None),
-    "etag of all": (local_hub.Fault("HEAD .*", "wrong-etag"), "damaged, nothing was kept: .*not the content"),
-    "metadata": (("build/torch-cuda/metadata.json", b"{"), "torch-cuda: Cannot parse metadata"),
-    "digest": (("build/torch-cuda/layers.py", b"x"), "torch-cuda: File hash mismatch for layers.py"),
-    "no files": (("build/torch-xpu/metadata.json", METADATA), "torch-xpu: only metadata.json is here"),
-    "no variant": (CommitOperationDelete("build/", is_folder=True), "no variant of a kernel"),
-}
-
-
-@pytest.mark.parametrize(("fault", "message"), VENDOR_FAULTS.values(), ids=VENDOR_FAULTS)
-def test_a_damaged_download_reaches_no_cache(hub, cache, tmp_path, fault, message):
-    before = contents(cache)
-    if isinstance(fault, local_hub.Fault):
-        hub.faults.append(fault)
-    else:
-        damaged(hub, CommitOperationAdd(*fault) if isinstance(fault, tuple) else fault)
-    if message is None:
-        fetch(hub, tmp_path / "new")
-        assert not bad(check([REPO_ID], tmp_path / "new", None, False))
-        return
-    for output in (tmp_path / "new", cache):
-        with pytest.raises((CommandError, OSError, httpx2.HTTPError)) as caught:
-            fetch(hub, output)
-        assert re.search(message, one_line(caught.value))
-    assert not (tmp_path / "new").exists()
-    assert contents(cache) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        ([REPO_ID, "--version", "7"], {}, f"--version: {REPO_ID} has no version 7; it has 1"),
-        ([f"{ORGANISATION}/other", "--version", "1"], {}, f"{ORGANISATION}/other: no such kernel repository"),
-        ([REPO_ID, "--version", "1"], NOWHERE, "the Hub at 127.0.0.1:9 does not answer"),
-        (["--version", "1"], {}, "ORG/NAME: expected the repository"),
-        (["ab", "--version", "1"], NOWHERE, "ORG/NAME: expected a repository such as"),
-        ([REPO_ID, "--version", "0"], NOWHERE, "--version: expected a number from 1 on, found 0"),
-        ([REPO_ID, "--version", "1", "--output", "LICENSE"], NOWHERE, "--output: expected a folder, found the file"),
-        (["--lockfile", "build.toml"], {}, "--lockfile: build.toml: "),
-        (["--lockfile", "/nowhere"], {}, "/nowhere"),
-    ],
-)
-def test_vendor_refuses(hub, tmp_path, arguments, environment, message):
-    done = script(
-        ROOT, "vendor", "--output", tmp_path / "new", *arguments, **{**local_hub.environment(hub), **environment}
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("vendor: error: ") and message in done.stderr
-    assert not (tmp_path / "new").exists()
-
-
-def test_vendor_into_a_read_only_folder(hub, cache, tmp_path):
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("this machine lets no process mount a folder read-only")
-    before = contents(cache)
-    steps = (
-        f"mount --bind {cache} {cache} && mount -o remount,bind,ro {cache} && "
-        f"{sys.executable} scripts/vendor.py {REPO_ID} --version 1 --output {cache}"
-    )
-    # Not -n: it has to reach the Hub before it fails.
-    done = run(["unshare", "-rm", "sh", "-c", steps], ROOT, **local_hub.environment(hub))
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "Read-only file system" in done.stderr
-    assert contents(cache) == before
-
-
-def test_two_processes_vendor_at_once(hub, lockfile, tmp_path):
-    command = [sys.executable, ROOT / "scripts/vendor.py", "--lockfile", lockfile, "--output", tmp_path / "both"]
-    environment = local_hub.environment(hub)
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(2)
-    ]
-    assert [process.wait() for process in running] == [0, 0]
-    one, other = (repository_folder(folder, REPO_ID) for folder in (tmp_path / "both", lockfile.parent / "cache"))
-    assert contents(one) == contents(other)
-    assert not bad(check([REPO_ID], tmp_path / "both", None, False))
-    assert not list((tmp_path / "both").glob(".vendor-*"))
-
-
-# Verifying
-
-
-def bad(findings):
-    return {finding.subject: finding.violations for finding in findings if finding.violations}
-
-
-def variant_in(cache, backend="cuda"):
-    (variant,) = cache.glob(f"*/snapshots/*/build/torch-{backend}")
-    return variant
-
-
-def test_an_untouched_cache_is_in_order(hub, cache, lockfile):
-    for findings in (
-        check([REPO_ID], cache, None, False),
-        check([], cache, lockfile, False),
-        check([str(cache)], cache, None, False),
-        check([REPO_ID], cache, lockfile, False),
-    ):
-        assert findings and not bad(findings)
-        assert not [finding for finding in findings if finding.notes]
-    assert not bad(check_snapshot(cache, REPO_ID, client_head(hub), client(hub)))
-
-
-def client_head(hub):
-    return resolve(client(hub), REPO_ID, 1)
-
-
-def replace_file(path, content):
-    """In a cache a file is a link to content that several may share."""
-    path.unlink()
-    path.write_bytes(content)
-
-
-def change_in_place(variant):
-    blob = (variant / "layers.py").resolve()
-    blob.write_bytes(blob.read_bytes()[:-1] + b" ")
-
-
-def change_with_digest(variant):
-    replace_file(variant / "layers.py", b"open('/tmp/executed', 'w')\n")
-    metadata = json.loads((variant / "metadata.json").read_text())
-    digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
-    metadata["digest"]["files"] = dict(sorted(digest.files.items()))
-    replace_file(variant / "metadata.json", json.dumps(metadata).encode())
-
-
-def link_a_folder(variant):
-    (variant / "more").symlink_to("/tmp")
-
-
-DAMAGES = {
-    "same length": (change_in_place, "File hash mismatch for layers.py"),
-    "digest too": (change_with_digest, "build/torch-cuda/layers.py: not the content of this commit"),
-    "broken link": (lambda variant: (variant / "more.py").symlink_to("gone"), "Link to nothing: more.py"),
-    "file less": (lambda variant: (variant / "layers.py").unlink(), "layers.py"),
-    "file more": (lambda variant: (variant / "more.py").write_text(""), "Unknown file: more.py"),
-    "folder behind a link": (link_a_folder, "Link to a folder: more"),
-    "metadata": (lambda variant: replace_file(variant / "metadata.json", b"{"), "Cannot parse metadata"),
-    "no metadata": (lambda variant: (variant / "metadata.json").unlink(), "metadata.json"),
-    "no digest": (
-        lambda variant: replace_file(
-            variant / "metadata.json",
-            json.dumps({**json.loads((variant / "metadata.json").read_text()), "digest": None}).encode(),
-        ),
-        "no digest",
-    ),
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_found_and_nothing_is_run(cache, lockfile, damage, message):
-    damage(variant_in(cache))
-    loaded = set(sys.modules)
-    for findings in (check([REPO_ID], cache, None, False), check([], cache, lockfile, False)):
-        assert message in json.dumps(bad(findings))
-    assert not [name for name in set(sys.modules) - loaded if "lossless" in name]
-    assert not Path("/tmp/executed").exists()
-
-
-def test_who_changes_file_and_digest_and_listing_is_found_online_alone(hub, cache):
-    change_with_digest(variant_in(cache))
-    shutil.rmtree(repository_folder(cache, REPO_ID) / "trees")
-    commit = client_head(hub)
-    assert not bad(check_snapshot(cache, REPO_ID, commit, None))
-    (violations,) = bad(check_snapshot(cache, REPO_ID, commit, client(hub))).values()
-    assert violations == [
-        f"build/torch-cuda/{name}: not the content of this commit" for name in ("layers.py", "metadata.json")
-    ]
-
-
-def test_a_commit_that_is_not_the_locked_one(hub, cache, lockfile, tmp_path):
-    other = tmp_path / "other.lock"
-    other.write_text(lockfile.read_text().replace(client_head(hub), "1" * 40))
-    (finding,) = check([], cache, other, False)
-    assert finding.violations == [f"not in {cache}"]
-
-
-def test_what_is_enough_online_and_what_python_left_are_notes(cache, tmp_path):
-    count = len(contents(variant_in(cache, "rocm")))
-    shutil.rmtree(variant_in(cache, "rocm"))
-    bytecode = variant_in(cache) / "__pycache__/layers.cpython-311.pyc"
-    bytecode.parent.mkdir()
-    bytecode.write_bytes(b"")
-    asked_for = variant_in(cache, "cpu")
-    metadata = (asked_for / "metadata.json").read_bytes()
-    shutil.rmtree(asked_for)
-    asked_for.mkdir()
-    (asked_for / "metadata.json").write_bytes(metadata)
-    for findings in (check([REPO_ID], cache, None, False), check([str(cache)], cache, None, False)):
-        assert not bad(findings)
-        notes = " ".join(note for finding in findings for note in finding.notes)
-        assert "only metadata.json is here" in notes and "1 files of bytecode" in notes
-    assert f"{2 * count - 1} files are not here" in " ".join(check([REPO_ID], cache, None, False)[0].notes)
-    # In a build they are missing.
-    build = shutil.copytree(asked_for, tmp_path / "build/torch-cpu")
-    assert bad(check([str(build)], cache, None, False))
-
-
-def test_verify_as_a_command(published, cache):
-    verify = functools.partial(script, published.project, "verify")
-    done = verify()
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("\n") == 3 and done.stdout.count("ok ") == 3
-    change_in_place(variant_in(cache))
-    done = verify(REPO_ID, KERNELS_CACHE=cache)
-    assert done.returncode == 1
-    assert "File hash mismatch for layers.py" in done.stdout
-    assert done.stderr.count("\n") == 1
-    for arguments, message in (
-        (["tests/nowhere/x"], "expected a folder or a repository such as ORG/NAME, found 'tests/nowhere/x'"),
-        ([""], "expected a folder or a repository such as ORG/NAME, found ''"),
-        (["scripts"], "scripts: holds no variant"),
-        (["build", "--online"], "--online: needs a repository"),
-        (["a/b"], "a/b: nothing of it in"),
-        (["--lockfile", "/nowhere"], "--lockfile: /nowhere: No such file"),
-    ):
-        done = verify(*arguments, KERNELS_CACHE=cache)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"verify: error: {message}"), done.stderr
-
-
-def test_verify_without_a_build(tmp_path):
-    done = script(export(tmp_path / "project"), "verify")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"verify: error: no build in {tmp_path}/project; `make build` makes one\n"

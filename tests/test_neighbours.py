@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from bits import assert_bits_equal
-from histories import cpu_arithmetic
+from cpu_kernels import cpu_arithmetic
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

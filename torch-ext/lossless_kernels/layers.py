@@ -331,13 +331,12 @@ def _gated_mlp(self, x):
         if isinstance(self, (LlamaMLP, GeGLUMLP)):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return type(self).forward(self, x)
-    gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
     if hooked:
-        product = mlp.hooked_product(act_fn, gate, up, subject, activation)
-    else:
-        product = product_replacement(gate, up, subject, activation)
-        if product is None:
-            product = act_fn(gate) * up
+        return down_proj(mlp.hooked_product(act_fn, gate_proj(x), up_proj(x), subject, activation))
+    gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
+    product = product_replacement(gate, up, subject, activation)
+    if product is None:
+        product = act_fn(gate) * up
     del gate, up  # Eager, too, has none of them any more when it projects.
     return attention.project(down_proj, product)
 

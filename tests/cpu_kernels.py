@@ -1,0 +1,132 @@
+"""The CPU's own arithmetic in place of compiled kernels: whoever launches one gets what the original layer computes, and as fast.
+
+All that surrounds the kernels can so be held to the unkernelized model on the CPU, bit for bit, without Triton's interpreter. The
+formulas are the package's own; the proof, if it is on, compares them with the layers as it does with kernels.
+"""
+
+import collections
+import functools
+import importlib
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def cpu_kernels(package):
+    """By its name what each kernel writes, from the formulas of eager that the package names: `kernel(constants, scalars, *tensors)`."""
+
+    def module(name):
+        return importlib.import_module(f"{package}.{name}")
+
+    backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
+    rotary, variants, products = module("rotary"), module("variants").BY_NAME.values(), []
+
+    def variant_of(constants, x, weight, out):
+        scale, fused = constants["SCALE"], constants.get("FUSED", False)
+        found = (v for v in variants if v.scale == scale and v.fused == fused)
+        return next(v for v in found if v.output_dtype(x.dtype, weight.dtype) == out.dtype)
+
+    def write(into, values):
+        into.copy_(values.reshape(into.shape))
+
+    def rms_norm_forward(constants, scalars, x, weight, out, rstd=None):
+        variant, eps = variant_of(constants, x, weight, out), scalars[-1]
+        write(out, variant.eager(x, weight, eps))
+        if rstd is not None and scalars[2]:
+            h = x.to(torch.float32)
+            write(rstd, torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps))
+
+    def add_rms_norm_forward(constants, scalars, x, residual, weight, out, total, rstd=None):
+        summed = residual.reshape(total.shape) + x.reshape(total.shape)
+        write(total, summed)
+        rms_norm_forward(constants, (0, 0, *scalars[1:]), summed, weight, out, rstd)
+
+    def rms_norm_backward(constants, scalars, dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks, d_sum):
+        variant, h = variant_of(constants, x, weight, dy), x.to(torch.float32)
+        found = backward.formula(variant, dy, x, weight, rstd, True, False)
+        terms = [d_sum] * constants.get("ADD", False) + [each for each in found[:2] if each is not None]
+        if constants.get("TWO_EDGES"):
+            write(dx_mean, terms.pop())
+        write(dx, functools.reduce(torch.add, terms))
+        if scalars[0]:
+            d_normalized = variant.incoming(dy) * (1.0 if variant.scale == "none" else variant.factor(weight))
+            if variant.scale == "after_cast":
+                d_normalized = d_normalized.to(x.dtype).to(torch.float32)
+            write(d_rstd, (d_normalized * h).sum(-1, keepdim=True))
+        if constants.get("SUM_CHAINS", True):
+            rms_norm_sum_chains(constants, scalars, dy, x, rstd, blocks)
+
+    def rms_norm_sum_chains(constants, scalars, dy, x, rstd, blocks):
+        variant = next(v for v in variants if v.scale == constants["SCALE"] and not v.fused)
+        products[:] = [backward.weight_products(variant, dy, x.to(torch.float32), rstd, x.dtype)]
+
+    def rms_norm_sum_blocks(constants, scalars, blocks, dweight_sum, dweight):
+        (product,) = products
+        write(dweight, product.sum_to_size(dweight.shape))
+        if scalars[-1]:
+            write(dweight_sum, product.sum(tuple(range(product.dim() - 1)), dtype=torch.float32))
+
+    def activation_forward(constants, scalars, x, out):
+        write(out, activation._ACTIVATIONS[constants["ACTIVATION"]].forward(None, x))
+
+    def activation_backward(constants, scalars, dy, x, *dxs):
+        for dx, values in zip(dxs, activation._ACTIVATIONS[constants["ACTIVATION"]].gradients(dy, x), strict=True):
+            write(dx, values)
+
+    def gated_activation_forward(constants, scalars, gate, out, up):
+        write(out, gated._eager(gated.ACTIVATIONS[constants["ACTIVATION"]], gate, up))
+
+    def gated_activation_backward(constants, scalars, dy, gate, d_gate, up, d_up=None):
+        found = gated._eager_gradients(gated.ACTIVATIONS[constants["ACTIVATION"]], dy, gate, up)
+        for into, values in zip((d_gate, d_up), found):
+            if into is not None:
+                write(into, values)
+
+    def rotate(constants, scalars, q, k, cos, sin, q_out, k_out, *straight):
+        tokens, _, _, q_heads, k_heads, *steps = scalars
+        dim, unit = 2 * constants["HALF"], constants["UNIT"]
+        batch = q_out.numel() // (tokens * q_heads * dim)
+
+        def heads(tensor, count, at):
+            return tensor.as_strided((batch, tokens, count, dim), (*(step * unit for step in steps[at]), 1))
+
+        cos, sin = (
+            table.as_strided((batch, tokens, 1, dim), (*(step * unit for step in steps[at : at + 2]), 0, 1))
+            for table, at in ((cos, 12), (sin, 14))
+        )
+        tensors = [(q, q_out, q_heads, 0), (k, k_out, k_heads, 3)]
+        for number, (x, out, count, at) in enumerate(tensors if k_heads else tensors[:1]):
+            x, into = heads(x, count, slice(at, at + 3)), slice(at + 6, at + 9)
+            if constants["STEP"] == "forward":
+                variant = rotary.WIDENED if constants["WIDENED"] else rotary.PLAIN
+                heads(out, count, into).copy_(variant.rotate(x, cos, sin))
+                continue
+            halves, through_cos = rotary.PLAIN.gradients(x, cos, sin, out.dtype)
+            heads(out, count, into).copy_(halves if straight else halves + through_cos)
+            if straight:
+                heads(straight[number], count, into).copy_(through_cos)
+
+    kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
+    kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
+    return {each.__name__: each for each in kernels} | {
+        "rotary": rotate,
+        "rms_norm_backward_streamed": rms_norm_backward,
+    }
+
+
+def install(package, changes=None):
+    """From now on launches in this process compute what the original layers do on the CPU. Returns how often each kernel ran.
+
+    Args:
+        changes: other kernels, by name.
+    """
+    kernels, launched = {**cpu_kernels(package), **(changes or {})}, collections.Counter()
+
+    def launch(self, blocks, tensors, scalars):
+        launched[self.kernel.__name__] += 1
+        # As a kernel, which nobody sees.
+        with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            kernels[self.kernel.__name__](self.constants, scalars, *tensors)
+
+    importlib.import_module(f"{package}.launch").Launcher.through_triton = launch
+    return launched
