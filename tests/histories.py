@@ -914,7 +914,7 @@ def start(arguments):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kernel = get_local_kernel(arguments.build.absolute())
     if arguments.arithmetic == "cpu":
-        cpu_kernels.install(kernel.__name__)
+        cpu_kernels.cpu_arithmetic(kernel.__name__).__enter__()  # As long as the process lasts.
     runner = Runner(kernel, f" --arithmetic {arguments.arithmetic}{' --known' * arguments.known}")
 
 
