@@ -5,8 +5,10 @@ formulas are the package's own; the proof, if it is on, compares them with the l
 """
 
 import collections
+import contextlib
 import functools
 import importlib
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -114,8 +116,9 @@ def cpu_kernels(package):
     }
 
 
-def install(package, changes=None):
-    """From now on launches in this process compute what the original layers do on the CPU. Returns how often each kernel ran.
+@contextlib.contextmanager
+def cpu_arithmetic(package, changes=None):
+    """While it lasts, launches compute what the original layers do on the CPU. Yields how often each kernel ran.
 
     Args:
         changes: other kernels, by name.
@@ -128,5 +131,5 @@ def install(package, changes=None):
         with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             kernels[self.kernel.__name__](self.constants, scalars, *tensors)
 
-    importlib.import_module(f"{package}.launch").Launcher.through_triton = launch
-    return launched
+    with mock.patch.object(importlib.import_module(f"{package}.launch").Launcher, "through_triton", launch):
+        yield launched

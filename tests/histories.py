@@ -304,15 +304,21 @@ def other_forward(world):
     if getattr(world.model, "is_gradient_checkpointing", False):
         yield
         return
-    owner = min(
-        {type(m) for m in world.model.modules() if "Norm" in type(m).__name__} or {ACT2FN["silu"].__class__}, key=str
-    )
+    # In the order of modules: parametrized classes have one name.
+    owners = dict.fromkeys(type(module) for module in world.model.modules() if "Norm" in type(module).__name__)
+    owner = min(owners or {ACT2FN["silu"].__class__}, key=str)
     original, own = owner.forward, "forward" in vars(owner)
     owner.forward = lambda self, *given, **named: 2.0 * original(self, *given, **named)
     try:
         yield
     finally:
         setattr(owner, "forward", original) if own else delattr(owner, "forward")
+
+
+def forward_mode(world):
+    """Not of a checkpointed model: README's Limits have it."""
+    checkpointed = getattr(world.model, "is_gradient_checkpointing", False)
+    return contextlib.nullcontext() if checkpointed else forward_ad.dual_level()
 
 
 AROUND = {
@@ -327,7 +333,7 @@ AROUND = {
     "anomaly mode": lambda world: torch.autograd.set_detect_anomaly(True),
     "hooks on all modules": global_hooks,
     "another forward": other_forward,
-    "a level of forward-mode AD": lambda world: forward_ad.dual_level(),
+    "a level of forward-mode AD": forward_mode,
 }
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
@@ -914,7 +920,7 @@ def start(arguments):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kernel = get_local_kernel(arguments.build.absolute())
     if arguments.arithmetic == "cpu":
-        cpu_kernels.install(kernel.__name__)
+        cpu_kernels.cpu_arithmetic(kernel.__name__).__enter__()  # As long as the process lasts.
     runner = Runner(kernel, f" --arithmetic {arguments.arithmetic}{' --known' * arguments.known}")
 
 

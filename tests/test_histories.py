@@ -76,14 +76,14 @@ PLANTED = r"""
         ("an exception", {}, (*norm, raising), "LlamaRMSNorm"),
         ("a stale weight", {}, (*norm, stale), "LlamaRMSNorm"),
     ]:
-        cpu_kernels.install(kernel.__name__, changes)
-        undo = plant(*at) if at else lambda: None
-        found = (histories.History.random(seed + number, [subject], ["decoder"]) for number in range(200))
-        if subject == "Llama":  # There are many modules to have hooks.
-            found = (found.replaced([("add_hook", seed + n, ()), ("forward", n, ())]) for n, found in enumerate(found))
-        reports = map(runner.report, found)
-        print(f"== {what}", next(filter(None, reports), ""), sep="\n")
-        undo()
+        with cpu_kernels.cpu_arithmetic(kernel.__name__, changes):
+            undo = plant(*at) if at else lambda: None
+            found = (histories.History.random(seed + number, [subject], ["decoder"]) for number in range(200))
+            if subject == "Llama":  # There are many modules to have hooks.
+                found = (found.replaced([("add_hook", seed + n, ()), ("forward", n, ())]) for n, found in enumerate(found))
+            reports = map(runner.report, found)
+            print(f"== {what}", next(filter(None, reports), ""), sep="\n")
+            undo()
         hoard.clear()
 """
 
