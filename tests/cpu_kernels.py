@@ -7,10 +7,10 @@ formulas are the package's own; the proof, if it is on, compares them with the l
 import collections
 import contextlib
 import functools
-import importlib
 from unittest import mock
 
 import torch
+from places import python_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -18,7 +18,7 @@ def cpu_kernels(package):
     """By its name what each kernel writes, from the formulas of eager that the package names: `kernel(constants, scalars, *tensors)`."""
 
     def module(name):
-        return importlib.import_module(f"{package}.{name}")
+        return python_module(package, name)
 
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
     rotary, variants, products = module("rotary"), module("variants").BY_NAME.values(), []
@@ -131,5 +131,5 @@ def cpu_arithmetic(package, changes=None):
         with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             kernels[self.kernel.__name__](self.constants, scalars, *tensors)
 
-    with mock.patch.object(importlib.import_module(f"{package}.launch").Launcher, "through_triton", launch):
+    with mock.patch.object(python_module(package, "launch").Launcher, "through_triton", launch):
         yield launched

@@ -24,9 +24,9 @@ def test_histories(build, seed, arguments):
 
 
 PLANTED = r"""
-    import functools, importlib, logging, sys, warnings
+    import functools, logging, sys, warnings
     from pathlib import Path
-    import cpu_kernels, histories, torch
+    import cpu_kernels, histories, places, torch
     from kernels import get_local_kernel
 
     warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ PLANTED = r"""
     kernel = get_local_kernel(Path(sys.argv[1]))
     seed = int(sys.argv[2])
     kernels = cpu_kernels.cpu_kernels(kernel.__name__)
-    module = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
+    module = functools.partial(places.python_module, kernel)
     runner, hoard = histories.Runner(kernel), []
 
     def other_eps(constants, scalars, *tensors):

@@ -612,7 +612,7 @@ def test_a_mapping_of_decoders_that_no_class_has_the_names_of_warns(kernel, modu
 def test_no_module_is_imported_by_a_public_functions_name(kernel, module, layers):
     """The package's functions stand where modules of their name did: `from . import rms_norm` would give one or the other."""
     package = Path(kernel.__file__).parent
-    for path in package.glob("*.py"):
+    for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level and node.module is None:
                 names = {alias.name for alias in node.names if callable(getattr(kernel, alias.name, None))}
