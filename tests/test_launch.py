@@ -29,6 +29,7 @@ LAUNCHES = """
     driver = ctypes.CDLL(os.environ["FAKE_DRIVER"], mode=ctypes.RTLD_GLOBAL)
     import torch, triton
     from kernels import get_local_kernel
+    from places import python_module
     from triton.backends.nvidia.driver import CudaDriver
 
     class Driver(CudaDriver):

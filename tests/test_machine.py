@@ -22,6 +22,7 @@ COMPILE = """
     sys.stdout, report = sys.stderr, sys.stdout
     import torch, triton
     from kernels import get_local_kernel
+    from places import python_module
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -91,8 +91,39 @@ def test_modules_are_python_3_9(path):
             assert future or not unions, f"{path.name}:{annotation.lineno}: {ast.unparse(annotation)} is not Python 3.9"
 
 
+# What a folder of the package may import from it, beside itself. `kernels_src` is the device code, `_ops` is generated.
+WALLS = {
+    "core": {"core"},
+    "ops": {"core", "ops", "kernels_src", "_ops"},
+    "decoder": {"core", "ops", "decoder"},
+    "kernels_src": {"kernels_src"},
+}
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent != PACKAGE], ids=name_of)
+def test_folders_import_only_what_stands_below_them(path):
+    folder, *inside = path.relative_to(PACKAGE).with_suffix("").parts
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            package = (folder, *inside)[: -node.level]
+            module = (*package, *(node.module or "").split("."))
+            names = [module[0]] if package or node.module else [alias.name for alias in node.names]
+            assert {*names} <= WALLS[folder], f"{path.name}:{node.lineno} imports {', '.join(names)}"
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """The function stands in its place once the package is imported: `from . import rms_norm` would find one or the other."""
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in parse(PACKAGE / "__init__.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    modules = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules & {*names} == {"layers"}
+
+
 def test_public_names_can_be_read_without_running():
-    """The card lists them from the source: `__all__` must be a list of literals, `layers` in it."""
+    """A reader of the source sees them: `__all__` is a list of literals, `layers` in it."""
     for node in parse(PACKAGE / "__init__.py").body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             assert isinstance(node.value, ast.List)

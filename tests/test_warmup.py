@@ -158,6 +158,7 @@ COMPILED_AHEAD = """
     from pathlib import Path
     sys.stdout, report = sys.stderr, sys.stdout
     import torch, triton.compiler
+    from places import python_module
     from kernels import get_local_kernel
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
