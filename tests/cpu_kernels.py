@@ -127,6 +127,7 @@ def cpu_arithmetic(package, changes=None):
 
     def launch(self, blocks, tensors, scalars):
         launched[self.kernel.__name__] += 1
+        self.check(tensors)
         # As a kernel, which nobody sees.
         with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             kernels[self.kernel.__name__](self.constants, scalars, *tensors)

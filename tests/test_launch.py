@@ -79,7 +79,7 @@ LAUNCHES = """
         widths = [64] * pointers + [BITS[p.annotation_type] for p in parameters[pointers:]]
         _, times, triton_sent = launched(lambda: through_triton(self, blocks, tensors, scalars), widths)
         assert times == 1
-        one = self.bind(blocks, *scalars)
+        one = launch.Launch(self, blocks, scalars)
         short = []
         for stream in (7, 7, 8):
             values = tuple(tensor.data_ptr() for tensor in tensors)

@@ -431,10 +431,12 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     families = norm, _ = module("rms_norm"), module("add_rms_norm")
     make = functools.partial(torch.randn, generator=generator, device="cuda")
-    launcher, bound = module("launch").Launcher, set()
-    bind = launcher.bind
+    launch, bound = module("launch"), set()
+    bind = launch.bind
     monkeypatch.setattr(
-        launcher, "bind", lambda self, *given: (bound.add(self.constants.get("AHEAD")), bind(self, *given))[1]
+        launch,
+        "bind",
+        lambda kernel, constants, *given: (bound.add(constants.get("AHEAD")), bind(kernel, constants, *given))[1],
     )
     for hidden_size, dtype in itertools.product((choose.choice((1004, 4100)), 4096, 8192), DTYPES[::2]):
         plan = norm.Plan(choose.choice((1, 2)), choose.choice((4, 8)), hidden_size == 8192 and choose.random() < 0.5)

@@ -45,10 +45,6 @@ if _KNOWN_INTERFACE:
     _enter_hooks = triton.knobs.runtime.launch_enter_hook
 
 
-# For functions that make a launcher: so many are kept, of 5 KB each. Triton itself keeps every kernel that it compiled.
-kept = functools.lru_cache(maxsize=1024)
-
-
 @dataclass(frozen=True)
 class Compilation:
     """What a first launch has Triton compile; by itself it can be done in any thread, and before the launch.
@@ -94,21 +90,22 @@ def is_asking() -> bool:
 class Launcher:
     """One Triton kernel with its constants, for one device: it stands for one compiled kernel.
 
-    Whatever else Triton would specialise on belongs into the key under which a launcher is kept, the tensors' dtypes above
-    all. Integers and floats are declared with a fixed width and `do_not_specialize` in the kernels, and a call with a
-    pointer that is not a multiple of 16 goes to Triton itself.
+    What else Triton would specialise on is fixed: integers and floats are declared with a width and `do_not_specialize` in the
+    kernels, and a call with a pointer that is not a multiple of 16 goes to Triton itself.
 
     Args:
         kernel: the `@triton.jit` function; its parameters are pointers, then scalars, then constants.
         constants: the kernel's constexpr arguments by name, in the order of its parameters.
         num_warps: warps per program.
         device: index of the CUDA device.
+        dtypes: of the tensors that it is called with.
     """
 
-    __slots__ = ("kernel", "constants", "num_warps", "device", "one_of_several", "launch", "fixed")
+    __slots__ = ("kernel", "constants", "num_warps", "device", "dtypes", "one_of_several", "launch", "fixed")
 
-    def __init__(self, kernel, constants: dict, num_warps: int, device: int):
+    def __init__(self, kernel, constants: dict, num_warps: int, device: int, dtypes: tuple):
         self.kernel = kernel
+        self.dtypes = dtypes
         self.constants = constants
         self.num_warps = num_warps
         self.device = device
@@ -116,12 +113,15 @@ class Launcher:
         self.launch = None
         self.fixed: tuple = ()
 
-    def bind(self, blocks: int, *scalars) -> "Launch":
-        """The launch of `blocks` programs with these scalars, to be called with the tensors."""
-        return Launch(self, blocks, scalars)
+    def check(self, tensors) -> None:
+        """Raises TypeError unless the tensors have the dtypes that the launcher stands for: others need another kernel."""
+        found = tuple(tensor.dtype for tensor in tensors)
+        if found != self.dtypes[: len(found)]:
+            raise TypeError(f"{self.kernel.__name__}: bound for {self.dtypes}, called with {found}")
 
     def through_triton(self, blocks, tensors, scalars) -> None:
         """Launches by Triton's own call, and keeps the kernel that it compiled if that fits every later call."""
+        self.check(tensors)
         device = tensors[0].device
         left_out = len(self.kernel.arg_names) - len(self.constants) - len(scalars) - len(tensors)
         tensors = [*tensors, *(torch.empty(1, dtype=torch.float32, device=device) for _ in range(left_out))]
@@ -155,6 +155,24 @@ class Launcher:
                     kinds = run.arg_annotations, run.kernel_signature
                     self.fixed = (*kernel, compiled.packed_metadata, *no_metadata_no_hooks, *no_scratch, *kinds)
                 self.launch = run.launch
+
+
+# So many are kept, of 5 KB each. Triton itself keeps every kernel that it compiled.
+@functools.lru_cache(maxsize=1024)
+def _launcher(kernel, constants: tuple, num_warps: int, device: int, dtypes: tuple) -> Launcher:
+    return Launcher(kernel, dict(constants), num_warps, device, dtypes)
+
+
+def bind(
+    kernel, constants: dict, num_warps: int, device: torch.device, dtypes: tuple, programs: int, *scalars
+) -> "Launch":
+    """The launch of `programs` programs with these scalars, to be called with tensors of these dtypes.
+
+    Args:
+        kernel, constants, num_warps, dtypes: as of `Launcher`; tensors left out at the end of a call need no dtype.
+    """
+    launcher = _launcher(kernel, tuple(constants.items()), num_warps, device.index or 0, dtypes)
+    return Launch(launcher, programs, scalars)
 
 
 class Launch:

@@ -263,13 +263,6 @@ def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> P
     return Plan(**(plans.tuned(gpu, op, None, 1, element_size) or {}))
 
 
-@launch.kept
-def _launcher(kernel, activation, dtype, kind, plan: Plan, device) -> launch.Launcher:
-    """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    constants = {"ACTIVATION": activation.name, **dict(kind), "BLOCK": plan.block}
-    return launch.Launcher(kernel, constants, plan.num_warps, device)
-
-
 def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
     """So many elements, up to 16 bytes, can be read at a time."""
     return math.gcd(columns, row_stride, 16 // dtype.itemsize)
@@ -280,17 +273,19 @@ def _forward(activation, dtype, rows, columns, row_stride, device: torch.device)
     unit = access_unit(columns, row_stride, dtype)
     plan = launch_plan(activation.name, dtype.itemsize, plans.gpu(device))
     blocks_per_row = -(-columns // plan.block)
-    kind = ("ONE_ROW", rows == 1), ("UNIT", unit)
-    launcher = _launcher(activation_forward, activation, dtype, kind, plan, device.index or 0)
-    return launcher.bind(rows * blocks_per_row, columns // unit, row_stride // unit, blocks_per_row)
+    constants = {"ACTIVATION": activation.name, "ONE_ROW": rows == 1, "UNIT": unit, "BLOCK": plan.block}
+    scalars = columns // unit, row_stride // unit, blocks_per_row
+    programs = rows * blocks_per_row
+    return launch.bind(activation_forward, constants, plan.num_warps, device, (dtype,) * 2, programs, *scalars)
 
 
 def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
     """The launch of the backward kernel, to be called with dy, input and its gradients, all dense and alike."""
     unit = access_unit(numel, numel, dtype)
     plan = launch_plan(f"{activation.name}_backward", dtype.itemsize, plans.gpu(device))
-    launcher = _launcher(activation_backward, activation, dtype, (("UNIT", unit),), plan, device.index or 0)
-    return launcher.bind(-(-numel // plan.block), numel // unit)
+    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": plan.block}
+    dtypes, programs = (dtype,) * (2 + activation.paths), -(-numel // plan.block)
+    return launch.bind(activation_backward, constants, plan.num_warps, device, dtypes, programs, numel // unit)
 
 
 class _Call:

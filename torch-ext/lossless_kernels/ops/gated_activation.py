@@ -203,17 +203,12 @@ def _forward_block(activation) -> int:
     return BLOCK if activation is SILU else 2 * BLOCK
 
 
-@launch.kept
-def _launcher(kernel, activation, dtype, constants, device) -> launch.Launcher:
-    """The kernel for one class of inputs, their dtype included: a launcher stands for one compiled kernel."""
-    return launch.Launcher(kernel, {"ACTIVATION": activation.name, **dict(constants)}, NUM_WARPS, device)
-
-
 def _bound(kernel, activation, dtype, layout: _Layout, device, constants) -> launch.Launch:
-    launcher = _launcher(kernel, activation, dtype, tuple(constants.items()), device.index or 0)
-    unit, block = constants["UNIT"], constants["BLOCK"]
-    programs = layout.programs(block)
-    return launcher.bind(programs, layout.columns // unit, layout.row_stride // unit, programs // layout.rows)
+    constants = {"ACTIVATION": activation.name, **constants}
+    unit, programs = constants["UNIT"], layout.programs(constants["BLOCK"])
+    scalars = layout.columns // unit, layout.row_stride // unit, programs // layout.rows
+    # At most dy, gate, up and two gradients.
+    return launch.bind(kernel, constants, NUM_WARPS, device, (dtype,) * 5, programs, *scalars)
 
 
 def _forward(activation, dtype, layout: _Layout, device) -> launch.Launch:

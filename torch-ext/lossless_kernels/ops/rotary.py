@@ -185,25 +185,6 @@ def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
     return Plan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
 
 
-@launch.kept
-def _launcher(step, keeps_dtype, dtypes, head_dim, unit, device) -> launch.Launcher:
-    """The kernel for one class of inputs.
-
-    Args:
-        dtypes: of what is read, of cos and of what is written: a launcher stands for one compiled kernel.
-    """
-    plan = launch_plan(head_dim, dtypes[0])
-    constants = {
-        "STEP": step,
-        "WIDENED": keeps_dtype and step == "forward",
-        "HALF": head_dim // 2,
-        "HALF_BLOCK": 1 << (head_dim // 2 - 1).bit_length(),
-        "UNIT": unit,
-        "HEADS": plan.heads_per_program,
-    }
-    return launch.Launcher(rotary, constants, plan.num_warps, device)
-
-
 def _place(unsqueeze_dim: int, dims: int) -> int:
     """Where the new dimension of a tensor of so many is, counted from the first."""
     return unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + dims + 1
@@ -238,16 +219,30 @@ class Walk:
         return math.gcd(8, self.head_dim // 2, *self.q, *self.k, *self.q_out, *self.k_out, *self.cos, *self.sin)
 
     def launch(self, step: str, keeps_dtype: bool, dtypes, device: torch.device) -> Optional[launch.Launch]:
-        """The launch, to be called with q, k, cos, sin and the outputs; None if these are too many programs."""
-        launcher = _launcher(step, keeps_dtype, dtypes, self.head_dim, self.unit, device.index or 0)
-        per_program = launcher.constants["HEADS"]
-        q_groups, k_groups = (-(-heads // per_program) for heads in (self.q_heads, self.k_heads))
-        blocks = self.batch * self.tokens * (q_groups + k_groups)
-        if blocks > _MAX_PROGRAMS:
+        """The launch, to be called with q, k, cos, sin and the outputs; None if these are too many programs.
+
+        Args:
+            dtypes: of what is read, of cos and of what is written.
+        """
+        read, table, written = dtypes
+        plan = launch_plan(self.head_dim, read)
+        constants = {
+            "STEP": step,
+            "WIDENED": keeps_dtype and step == "forward",
+            "HALF": self.head_dim // 2,
+            "HALF_BLOCK": 1 << (self.head_dim // 2 - 1).bit_length(),
+            "UNIT": self.unit,
+            "HEADS": plan.heads_per_program,
+        }
+        q_groups, k_groups = (-(-heads // plan.heads_per_program) for heads in (self.q_heads, self.k_heads))
+        programs = self.batch * self.tokens * (q_groups + k_groups)
+        if programs > _MAX_PROGRAMS:
             return None
         steps = (*self.q, *self.k, *self.q_out, *self.k_out, *self.cos[:2], *self.sin[:2])
         steps = tuple([step // self.unit for step in steps])
-        return launcher.bind(blocks, self.tokens, q_groups + k_groups, q_groups, self.q_heads, self.k_heads, *steps)
+        scalars = (self.tokens, q_groups + k_groups, q_groups, self.q_heads, self.k_heads, *steps)
+        dtypes = (read, read, table, table, *(written,) * 4)
+        return launch.bind(rotary, constants, plan.num_warps, device, dtypes, programs, *scalars)
 
 
 def _walk(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Optional[Walk]:

@@ -94,17 +94,6 @@ _VARIANTS = [Variant(*each) for each in itertools.product((False, True), repeat=
 _POSITIONS_PER_PROGRAM, _NUM_WARPS = 4, 2
 
 
-@launch.kept
-def _launcher(dtype, inv_freq_dtype, position_dtype, half, adds_zero, device) -> launch.Launcher:
-    constants = {
-        "HALF": half,
-        "HALF_BLOCK": 1 << (half - 1).bit_length(),
-        "POSITIONS": _POSITIONS_PER_PROGRAM,
-        "ADDS_ZERO": adds_zero,
-    }
-    return launch.Launcher(rotary_tables, constants, _NUM_WARPS, device)
-
-
 class _Call:
     """All that follows from the shapes, strides, dtypes and device of a call, and from the scaling."""
 
@@ -113,11 +102,16 @@ class _Call:
     def __init__(self, variant: Variant, position_ids, inv_freq, dtype, scaling):
         batch, length = position_ids.shape
         half, device, dtype = inv_freq.numel(), position_ids.device, variant.dtype(dtype)
-        dtypes = (dtype, inv_freq.dtype, position_ids.dtype)
-        launcher = _launcher(*dtypes, half, variant.adds_zero(position_ids), device.index or 0)
+        constants = {
+            "HALF": half,
+            "HALF_BLOCK": 1 << (half - 1).bit_length(),
+            "POSITIONS": _POSITIONS_PER_PROGRAM,
+            "ADDS_ZERO": variant.adds_zero(position_ids),
+        }
+        dtypes = position_ids.dtype, inv_freq.dtype, dtype, dtype
         programs = -(-batch * length // _POSITIONS_PER_PROGRAM)
-        launch = launcher.bind(programs, batch * length, length, *position_ids.stride(), scaling)
-        self.launch = launch.on_four
+        scalars = batch * length, length, *position_ids.stride(), scaling
+        self.launch = launch.bind(rotary_tables, constants, _NUM_WARPS, device, dtypes, programs, *scalars).on_four
         shape = (batch, length, 2 * half)
         self.empty = allocator(shape, contiguous_strides(shape), dtype, device)
 

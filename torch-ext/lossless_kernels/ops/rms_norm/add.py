@@ -34,7 +34,6 @@ from .function import (
     EAGER,
     NO_GRADIENTS,
     PROOF_EPS,
-    Plan,
     calls_torch,
     check_arguments,
     gradients_proved,
@@ -100,11 +99,19 @@ def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[to
 # From a call's tensors to a kernel
 
 
-@launch.kept
-def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan: Plan, device) -> launch.Launcher:
-    order = row_reduction(rows, hidden_size)
+def _forward(
+    variant, dtype, weight_dtype, hidden_size, rows, device: torch.device, eps, store_rstd, plan=None
+) -> launch.Launch:
+    """The launch of the kernel, to be called with hidden_states, residual, weight, normed, total and rstd.
+
+    Args:
+        plan: another one than that for `rows`: a proof runs the very kernel of a larger call.
+    """
+    if plan is None:
+        plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
+    order = row_reduction(row_class(rows), hidden_size)
     constants = {
-        "SCALE": scale,
+        "SCALE": variant.scale,
         "HIDDEN_SIZE": hidden_size,
         "ROWS": plan.rows_per_program,
         "LOG2_STEPS": order.log2_steps,
@@ -116,22 +123,9 @@ def _launcher(scale, dtype, weight_dtype, output_dtype, hidden_size, rows, plan:
         "PARTS": plan.programs_per_row,
         "AHEAD": plan.ahead(2 * hidden_size * dtype.itemsize),
     }
-    return launch.Launcher(add_rms_norm_forward, constants, plan.num_warps, device)
-
-
-def _forward(
-    variant, dtype, weight_dtype, hidden_size, rows, device: torch.device, eps, store_rstd, plan=None
-) -> launch.Launch:
-    """The launch of the kernel, to be called with hidden_states, residual, weight, normed, total and rstd.
-
-    Args:
-        plan: another one than that for `rows`: a proof runs the very kernel of a larger call.
-    """
-    if plan is None:
-        plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
-    dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
-    launcher = _launcher(variant.scale, *dtypes, hidden_size, row_class(rows), plan, device.index or 0)
-    return launcher.bind(plan.programs(rows), rows, int(store_rstd), eps)
+    dtypes = (dtype, dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype), dtype, torch.float32)
+    scalars = rows, int(store_rstd), eps
+    return launch.bind(add_rms_norm_forward, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)
 
 
 class _Inference:

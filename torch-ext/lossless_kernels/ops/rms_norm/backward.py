@@ -240,10 +240,15 @@ def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.d
     return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
 
 
-@launch.kept
-def _backward_launcher(
-    scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, edges, device
-) -> launch.Launcher:
+def _bind_backward(
+    scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, edges, device, programs, *scalars
+) -> launch.Launch:
+    """Of dx, and with a fused plan of the chains' sums.
+
+    Args:
+        dtypes: of dy, x and the weight.
+        rows: the fewest of their class.
+    """
     order = row_reduction(rows, hidden_size)
     constants = {
         "SCALE": scale,
@@ -265,11 +270,15 @@ def _backward_launcher(
     if plan.streamed:
         kernel = rms_norm_backward_streamed
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    return launch.Launcher(kernel, constants, plan.num_warps, device)
+    # What is neither read nor written is fp32, as rstd, which stands for it.
+    fp32, x = torch.float32, dtypes[1]
+    tensors = (*dtypes, fp32, x, x if edges == "two" else fp32, fp32, fp32, x if edges == "added" else fp32)
+    return launch.bind(kernel, constants, plan.num_warps, device, tensors, programs, *scalars)
 
 
-@launch.kept
-def _sum_chains_launcher(scale, dtypes, hidden_size, unit, levels, plan: Plan, threads, device) -> launch.Launcher:
+def _bind_sum_chains(
+    scale, dtypes, hidden_size, unit, levels, plan: Plan, threads, device, programs, *scalars
+) -> launch.Launch:
     constants = {
         "SCALE": scale,
         "HIDDEN_SIZE": hidden_size,
@@ -279,11 +288,13 @@ def _sum_chains_launcher(scale, dtypes, hidden_size, unit, levels, plan: Plan, t
         "COLUMNS": plan.chain_columns,
         "STAGES": plan.chain_stages,
     }
-    return launch.Launcher(rms_norm_sum_chains, constants, plan.chain_warps, device)
+    dtypes = (*dtypes, torch.float32, torch.float32)
+    return launch.bind(rms_norm_sum_chains, constants, plan.chain_warps, device, dtypes, programs, *scalars)
 
 
-@launch.kept
-def _sum_blocks_launcher(weight_dtype, hidden_size, parts, plan: Plan, threads, device) -> launch.Launcher:
+def _bind_sum_blocks(
+    weight_dtype, hidden_size, parts, plan: Plan, threads, device, programs, *scalars
+) -> launch.Launch:
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "PARTS": parts,
@@ -291,7 +302,8 @@ def _sum_blocks_launcher(weight_dtype, hidden_size, parts, plan: Plan, threads, 
         "COLUMNS": plan.sum_columns,
         "LOG2_STEPS": plan.sum_log2_steps,
     }
-    return launch.Launcher(rms_norm_sum_blocks, constants, plan.sum_warps, device)
+    dtypes = torch.float32, torch.float32, weight_dtype
+    return launch.bind(rms_norm_sum_blocks, constants, plan.sum_warps, device, dtypes, programs, *scalars)
 
 
 @functools.cache
@@ -428,7 +440,6 @@ def resolve(
         return tuple(offset // unit for offset in offsets)
 
     walk = (inner, middle, *in_units(dy_offsets), *in_units(x_offsets), *rstd_offsets)
-    device = x.device.index or 0
     multiprocessors, threads = _multiprocessors(x.device)
     dtypes = (x.dtype, weight.dtype, dy.dtype)
     # Of all parts the plan that the whole has been proved with.
@@ -450,25 +461,23 @@ def resolve(
         left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:
             height = columns.height if plan.fused else plan.rows_per_program
-            launcher = _backward_launcher(
-                variant.scale, dtypes, hidden_size, row_class(rows), unit, levels, plan, height, edges, device
-            )
             programs = columns.blocks * left if plan.fused else -(-count // plan.rows_per_program)
-            dx = launcher.bind(
-                programs, int(statistics), first_row, count, columns.blocks, *walk, *in_units(dx_offsets)
-            )
+            shared = (hidden_size, row_class(rows), unit, levels, plan, height, edges, x.device)
+            scalars = int(statistics), first_row, count, columns.blocks, *walk, *in_units(dx_offsets)
+            dx = _bind_backward(variant.scale, dtypes, *shared, programs, *scalars)
         if needs_dweight:
             most_sums = max(most_sums, columns.blocks * left)
             if not plan.fused:
-                launcher = _sum_chains_launcher(
-                    variant.scale, dtypes, hidden_size, unit, levels, plan, columns.height, device
-                )
+                shared = (hidden_size, unit, levels, plan, columns.height, x.device)
                 programs = columns.blocks * -(-hidden_size // plan.chain_columns)
-                sum_chains = launcher.bind(programs, first_row, count, columns.blocks, *walk)
-            launcher = _sum_blocks_launcher(weight.dtype, hidden_size, left, plan, columns.height, device)
+                of_chains = dtypes[:2]
+                sum_chains = _bind_sum_chains(
+                    variant.scale, of_chains, *shared, programs, first_row, count, columns.blocks, *walk
+                )
             store_sum = statistics or index + 1 < len(ranges)
+            shared = (weight.dtype, hidden_size, left, plan, columns.height, x.device)
             programs = -(-hidden_size // plan.sum_columns)
-            sum_blocks = launcher.bind(programs, columns.blocks, int(index > 0), int(store_sum))
+            sum_blocks = _bind_sum_blocks(*shared, programs, columns.blocks, int(index > 0), int(store_sum))
         parts.append(_Part(dx, sum_chains, sum_blocks))
     return Backward(
         parts,

@@ -240,30 +240,6 @@ def _plan(variant: Variant, dtype: torch.dtype, hidden_size: int, rows: int, dev
     return launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
 
 
-@launch.kept
-def _forward_launcher(
-    scale, fused, dtype, weight_dtype, output_dtype, hidden_size, rows, stride_unit, plan: Plan, device
-) -> launch.Launcher:
-    """The forward kernel for one class of inputs, dtypes included: a launcher stands for one compiled kernel."""
-    order = fused_row_reduction(hidden_size) if fused else row_reduction(rows, hidden_size)
-    constants = {
-        "SCALE": scale,
-        "HIDDEN_SIZE": hidden_size,
-        "STRIDE_UNIT": stride_unit,
-        "ROWS": plan.rows_per_program,
-        "LOG2_STEPS": order.log2_steps,
-        "WIDTH": order.width,
-        "HEIGHT": order.height,
-        "VECTORIZED": order.vectorized,
-        "FUSED": fused,
-        "STREAMED": plan.streamed,
-        "BY_LANE": plan.by_lane,
-        "PARTS": plan.programs_per_row,
-        "AHEAD": plan.ahead(hidden_size * dtype.itemsize),
-    }
-    return launch.Launcher(rms_norm_forward, constants, plan.num_warps, device)
-
-
 def _stride_unit(row_stride: int, dtype: torch.dtype) -> int:
     """The largest power of two that divides the row stride, up to 16 bytes: so many elements can be read at a time."""
     return math.gcd(row_stride, 16 // dtype.itemsize)
@@ -280,10 +256,26 @@ def _forward(
     if plan is None:
         plan = _plan(variant, dtype, hidden_size, rows, device)
     unit = _stride_unit(row_stride, dtype)
-    dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype))
-    arguments = (variant.scale, variant.fused, *dtypes, hidden_size, row_class(rows), unit, plan, device.index or 0)
-    launcher = _forward_launcher(*arguments)
-    return launcher.bind(plan.programs(rows), rows, row_stride // unit, int(store_rstd), eps)
+    # Of all rows of a class, so that one kernel serves them.
+    order = fused_row_reduction(hidden_size) if variant.fused else row_reduction(row_class(rows), hidden_size)
+    constants = {
+        "SCALE": variant.scale,
+        "HIDDEN_SIZE": hidden_size,
+        "STRIDE_UNIT": unit,
+        "ROWS": plan.rows_per_program,
+        "LOG2_STEPS": order.log2_steps,
+        "WIDTH": order.width,
+        "HEIGHT": order.height,
+        "VECTORIZED": order.vectorized,
+        "FUSED": variant.fused,
+        "STREAMED": plan.streamed,
+        "BY_LANE": plan.by_lane,
+        "PARTS": plan.programs_per_row,
+        "AHEAD": plan.ahead(hidden_size * dtype.itemsize),
+    }
+    dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype), torch.float32)
+    scalars = rows, row_stride // unit, int(store_rstd), eps
+    return launch.bind(rms_norm_forward, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)
 
 
 # From a call's tensors to a kernel
