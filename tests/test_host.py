@@ -1412,6 +1412,14 @@ def test_symbolic_traces_are_of_the_original_operations(kernel, proof_off):
         assert_bits_equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), expected)
 
 
+def test_a_launcher_refuses_tensors_of_other_dtypes(module):
+    """Another compiled kernel would have to read them."""
+    activation, x = module("activation"), torch.ones(64)
+    launch = activation._forward(activation.SILU, torch.float16, 1, 64, 64, CPU)
+    with pytest.raises(TypeError, match="activation_forward: bound for .*float16.*called with .*float32"):
+        launch(x, torch.empty_like(x))
+
+
 def test_cuda_is_not_asked_where_it_was_never_used(module, monkeypatch):
     """In a forked process it raises."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
