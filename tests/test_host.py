@@ -316,14 +316,14 @@ def test_gradients_are_laid_out_as_eagers(module, chooser):
 
 def test_memory_has_a_short_way_in_this_torch(module):
     """`torch.empty_strided` takes twice as long: nobody would notice."""
-    assert module("domain")._empty_strided_cuda is not None
+    assert module("domain").empty_strided_cuda is not None
 
 
 @pytest.mark.parametrize("count, current, short", [(1, 1, True), (2, 1, True), (2, 0, False)])
 def test_memory_is_on_the_tensors_gpu(module, monkeypatch, count, current, short):
     """The short way is the current GPU's."""
     domain, device = module("domain"), SimpleNamespace(type="cuda", index=1)
-    monkeypatch.setattr(domain, "_empty_strided_cuda", lambda *given: ("short", *given))
+    monkeypatch.setattr(domain, "empty_strided_cuda", lambda *given: ("short", *given))
     monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: ("long", *given, *named.values()))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)

@@ -58,7 +58,7 @@ LAUNCHES = """
     module = lambda name: python_module(kernel, name)
     launch, domain, proof = map(module, ("launch", "domain", "proof"))
     domain._KERNEL_DEVICE = "cpu"
-    launch._current_stream = lambda device: stream
+    launch.current_stream = lambda device: stream
     through_triton, found = launch.Launcher.through_triton, {}
     BITS = {"i32": 32, "fp32": 32, "i64": 64}
 

@@ -63,7 +63,7 @@ def tensor(choose, generator, rows, hidden_size, dtype):
 def test_memory_of_a_call_is_as_torchs_own(module, monkeypatch):
     """In the short way, of a machine with one GPU and with several."""
     domain, device = module("domain"), torch.device("cuda", torch.cuda.current_device())
-    assert domain._empty_strided_cuda is not None
+    assert domain.empty_strided_cuda is not None
     layouts = [((2, 3, 64), (192, 64, 1)), ((2, 3, 64), (64, 128, 1)), ((1, 1, 64), (9, 640, 1)), ((0, 4), (4, 1))]
     for count, (shape, strides), dtype in itertools.product((1, 2), layouts, DTYPES):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)

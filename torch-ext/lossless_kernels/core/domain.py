@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -10,12 +9,25 @@ from types import MethodType
 from typing import Callable
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.modules import module as torch_module
 
 from . import LAYERS_MODULE, launch
+from .torch_internals import (
+    MISSING,
+    MODULE_CALL,
+    current_device,
+    dispatch_modes,
+    empty_strided_cuda,
+    forward_ad,
+    functorch_level,
+    functorch_wrapped,
+    legacy_batched,
+    saved_tensor_hooks,
+    tensor_guard,
+    tracing_state,
+)
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a layer that is not asked for its `__dict__`.
@@ -23,17 +35,6 @@ NO_STATE: Mapping = {}
 # A subclass may mean something else by every operation on it.
 PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
-
-# What `__call__` is, unless somebody has put another one there, who wants to see the calls.
-MODULE_CALL = torch.nn.Module._wrapped_call_impl
-_tracing_state = torch._C._get_tracing_state
-dispatch_modes = torch._C._len_torch_dispatch_stack
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-# `torch.autograd.grad(is_grads_batched=True)` is older than functorch and does not show on its stack.
-_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
-# What a transform leaves behind in whoever keeps one of its tensors: no kernel can read it.
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -63,28 +64,19 @@ def _are_plain(first, second) -> bool:
         and not second.is_neg()
         and not first._is_zerotensor()
         and not second._is_zerotensor()
-        and not _legacy_batched(first)
-        and not _legacy_batched(second)
-        and not _wrapped(first)
-        and not _wrapped(second)
-        and _functorch_level() is None
+        and not legacy_batched(first)
+        and not legacy_batched(second)
+        and not functorch_wrapped(first)
+        and not functorch_wrapped(second)
+        and functorch_level() is None
         and forward_ad._current_level < 0
-        and _tracing_state() is None
+        and tracing_state() is None
     )
 
 
 def are_dense(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether these are tensors of no subclass and not nested: those that the function of `same_tensors` may be asked about."""
     return type(first) in PLAIN_TYPES and type(second) in PLAIN_TYPES and not first.is_nested and not second.is_nested
-
-
-def apply_of(function: type):
-    """`function.apply` of an autograd function, sooner: for tensors that are plain, and that is known of.
-
-    What Python does before the engine's own method asks for functorch's transforms and unwraps what they left behind, which
-    takes a third of an empty function's time.
-    """
-    return super(torch.autograd.Function, function).apply
 
 
 def gradients_apart(function: Callable, inputs: Sequence, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -102,12 +94,12 @@ def gradients_apart(function: Callable, inputs: Sequence, dy: torch.Tensor) -> t
 
 def under_transform() -> bool:
     """Whether functorch or forward-mode AD is at work: asked at trace time, where tensors do not tell."""
-    return _functorch_level() is not None or forward_ad._current_level >= 0
+    return functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def is_watched() -> bool:
     """Whether functorch, forward-mode AD or torch.jit.trace would take part in a proof made now: no time for a verdict."""
-    return under_transform() or _tracing_state() is not None
+    return under_transform() or tracing_state() is not None
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +109,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_checkpointed() -> bool:
     """Whether autograd hands what it saves to hooks, as in a block that is computed again in the backward pass."""
-    hooks = _saved_tensor_hooks(True)
+    hooks = saved_tensor_hooks(True)
     return hooks is not None and hooks[0] is not as_it_is
 
 
@@ -188,7 +180,7 @@ def keeps_its_saved_tensors(module: torch.nn.Module) -> bool:
 
 def runs_kernels(device: torch.device) -> bool:
     """Whether kernels run on this device: CUDA (and ROCm), or the CPU in Triton's interpreter."""
-    return launch.AVAILABLE and device.type == _KERNEL_DEVICE
+    return launch.AVAILABLE and not MISSING and device.type == _KERNEL_DEVICE
 
 
 def is_autocast(device: torch.device) -> bool:
@@ -237,33 +229,14 @@ def remember(calls: dict, key, call):
     return call
 
 
-# TorchDynamo's tensor guards compare type, dispatch keys, dtype, device, sizes, strides and requires_grad of a call's
-# tensors in one step of 0.1 us, against 1 us for the same in Python. They are an internal: known for these versions.
-_GUARDS_KNOWN = re.match(r"2\.1[123]\.", torch.__version__) is not None
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    _GUARDS_KNOWN = False
-# What TorchInductor's code has memory from: on the current GPU, without the dispatcher, in half the time of `empty_like`.
-_empty_strided_cuda = None
-if _GUARDS_KNOWN and torch.version.hip is None:
-    _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-
 def same_tensors(*tensors: torch.Tensor):
     """A function that tells of other tensors whether `are_plain` and everything in a call's key would come out the same.
 
     Dispatch keys tell of subclasses, negation, functorch and tracing, but not of forward-mode AD (`forward_ad._current_level`)
     and not of every dispatch mode (`dispatch_modes()`). A nested tensor has no strides, and asked for them here it ends the
-    process: callers ask for its type and `is_nested` first. None with a torch whose guards are not known.
+    process: callers ask for its type and `is_nested` first. None with a torch whose guards do not tell.
     """
-    if not _GUARDS_KNOWN:
-        return None
-    return TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-    ).check
+    return tensor_guard(*tensors)
 
 
 def recognition(call, told: tuple, *tensors: torch.Tensor):
@@ -289,10 +262,9 @@ def allocator(shape, strides, dtype: torch.dtype, device: torch.device) -> Calla
     """
     shape, strides = tuple(shape), tuple(strides)
     anywhere = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
-    if device.type != "cuda" or _empty_strided_cuda is None:
+    if device.type != "cuda" or empty_strided_cuda is None:
         return anywhere
-    here = functools.partial(_empty_strided_cuda, shape, strides, dtype)
+    here = functools.partial(empty_strided_cuda, shape, strides, dtype)
     if torch.cuda.device_count() == 1:
         return here
-    current_device = torch._C._cuda_getDevice
     return lambda: here() if current_device() == device.index else anywhere()

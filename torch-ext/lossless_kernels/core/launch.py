@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .torch_internals import current_device, current_stream
+
 try:
     import triton
 except ImportError:  # The package loads without Triton; the eager formulas run.
@@ -25,15 +27,13 @@ AVAILABLE = hasattr(triton, "knobs")
 INTERPRETED = AVAILABLE and bool(triton.knobs.runtime.interpret)
 # How the launcher of a compiled kernel takes its arguments is Triton's own business: known for CUDA and these versions.
 _VERSION = ".".join(triton.__version__.split(".")[:2]) if AVAILABLE else ""
-_KNOWN_INTERFACE = _VERSION in ("3.6", "3.7") and torch.version.hip is None
+_KNOWN_INTERFACE = _VERSION in ("3.6", "3.7") and torch.version.hip is None and current_stream is not None
 # Before 3.7 the kernel's arguments follow one by one, since then in a tuple.
 _ONE_BY_ONE = _VERSION == "3.6"
 
 # Triton compiles for pointers that are multiples of 16 bytes where it meets such.
 _ALIGNMENT_MASK = 15
 
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 # Spent in Triton's own calls, nearly all of it on compiling.
 seconds_compiling = 0.0
@@ -239,10 +239,10 @@ class Launch:
             or launcher.launch is None
             # A profiler, say, wants to see launches: Triton's own call tells it.
             or _enter_hooks.calls
-            or (launcher.one_of_several and _current_device() != launcher.device)
+            or (launcher.one_of_several and current_device() != launcher.device)
         ):
             return False
-        stream = _current_stream(launcher.device)
+        stream = current_stream(launcher.device)
         kept, launch, before = self._kept
         if stream != kept:
             launch, before = launcher.launch, (self._blocks, 1, 1, stream, *launcher.fixed)

@@ -7,6 +7,7 @@ from typing import Callable, Optional
 import torch
 
 from .domain import allocator
+from .torch_internals import no_modes
 
 
 def contiguous_strides(shape):
@@ -125,7 +126,7 @@ class Output:
         if first.stride() == contiguous_strides(first.shape):
             strides = first.stride()
         else:
-            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            with no_modes(), torch.no_grad():
                 out = formula(
                     *(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in arguments)
                 )

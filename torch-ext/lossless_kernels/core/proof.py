@@ -28,6 +28,7 @@ from torch import nn
 
 from . import LAYERS_MODULE, ROOT_PACKAGE, launch
 from .domain import NO_STATE, as_it_is, is_watched, proofs, stays_refused
+from .torch_internals import graph_task, no_modes, saved_tensor_hooks_enabled
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -152,11 +153,11 @@ def _without_anomaly_mode() -> Iterator[None]:
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Neither the caller's grad mode, autocast, modes, saved-tensor hooks (checkpointing) nor anomaly mode reach into a proof."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        stack.enter_context(no_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if saved_tensor_hooks_enabled():
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is))
         stack.enter_context(_without_anomaly_mode())
         yield
@@ -496,7 +497,7 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
     if is_watched() or (subject.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
     # Other threads wait for the proof, but not in a backward pass: the proof may need the thread that this one is.
-    waits = torch._C._current_graph_task_id() == -1
+    waits = graph_task() == -1
     locked = _lock.acquire(blocking=waits)
     try:
         if key in _verdicts:

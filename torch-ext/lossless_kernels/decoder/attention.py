@@ -17,7 +17,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import proof
-from ..core.domain import MODULE_CALL, is_bare, keeps_its_saved_tensors
+from ..core.domain import is_bare, keeps_its_saved_tensors
+from ..core.torch_internals import MODULE_CALL
 from ..ops.rotary import replacement as rotary_replacement
 
 

@@ -14,12 +14,12 @@ from typing import Optional
 
 import torch
 from torch import is_grad_enabled, nn
-from torch.autograd import forward_ad
 from torch.nn import Linear, functional
 
 from ..core import LAYERS_MODULE, launch, proof
-from ..core.domain import allocator, are_dense, are_plain, dispatch_modes, has_global_hooks, is_bare, same_tensors
+from ..core.domain import allocator, are_dense, are_plain, has_global_hooks, is_bare, same_tensors
 from ..core.layout import contiguous_strides
+from ..core.torch_internals import any_autocast, dispatch_modes, forward_ad, function_modes, linear
 from ..ops import gated_activation, rotary
 from ..ops.rms_norm import add as add_rms_norm
 from ..ops.rms_norm.function import NO_GRADIENTS
@@ -35,10 +35,6 @@ _PARTS_OF_MLP = itemgetter("gate_proj", "up_proj", "down_proj", "act_fn")
 # Of a class.
 _FORWARD_AND_CALL = attrgetter("forward", "__call__")
 
-_function_modes = torch._C._len_torch_function_stack
-_is_any_autocast = torch._C._is_any_autocast_enabled
-# What it returns is new and nobody else's.
-_linear = torch._C._nn.linear
 # The forwards of this package's layers that are known here; for norms, the attribute that eps is from.
 _EPS_NAMES = {"LlamaRMSNorm.forward": "variance_epsilon", "RMSNormZeroCentered.forward": "eps"}
 _MLPS = frozenset(("LlamaMLP.forward", "GeGLUMLP.forward"))
@@ -54,9 +50,9 @@ def _is_watched() -> bool:
         is_grad_enabled()
         or forward_ad._current_level >= 0
         or dispatch_modes()
-        or _function_modes()
-        or _is_any_autocast()
-        or functional.linear is not _linear
+        or function_modes()
+        or any_autocast()
+        or functional.linear is not linear
         or has_global_hooks()
     )
 
@@ -243,8 +239,8 @@ class Call:
         self_attn, weights, (q_proj, k_proj, v_proj, *_) = found
         normed = self.empty_rows()
         self.normalize(hidden_states, weights[0], normed)
-        query, key = _linear(normed, *q_proj), _linear(normed, *k_proj)
-        value = _linear(normed, *v_proj).as_strided(*self.of_value)
+        query, key = linear(normed, *q_proj), linear(normed, *k_proj)
+        value = linear(normed, *v_proj).as_strided(*self.of_value)
         if self.head_norms:
             normalize_query, normalize_key = self.head_norms
             query = normalize_query(query.view(*self.heads[0]), weights[2])
@@ -275,16 +271,16 @@ class Call:
             mixed = mixed.reshape(*self.shape[:-1], -1).contiguous()
             return decoder.after_attention(layer, self_attn.o_proj(mixed), hidden_states)
         _, weights, (*_, o_proj, gate_proj, up_proj, down_proj) = found
-        attended = _linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
+        attended = linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
         del mixed
         residual = self.empty_residual()
         # What nobody needs any more takes the results: memory that is asked for and given back costs as much as a view or two.
         self.add_and_normalize(attended, hidden_states, weights[1], normed, residual)
         del attended
-        gate, up = _linear(normed, *gate_proj), _linear(normed, *up_proj)
+        gate, up = linear(normed, *gate_proj), linear(normed, *up_proj)
         self.multiply(gate, gate, up)
         del up
-        out = _linear(gate, *down_proj)
+        out = linear(gate, *down_proj)
         # The rows of a single sequence are added as they are, without a view.
         return residual.add_(out if self.shape[0] == 1 else out.view(*self.shape))
 

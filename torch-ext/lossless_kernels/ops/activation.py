@@ -8,7 +8,6 @@ from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .._ops import add_op_namespace_prefix
@@ -17,11 +16,9 @@ from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     UNSEEN,
-    apply_of,
     are_ours,
     are_plain,
     check_floating,
-    dispatch_modes,
     gradients_apart,
     is_autocast,
     remember,
@@ -30,6 +27,7 @@ from ..core.domain import (
     under_transform,
 )
 from ..core.layout import Output, is_dense, is_same_order, rows_in_memory
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 
 if launch.AVAILABLE:
     from ..kernels_src.activation import activation_backward, activation_forward

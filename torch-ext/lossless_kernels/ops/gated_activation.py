@@ -10,7 +10,6 @@ from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .._ops import add_op_namespace_prefix
@@ -19,18 +18,17 @@ from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     UNSEEN,
-    apply_of,
     are_dense,
     are_ours,
     are_plain,
     check_floating,
-    dispatch_modes,
     remember,
     runs_kernels,
     same_tensors,
     under_transform,
 )
 from ..core.layout import Output, contiguous_strides, is_dense, is_same_order, rows_in_memory
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .activation import (
     BLOCK,
     GELU,

@@ -7,7 +7,6 @@ from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .._ops import add_op_namespace_prefix
@@ -15,18 +14,17 @@ from ..core import launch, proof
 from ..core.domain import (
     FLOAT_DTYPES,
     UNSEEN,
-    apply_of,
     are_dense,
     are_ours,
     are_plain,
     check_floating,
-    dispatch_modes,
     remember,
     runs_kernels,
     same_tensors,
     under_transform,
 )
 from ..core.layout import Output, contiguous_strides
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 
 if launch.AVAILABLE:
     from ..kernels_src.rotary import rotary

@@ -9,7 +9,6 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ..core import launch, proof
@@ -20,12 +19,12 @@ from ..core.domain import (
     allocator,
     are_dense,
     are_plain,
-    dispatch_modes,
     remember,
     runs_kernels,
     same_tensors,
 )
 from ..core.layout import contiguous_strides
+from ..core.torch_internals import dispatch_modes, forward_ad, matmul_precision
 
 if launch.AVAILABLE:
     from ..kernels_src.rotary import rotary_tables
@@ -121,12 +120,6 @@ class _Call:
         return cos, sin
 
 
-if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _matmul_precision = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
-else:
-    _matmul_precision = torch._C._get_cublas_allow_tf32
-
-
 def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, owner: type) -> Optional[Tables]:
     """`owner.forward(module, x, position_ids)` from the kernel; None where that must run itself.
 
@@ -144,7 +137,7 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
     if type(scaling) not in (float, int) or not scaling > 0:
         return None
     # A matrix product of fp32 numbers may have been allowed to round them first.
-    told = (x.dtype, x.device, scaling, rope_type, _matmul_precision())
+    told = (x.dtype, x.device, scaling, rope_type, matmul_precision())
     # What is known of the class, which goes with it: its calls, and by "recent" the last, which is found without their key.
     known = proof.code_of(owner).memo
     recent = known.get("recent")

@@ -8,7 +8,6 @@ from typing import Callable, Optional, Union
 
 import torch
 from torch import is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ..._ops import add_op_namespace_prefix
@@ -17,10 +16,8 @@ from ...core.domain import (
     NO_STATE,
     UNSEEN,
     allocator,
-    apply_of,
     are_dense,
     are_ours,
-    dispatch_modes,
     recognition,
     remember,
     runs_kernels,
@@ -28,6 +25,7 @@ from ...core.domain import (
 )
 from ...core.layout import Output, contiguous_strides
 from ...core.reduction import ROW_CLASSES, row_class, row_reduction
+from ...core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import backward as rms_norm_backward
 from .formulas import BY_NAME, LLAMA, Variant, eager_rstd
 from .function import (

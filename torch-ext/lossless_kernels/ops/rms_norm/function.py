@@ -9,7 +9,6 @@ from typing import Callable, Optional, Union
 
 import torch
 from torch import is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ..._ops import add_op_namespace_prefix
@@ -20,10 +19,8 @@ from ...core.domain import (
     PLAIN_TYPES,
     UNSEEN,
     allocator,
-    apply_of,
     are_ours,
     check_floating,
-    dispatch_modes,
     recognition,
     remember,
     runs_kernels,
@@ -31,6 +28,7 @@ from ...core.domain import (
 )
 from ...core.layout import Output, row_number_strides, rows_in_memory
 from ...core.reduction import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
+from ...core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import backward as rms_norm_backward
 from .formulas import BY_NAME, FUSED, FUSED_UNWEIGHTED, LLAMA, UNWEIGHTED, WEIGHTED, Variant, eager_rstd
 

@@ -1,0 +1,115 @@
+"""A torch that lacks a private name of today's: the package imports, says so once, and the original layers run."""
+
+import ast
+import json
+import shutil
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "torch-ext/lossless_kernels"
+WITHOUT_EACH = """
+    import functools, importlib.util, json, os, sys, warnings
+    from pathlib import Path
+    import torch
+
+    folder, names = Path(sys.argv[1]), json.loads(sys.argv[2])
+    x, weight = torch.randn(3, 64, requires_grad=True), torch.rand(64, requires_grad=True)
+
+    def llama():
+        h = x.to(torch.float32)
+        return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def missing(path):
+        *parents, name = path.split(".")
+        owner = functools.reduce(getattr, parents, torch)
+        value = vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+        delattr(owner, name)
+        return functools.partial(setattr, owner, name, value)
+
+    found = {}
+    for number, (name, path) in enumerate({"nothing": None, **names}.items()):
+        alias = f"without_{number}"
+        (folder / "_ops.py").write_text(
+            f"_OPS_NAME = '{alias}'\\ndef add_op_namespace_prefix(op):\\n    return '{alias}::' + op\\n"
+        )
+        try:
+            restore = missing(path) if path else lambda: None
+        except (AttributeError, TypeError) as error:
+            found[name] = f"cannot be taken away: {error}"
+            continue
+        try:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                spec = importlib.util.spec_from_file_location(
+                    alias, folder / "__init__.py", submodule_search_locations=[str(folder)]
+                )
+                sys.modules[alias] = package = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(package)
+        finally:
+            restore()
+        launched = []
+        launcher = sys.modules[f"{alias}.core.launch"].Launcher
+        through_triton = launcher.through_triton
+        launcher.through_triton = lambda self, *given: (launched.append(self.kernel.__name__), through_triton(self, *given))
+        outs = [package.rms_norm(x, weight, 1e-6), llama()]
+        gradients = [torch.autograd.grad(out.sum(), (x, weight)) for out in outs]
+        with torch.no_grad():
+            package.silu(x), package.silu_and_mul(x, x)
+        equal = torch.equal(*outs) and all(map(torch.equal, *gradients))
+        found[name] = {
+            "launched": bool(launched), "equal": equal,
+            "warnings": [str(each.message) for each in warned if "lossless-kernels" in str(each.message)],
+        }
+    print(json.dumps(found))
+"""
+
+
+def internals():
+    """`(name, path, optional)` of each entry of the table."""
+    (table,) = [
+        node.value
+        for node in ast.parse((PACKAGE / "core/torch_internals.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTERNALS"
+    ]
+    for name, entry in zip(table.keys, table.values):
+        yield ast.literal_eval(name), ast.literal_eval(entry.args[0]), len(entry.args) > 3
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory, run_python):
+    folder = tmp_path_factory.mktemp("without") / "package"
+    shutil.copytree(PACKAGE, folder)
+    names = {name: path for name, path, _ in internals()}
+    done = run_python(
+        WITHOUT_EACH, arguments=[folder, json.dumps(names)], LOSSLESS_PROOF="off", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_with_all_of_them_kernels_run(without):
+    assert without["nothing"]["launched"] and not without["nothing"]["warnings"]
+
+
+@pytest.mark.parametrize(
+    "name, path, optional", [*internals()], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_without_a_private_name(without, name, path, optional):
+    found = without[name]
+    if isinstance(found, str):  # A CPU's torch has no CUDA to lose; what a type in C has cannot be taken from it.
+        assert optional and name in ("current_device", "current_stream", "function_apply"), found
+        return
+    assert found["launched"] == optional
+    if optional:
+        assert not found["warnings"]
+    else:
+        assert found["equal"] and len(found["warnings"]) == 1 and f"torch.{path}" in found["warnings"][0]
+
+
+def test_private_names_stand_in_one_file():
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "torch_internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.ImportFrom)) else ""
+            assert not text.startswith(("torch._", "from torch._")), f"{path.name}:{node.lineno}: {text}"
