@@ -1412,6 +1412,20 @@ def test_symbolic_traces_are_of_the_original_operations(kernel, proof_off):
         assert_bits_equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), expected)
 
 
+def test_graphs_name_the_ops(kernel, module, proof_off):
+    x, weight = torch.randn(3, 64, requires_grad=True), torch.ones(64, requires_grad=True)
+    rotated = kernel.apply_rotary_pos_emb(*[x.view(1, 1, 3, 64)] * 2, *torch.randn(2, 1, 3, 64))[0]
+    outs = (
+        kernel.rms_norm(x, weight, 1e-6),
+        kernel.fused_add_rms_norm(x, x.detach(), weight, 1e-6)[0],
+        kernel.silu(x),
+        kernel.silu_and_mul(x, x),
+        rotated,
+    )
+    names = ["RMSNormBackward", "AddRMSNormBackward", "ActivateBackward", "GatedActivationBackward", "RotaryBackward"]
+    assert [type(out.grad_fn).__name__ for out in outs] == names
+
+
 def test_a_launcher_refuses_tensors_of_other_dtypes(module):
     """Another compiled kernel would have to read them."""
     activation, x = module("activation"), torch.ones(64)

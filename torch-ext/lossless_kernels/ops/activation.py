@@ -469,7 +469,7 @@ def _resolve_gradients(activation, dy, x) -> Optional[_Call]:
     return _Call(activation, _backward(activation, x.dtype, x.numel(), x.device), out)
 
 
-class _Differentiable(torch.autograd.Function):
+class Activate(torch.autograd.Function):
     """The input enters once for each of eager's paths from it."""
 
     @staticmethod
@@ -489,7 +489,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *gradients(ctx.activation, dy, input)
 
 
-_apply = apply_of(_Differentiable)
+_apply = apply_of(Activate)
 
 
 # Proof

@@ -507,7 +507,7 @@ def _resolve_packed_gradient(activation, dy, packed) -> Optional[launch.Launch]:
     return _backward(activation, packed.dtype, layout, packed.device, with_up=True)
 
 
-class _Differentiable(torch.autograd.Function):
+class GatedActivation(torch.autograd.Function):
     """up comes first, as eager's graph reaches it first: both may be made of one tensor."""
 
     @staticmethod
@@ -529,10 +529,10 @@ class _Differentiable(torch.autograd.Function):
         return None, d_up, d_gate
 
 
-_apply = apply_of(_Differentiable)
+_apply = apply_of(GatedActivation)
 
 
-class _PackedDifferentiable(torch.autograd.Function):
+class PackedGatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, packed):
         ctx.save_for_backward(packed)
@@ -549,7 +549,7 @@ class _PackedDifferentiable(torch.autograd.Function):
         return None, function(ctx.activation, dy, packed)
 
 
-_apply_packed = apply_of(_PackedDifferentiable)
+_apply_packed = apply_of(PackedGatedActivation)
 
 
 # Proof

@@ -451,7 +451,7 @@ def _output(variant, x, cos, sin, unsqueeze_dim) -> Output:
     return Output.of(formula, x, cos, sin, dtype=_output_dtype(variant, x.dtype, cos.dtype))
 
 
-class _Differentiable(torch.autograd.Function):
+class Rotary(torch.autograd.Function):
     """q and k enter once for each of eager's paths from them, k first, as eager's gradients arrive; or once each."""
 
     @staticmethod
@@ -477,7 +477,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *dk, *dq, None, None
 
 
-_apply = apply_of(_Differentiable)
+_apply = apply_of(Rotary)
 
 
 # Gradients

@@ -315,7 +315,7 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inferen
     return _Inference(launch, out, empty_total)
 
 
-class _Differentiable(torch.autograd.Function):
+class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, call):
         normed, total, rstd = call.with_rstd(x, residual, weight)
@@ -349,7 +349,7 @@ class _Differentiable(torch.autograd.Function):
         return dx if needs_x else None, dx if needs_residual else None, dweight, None
 
 
-_apply = apply_of(_Differentiable)
+_apply = apply_of(AddRMSNorm)
 
 
 def _gradients(

@@ -555,7 +555,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused) -> Union[_Inference,
     return _FusedInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
 
 
-class _Differentiable(torch.autograd.Function):
+class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, x_again, weight, call):
         out, rstd = call.with_rstd(x, weight)
@@ -585,10 +585,10 @@ class _Differentiable(torch.autograd.Function):
         return *rms_norm_backward.formula(*arguments, weight_dtype), None
 
 
-_apply = apply_of(_Differentiable)
+_apply = apply_of(RMSNorm)
 
 
-class _FusedDifferentiable(torch.autograd.Function):
+class TorchRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, call):
         out, rstd = call.with_rstd(x, weight)
@@ -610,7 +610,7 @@ class _FusedDifferentiable(torch.autograd.Function):
         return dx, dweight, None
 
 
-_apply_fused = apply_of(_FusedDifferentiable)
+_apply_fused = apply_of(TorchRMSNorm)
 
 
 # Proof
