@@ -267,9 +267,11 @@ def kernelize(model, names, kernel, mode, device_type, registered=None):
     purpose = Mode.TRAINING if mode.startswith("training") else Mode.INFERENCE
     if mode.endswith("compile"):
         purpose |= Mode.TORCH_COMPILE
+    level = "layer"
     if "LlamaDecoderLayer" in names:
         kernel.name_layers(model)
-    mapping = kernel.kernel_mapping(devices=registered or (device_type,), level="decoder")
+        level = "decoder"
+    mapping = kernel.kernel_mapping(devices=registered or (device_type,), level=level)
     with use_kernel_mapping(mapping, inherit_mapping=False):
         for module in layers_named(model, names):
             kernelize_layer(module, mode=purpose, device_type=Device(type=device_type), use_fallback=use_fallback)

@@ -422,6 +422,7 @@ def test_linear_layers_changed_before_the_kernel_is_loaded_are_called(interprete
         import torch
         from kernels import get_local_kernel
         from pathlib import Path
+        from places import python_module
 
         called, forward = [], torch.nn.Linear.forward
         torch.nn.Linear.forward = lambda self, x: called.append(self) or forward(self, x)

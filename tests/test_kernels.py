@@ -208,7 +208,7 @@ def given(generator, shape, dtype, weight_dtype):
 
 
 def llama(rms_norm):
-    return importlib.import_module(f"{rms_norm.__package__}.variants").LLAMA
+    return importlib.import_module(f"{rms_norm.__package__}.formulas").LLAMA
 
 
 def assert_gradients(found, expected, label):
