@@ -326,7 +326,7 @@ def test_memory_is_on_the_tensors_gpu(module, monkeypatch, count, current, short
     monkeypatch.setattr(domain, "empty_strided_cuda", lambda *given: ("short", *given))
     monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: ("long", *given, *named.values()))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(domain, "current_device", lambda: current)
     layout = ((2, 64), (64, 1), torch.float16)
     expected = ("short", *layout) if short else ("long", *layout, device)
     assert domain.allocator(torch.Size((2, 64)), (64, 1), torch.float16, device)() == expected

@@ -27,7 +27,7 @@ AVAILABLE = hasattr(triton, "knobs")
 INTERPRETED = AVAILABLE and bool(triton.knobs.runtime.interpret)
 # How the launcher of a compiled kernel takes its arguments is Triton's own business: known for CUDA and these versions.
 _VERSION = ".".join(triton.__version__.split(".")[:2]) if AVAILABLE else ""
-_KNOWN_INTERFACE = _VERSION in ("3.6", "3.7") and torch.version.hip is None and current_stream is not None
+_KNOWN_INTERFACE = _VERSION in ("3.6", "3.7") and torch.version.hip is None
 # Before 3.7 the kernel's arguments follow one by one, since then in a tuple.
 _ONE_BY_ONE = _VERSION == "3.6"
 
@@ -144,7 +144,7 @@ class Launcher:
         seconds_compiling += time.perf_counter() - start
         run = compiled.run
         aligned = not any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
-        if aligned and _KNOWN_INTERFACE and hasattr(run, "launch"):
+        if aligned and _KNOWN_INTERFACE and current_stream is not None and hasattr(run, "launch"):
             if run.global_scratch_size == 0 and run.profile_scratch_size == 0:
                 kernel = compiled.function, run.launch_cooperative_grid, run.launch_pdl
                 no_scratch = (None, None)

@@ -441,7 +441,7 @@ def resolve(
 
     walk = (inner, middle, *in_units(dy_offsets), *in_units(x_offsets), *rstd_offsets)
     multiprocessors, threads = _multiprocessors(x.device)
-    dtypes = (x.dtype, weight.dtype, dy.dtype)
+    dtypes = (dy.dtype, x.dtype, weight.dtype)
     # Of all parts the plan that the whole has been proved with.
     planned_rows = rows if like_rows is None else like_rows
     planned = None
