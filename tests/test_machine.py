@@ -37,6 +37,7 @@ COMPILE = """
     compiled = []
 
     def compile_instead(*launch):
+        self.check(tensors)
         try:
             compile(*launch)
         except BaseException:
