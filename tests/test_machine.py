@@ -111,7 +111,7 @@ COMPILE = """
                         gpu, backward._multiprocessors = backward._multiprocessors, lambda device: (1, 2048)
                         for edges in ("one", "added"):
                             streamed = backward.resolve(LLAMA, x, x, weight, rstd, True, True, edges)
-                            streamed(x, x, weight, rstd, residual)
+                            streamed(x, x, weight, rstd, residual if edges == "added" else None)
                         backward._multiprocessors = gpu
             x, dy = torch.empty(2, 4096, dtype=dtype)
             for function in activation._ACTIVATIONS.values():
