@@ -832,7 +832,7 @@ class Runner:
         for _ in range(3):
             gc.collect()
             theirs, ours = ([kind for kind, each in found.values() if each() is not None] for found in alive)
-            if not ours:
+            if theirs or not ours:
                 break
         # What a cycle of eager's keeps alive, ours may.
         return f"alive afterwards: {dict(collections.Counter(ours))}" if ours and not theirs else None
