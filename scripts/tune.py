@@ -252,7 +252,7 @@ class Kernels:
 
         self.plans, self.launch, self.config = map(module, ("core.plans", "core.launch", "core.reduction"))
         self.rms_norm, self.backward, self.add_rms_norm, self.variants = (
-            module(f"ops.rms_norm.{name}") for name in ("function", "backward", "add", "formulas")
+            module(f"ops.rms_norm.{name}") for name in ("plan", "backward", "add", "formulas")
         )
         self.activation = module("ops.activation")
 
@@ -320,7 +320,7 @@ class Kernels:
                     return normed, total
 
             elif point.case.op == "rms_norm":
-                launch = self.rms_norm._forward(llama, x.dtype, x.dtype, hidden_size, rows, hidden_size, x.device, EPS)
+                launch = self.rms_norm.forward(llama, x.dtype, x.dtype, hidden_size, rows, hidden_size, x.device, EPS)
 
                 def call(index):
                     given = sets[index]

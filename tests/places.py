@@ -2,16 +2,16 @@
 
 import importlib
 from types import ModuleType
-from typing import Union
+from typing import Callable, Union
 
 PLACES = {
-    **{name: f"core.{name}" for name in ("domain", "launch", "layout", "plans", "proof")},
+    **{name: f"core.{name}" for name in ("calls", "domain", "inspection", "launch", "layout", "plans", "proof")},
     "reduce_config": "core.reduction",
     **{name: f"ops.{name}" for name in ("activation", "gated_activation", "rotary")},
     "rotary_embedding": "ops.rotary_tables",
     "variants": "ops.rms_norm.formulas",
     "rms_norm": "ops.rms_norm.function",
-    "rms_norm_backward": "ops.rms_norm.backward",
+    **{f"rms_norm_{name}": f"ops.rms_norm.{name}" for name in ("backward", "call", "compiled", "plan", "proof")},
     "add_rms_norm": "ops.rms_norm.add",
     "gated_rms_norm": "ops.rms_norm.gated",
     "decoder": "decoder.layer",
@@ -20,6 +20,22 @@ PLACES = {
     "mlp": "decoder.mlp",
     "warmup": "warm_up",
 }
+
+
+def forget_calls(module: Callable[[str], ModuleType]) -> None:
+    """Empties all tables of calls.
+
+    Args:
+        module: the fixture of this name.
+    """
+    for calls in module("calls").Calls.every:
+        calls.clear()
+
+
+def resolved(module: Callable[[str], ModuleType], name: str) -> list:
+    """What the calls of an op resolved to, backward calls included."""
+    tables = [value for value in vars(module(name)).values() if isinstance(value, module("calls").Calls)]
+    return [found for calls in tables for found in calls.resolved.values()]
 
 
 def python_module(kernel: Union[ModuleType, str], name: str) -> ModuleType:

@@ -280,7 +280,7 @@ def test_attentions_that_depend_on_what_may_be_absent(kernel, monkeypatch):
     # Whoever was refused before is not warned of again.
     monkeypatch.setattr(attention.proof, "_verdicts", {})
     monkeypatch.setattr(attention.proof, "_warned", set())
-    monkeypatch.setattr(attention.proof, "_codes", {})
+    monkeypatch.setattr(attention.inspection, "_codes", {})
     assert attention.admitted(LlamaAttention, x).window == "" and attention.admitted(MistralAttention, x).window
     with pytest.warns(RuntimeWarning, match="lossless-kernels: .* none of the known formulas"):
         assert attention.admitted(Cohere2Attention, x) is None
@@ -442,9 +442,8 @@ class AnotherKernel(torch.nn.Module):
 
 
 def test_hooks_on_all_modules_see_none_of_a_proof(kernel, seed, monkeypatch):
-    proof = python_module(kernel, "proof")
-    for table in ("_verdicts", "_codes"):
-        monkeypatch.setattr(proof, table, {})
+    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
+        monkeypatch.setattr(python_module(kernel, owner), table, {})
     ours, called = kernelized(kernel, make("Llama", seed), "decoder"), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
     attention = python_module(kernel, "attention")

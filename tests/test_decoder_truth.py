@@ -3,13 +3,12 @@
 import contextlib
 import functools
 import re
-import sys
 
 import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import python_module
+from places import forget_calls, python_module
 from test_decoder import MODELS, make, replaced, tokens
 from test_decoder_call import with_other_weights
 from training import DEVICE_TYPE, assert_same, llama, random_batches, train
@@ -178,10 +177,17 @@ def test_training_is_the_same(kernel, seed, case):
     assert_same(found, expected, case)
 
 
+def forget_everything(kernel, monkeypatch):
+    """Verdicts, what is known of classes, and calls."""
+    module = functools.partial(python_module, kernel)
+    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
+        monkeypatch.setattr(module(owner), table, {})
+    forget_calls(module)
+
+
 def test_compiled(kernel, seed, monkeypatch):
     """From nothing: whatever is proved is proved while TorchDynamo traces."""
-    for name, table in (("proof", "_verdicts"), ("decoder", "_admitted"), ("attention", "_admitted")):
-        monkeypatch.setattr(python_module(kernel, name), table, {})
+    forget_everything(kernel, monkeypatch)
     # Not Inductor: its arithmetic around the layers is not eager's.
     model = make("Llama", seed, attn_implementation="eager").to("cuda", torch.bfloat16)
     ours = kernelized(kernel, model, Mode.TRAINING | Mode.TORCH_COMPILE)
@@ -206,12 +212,8 @@ def test_no_verdict_costs_50_ms_or_64_mb(kernel, seed, monkeypatch, name):
     """All that a model's inference and training need, proved a second time: what CUDA loads once for all is loaded."""
     model = make(name, seed, attn_implementation="eager").to("cuda", torch.bfloat16)
     ours, ids = kernelized(kernel, model, Mode.TRAINING), tokens(seed).cuda()
-    tables = "_verdicts _calls _recent _gradient_calls _resolved _admitted _activations".split()
     for _ in range(2):
-        for module in [module for name, module in sys.modules.items() if name.startswith(f"{kernel.__name__}.")]:
-            for table in tables:
-                if hasattr(module, table):
-                    monkeypatch.setattr(module, table, {})
+        forget_everything(kernel, monkeypatch)
         with torch.no_grad():
             ours(ids, use_cache=False)
         ours(ids, labels=ids, use_cache=False).loss.backward()

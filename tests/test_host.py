@@ -15,7 +15,7 @@ import aten_model
 import pytest
 import torch
 from bits import assert_bits_equal
-from places import python_module
+from places import forget_calls, python_module
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -107,7 +107,7 @@ MOST_WARPS = 32
 
 
 def test_forward_plans_can_be_launched(module):
-    rms_norm, config = module("rms_norm"), module("reduce_config")
+    rms_norm, config = module("rms_norm_plan"), module("reduce_config")
     for hidden_size, rows in itertools.product(EVERY_HIDDEN_SIZE, config.ROW_CLASSES):
         order = config.row_reduction(rows, hidden_size)
         for element_size in (2, 4):
@@ -127,7 +127,7 @@ def test_forward_plans_can_be_launched(module):
             assert of_sum.by_lane == (plan.by_lane and tile * element_size <= 64 << 10)
             assert plan.streamed == (not plan.by_lane and hidden_size * element_size > 32 << 10)
             assert not of_sum.streamed and (plan.streamed or plan.by_lane or of_sum == plan)
-        if hidden_size > rms_norm.MAX_FUSED_HIDDEN_SIZE:
+        if hidden_size > module("variants").MAX_FUSED_HIDDEN_SIZE:
             continue
         order = config.fused_row_reduction(hidden_size)
         for dtype in (torch.float32, torch.bfloat16):
@@ -682,10 +682,6 @@ def test_formulas_of_gated_gradients_are_autograds(module, dtype):
 )
 def test_a_call_never_gets_what_another_resolved_to(module, kernel, proof_off, chooser):
     """Layers share tables of calls. Each call must be answered as by a process that makes no other."""
-    names = ("_calls", "_recent", "_resolved", "_gradient_calls")
-    families = [module(name) for name in ("rms_norm", "rms_norm_backward", "activation", "gated_activation")]
-    tables = [vars(family)[name] for family in families for name in names if name in vars(family)]
-    assert len(tables) == 9
     weights = [torch.randn(64).to(dtype) for dtype in DTYPES] + [torch.randn(128)]
 
     def answers(x, weight, eps, needs_grad):
@@ -705,8 +701,7 @@ def test_a_call_never_gets_what_another_resolved_to(module, kernel, proof_off, c
     calls += chooser.sample(calls, len(calls))
     found = [answers(*call) for call in calls]
     for call, ours in zip(calls, found):
-        for table in tables:
-            table.clear()
+        forget_calls(module)
         assert_same(ours, answers(*call))
 
 
@@ -947,22 +942,23 @@ def test_anomaly_mode_is_as_it_was_after_proofs_that_overlap(proof):
         assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
 
 
-def test_another_forward_of_a_class_is_another_subject(proof):
+def test_another_forward_of_a_class_is_another_subject(module):
     class Layer(torch.nn.Module):
         def forward(self, x):
             return x
 
-    before = proof.functions_of(Layer)
+    functions_of = module("inspection").functions_of
+    before = functions_of(Layer)
     Layer.forward = lambda self, x: 2 * x
-    assert proof.functions_of(Layer) == (Layer.forward,) != before
+    assert functions_of(Layer) == (Layer.forward,) != before
 
 
 def test_without_proof_the_formula_runs(kernel, module, monkeypatch):
     """CPU eager sums in another order than the kernel: in the interpreter the real proof refuses, and nothing is lost."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
-    proof, family = module("proof"), module("rms_norm")
-    for owner, name in ((proof, "_verdicts"), (family, "_calls"), (family, "_recent")):
-        monkeypatch.setattr(owner, name, {})
+    proof = module("proof")
+    forget_calls(module)
+    monkeypatch.setattr(proof, "_verdicts", {})
     monkeypatch.setattr(proof, "_warned", set())
     x, weight = torch.randn(16, 1024), torch.randn(1024)
     with warnings.catch_warnings(record=True) as warned:
@@ -1073,7 +1069,7 @@ def test_nested_tensors_after_others(kernel, module, proof_off):
     dense = torch.randn(2, 3, 64)
     nested = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)])
     norm, weight = torch.nn.RMSNorm(64), torch.ones(64)
-    eager = module("rms_norm").EAGER[module("variants").LLAMA]
+    eager = module("variants").EAGER[module("variants").LLAMA]
     cos = torch.ones(1, 3, 64)
     calls = {
         "rms_norm": lambda x: module("rms_norm").replacement(x, weight, 1e-6, eager),
@@ -1105,23 +1101,22 @@ def test_nested_tensors_after_others(kernel, module, proof_off):
 
 
 def test_remember_forgets_rather_than_grow(module):
-    domain = module("domain")
-    calls = {}
-    for key in range(3 * domain._MAX_CALLS):
-        assert domain.remember(calls, key, key) is calls[key] is key
-        assert len(calls) <= domain._MAX_CALLS
-    assert domain.remember(calls, "refused", None) is None and calls["refused"] is None
+    tables, calls = module("calls"), {}
+    for key in range(3 * tables._MAX_CALLS):
+        assert tables.remember(calls, key, key) is calls[key] is key
+        assert len(calls) <= tables._MAX_CALLS
+    assert tables.remember(calls, "refused", None) is None and calls["refused"] is None
 
 
 @pytest.mark.skipif(
     not INTERPRETED, reason="on a CPU kernels run in the interpreter only, which a GPU's machine does not use"
 )
 def test_launch_stands_in_for_tensors_that_are_left_out(module):
-    family = module("rms_norm")
+    family = module("rms_norm_plan")
     x, weight, rstd, *outs = torch.randn(16, 64), torch.randn(64), torch.zeros(16), *torch.zeros(2, 16, 64)
     for store_rstd, tensors in ((False, (outs[0],)), (True, (outs[1], rstd))):
         variant = module("variants").LLAMA
-        family._forward(variant, x.dtype, weight.dtype, 64, 16, 64, CPU, 1e-5, store_rstd)(x, weight, *tensors)
+        family.forward(variant, x.dtype, weight.dtype, 64, 16, 64, CPU, 1e-5, store_rstd)(x, weight, *tensors)
     assert_bits_equal(outs[0], outs[1])
     assert outs[0].all() and rstd.all()
 
@@ -1131,38 +1126,18 @@ def test_launch_stands_in_for_tensors_that_are_left_out(module):
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")],
     ids=lambda error: type(error).__name__,
 )
-def test_a_proof_without_memory_refuses_nothing_for_good(module, monkeypatch, shortage):
-    proof, domain = module("proof"), module("domain")
-    monkeypatch.setenv("LOSSLESS_PROOF", "on")
-    monkeypatch.setattr(proof, "_full_until", {})
-    monkeypatch.setattr(domain.proofs, "no_memory_until", 0.0)
+def test_a_proof_without_memory_refuses_for_good_and_says_what_to_do(proof, shortage):
     tries = []
 
     def comparisons():
-        tries.append(short)
-        if short:
-            raise shortage
-        yield "the output", torch.ones(3), torch.ones(3)
+        tries.append(shortage)
+        raise shortage
+        yield
 
-    key, subject, calls = object(), proof.Subject(torch.nn.Identity.forward, torch.device("cpu"), "here"), {}
-    short = True
-    assert not proof.admits(key, subject, comparisons)
-    assert domain.remember(calls, "a call", None) is None and not calls
-    short = False
-    assert not proof.admits(key, subject, comparisons)
-    assert domain.remember(calls, "a call", None) is None and not calls
-    assert tries == [True], "not at every call"
-    proof._full_until.clear()
-    domain.proofs.no_memory_until = 0.0
-    assert proof.admits(key, subject, comparisons)
-    domain.remember(calls, "another", None)
-    assert calls == {"another": None}
-    # What a checkpoint saw refused in the forward pass it must see refused when it computes the block again.
-    calls.clear()
-    domain.proofs.no_memory_until = math.inf
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        domain.remember(calls, "in a checkpoint", None)
-    assert calls == {"in a checkpoint": None}
+    with pytest.warns(RuntimeWarning, match=r"memory was full when it was verified; call warmup\(\) while"):
+        assert not proof.admits("key", subject(proof), comparisons)
+    assert not proof.admits("key", subject(proof), comparisons)
+    assert len(tries) == 1
 
 
 class Ignored(torch.autograd.Function):
@@ -1264,7 +1239,7 @@ def test_eps_is_the_one_that_the_forward_reads(kernel, module, monkeypatch, proo
     # Of a sum with a residual, and compiled.
     assert_bits_equal(module("decoder").fused(x - 1.0, torch.ones_like(x), norm)[0], norm(x - 1.0 + 1.0))
     looked_for = {"eps": "variance_epsilon", "variance_epsilon": "eps"}[read]
-    assert module("rms_norm").variant_of(Norm, looked_for, x.dtype, x.dtype, CPU) is None
+    assert module("rms_norm_proof").variant_of(Norm, looked_for, x.dtype, x.dtype, CPU) is None
 
     # What the code does not tell the stand-in shows.
     def reads_both(self, x, eps):
@@ -1272,8 +1247,8 @@ def test_eps_is_the_one_that_the_forward_reads(kernel, module, monkeypatch, proo
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     monkeypatch.setattr(Norm, "_normalized", reads_both)
-    assert module("rms_norm").variant_of(Norm, looked_for, x.dtype, x.dtype, CPU) is None
-    assert module("rms_norm").variant_of(Norm, read, x.dtype, x.dtype, CPU) is module("variants").LLAMA
+    assert module("rms_norm_proof").variant_of(Norm, looked_for, x.dtype, x.dtype, CPU) is None
+    assert module("rms_norm_proof").variant_of(Norm, read, x.dtype, x.dtype, CPU) is module("variants").LLAMA
 
 
 @pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
@@ -1362,12 +1337,12 @@ def test_who_may_ask_more_of_a_module_than_a_stand_in_shows(kernel, module, proo
         def forward(self, hidden_states):
             return hidden_states if self.bias is None else hidden_states + self.bias
 
-    assert module("proof").functions_of(WithBias) is None
+    assert module("inspection").functions_of(WithBias) is None
     x, is_plain = torch.randn(3, 64), name == "plain"
     activation = Activation()
     expected = kernel.silu(x) if is_plain else activation(x)
     assert_bits_equal(MethodType(kernel.layers.SiLUActivation.forward, activation)(x), expected)
-    assert (module("proof").functions_of(Norm) is not None) == is_plain
+    assert (module("inspection").functions_of(Norm) is not None) == is_plain
     assert module("activation").is_shown(Activation.forward) == is_plain
     if not is_plain:  # The CPU's own SiLU is another one than the kernel's formula in torch.
         assert module("mlp")._recognize("key", modeling_llama.LlamaMLP, Activation.forward, x.dtype, CPU) is None
@@ -1439,7 +1414,7 @@ def test_cuda_is_not_asked_where_it_was_never_used(module, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
-    assert module("domain").remember({}, "key", None) is None
+    assert module("calls").remember({}, "key", None) is None
 
 
 @pytest.mark.parametrize("watched", ["forward", "backward", "both", "neither"])
@@ -1481,28 +1456,22 @@ def test_a_mode_may_watch_half_of_a_checkpoint(kernel, module, proof_off, watche
 
 @pytest.fixture
 def full_memory(module, monkeypatch):
-    """A switch: while it is on, every proof finds the memory full; off, the pause after it is over as well."""
-    proof, domain = module("proof"), module("domain")
-    tables = [("proof", "_verdicts"), ("proof", "_full_until"), ("proof", "_codes")]
-    tables += [("rms_norm", "_calls"), ("rms_norm", "_recent")]
-    for owner, table in tables:
-        monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
-    monkeypatch.setattr(domain.proofs, "no_memory_until", 0.0)
+    """A switch: while it is on, every proof finds the memory full."""
+    proof = module("proof")
+    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
+        monkeypatch.setattr(module(owner), table, {})
+    forget_calls(module)
     found, full = proof._disproof, []
 
     def disproof(*arguments):
-        if full:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return found(*arguments)
+        return "the GPU's memory was full" if full else found(*arguments)
 
     def switch(on):
         full[:] = [None] * on
-        if not on:
-            proof._full_until.clear()
-            domain.proofs.no_memory_until = 0.0
 
     monkeypatch.setattr(proof, "_disproof", disproof)
-    return switch
+    yield switch
+    forget_calls(module)
 
 
 @pytest.mark.parametrize("name", ["LlamaMLP", "Qwen3NextRMSNormGated", "LlamaDecoderLayer"])
@@ -1532,23 +1501,12 @@ def test_a_checkpoint_whose_proofs_found_no_memory(kernel, proof_off, full_memor
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), expected)
 
 
-def test_a_warmup_without_memory_refuses_nothing_for_good(kernel, module, proof_off, full_memory):
-    norm = modeling_llama.LlamaRMSNorm(64)
-    norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
-    full_memory(True)
-    kernel.warmup(norm, rows=[4], dtypes=[torch.float32], verbose=False)
-    full_memory(False)
-    norm(torch.randn(1, 4, 64))
-    calls = module("rms_norm")._calls
-    assert calls and None not in calls.values()
-
-
 def test_the_default_eps_of_torchs_norm_is_recognised(kernel, module, proof_off, monkeypatch):
     """Without the key of the whole call, which costs more than the launch."""
     norm, family, asked = torch.nn.RMSNorm(128), module("rms_norm"), []
     call = family.call_of
     monkeypatch.setattr(family, "call_of", lambda *arguments: asked.append(arguments) or call(*arguments))
-    monkeypatch.setattr(family, "_recent_fused", {})
+    forget_calls(module)
     norm.forward = MethodType(kernel.layers.TorchRMSNorm.forward, norm)
     with torch.no_grad():
         for _ in range(3):
@@ -1561,8 +1519,7 @@ def test_norms_that_are_alike_share_what_their_calls_are_recognised_by(kernel, m
     family, asked = module("rms_norm"), []
     call = family.call_of
     monkeypatch.setattr(family, "call_of", lambda *arguments: asked.append(arguments) or call(*arguments))
-    for table in ("_calls", "_recent"):
-        monkeypatch.setattr(family, table, {})
+    forget_calls(module)
     eps, llama = 1e-6, modeling_llama.LlamaRMSNorm
     derived = type("Derived", (llama,), {})
     # Each differs from the one before in a single thing.
@@ -1582,21 +1539,20 @@ def test_norms_that_are_alike_share_what_their_calls_are_recognised_by(kernel, m
                 # A CPU adds in another order than CUDA: a few roundings, for which fp32's defaults leave ten.
                 torch.testing.assert_close([norm(x) for norm in norms], expected)
         assert len(asked) == len(norms)
-        kept += [family._recent[id(norm.weight)] for norm in norms]
+        kept += [module("rms_norm_call").calls.recent[id(norm.weight)] for norm in norms]
         assert kept[-4] is kept[-3]
     assert len({id(each) for each in kept}) == len(kept) - 2
 
 
 def test_sums_and_norms_that_are_alike_share_what_their_calls_are_recognised_by(module, proof_off, monkeypatch):
     family, owner, eps = module("add_rms_norm"), modeling_llama.LlamaRMSNorm, 1e-6
-    for table in ("_calls", "_recent"):
-        monkeypatch.setattr(family, table, {})
+    forget_calls(module)
     x, residual = torch.randn(2, 1, 4, 64)
     first, second, half = torch.ones(64), torch.ones(64), torch.ones(64, dtype=torch.float16)
     with torch.no_grad():
         for weight in (first, second, half):
             family.replacement(x, residual, weight, eps, owner)
-    kept = [family._recent[id(weight)] for weight in (first, second, half)]
+    kept = [family._calls.recent[id(weight)] for weight in (first, second, half)]
     assert kept[0] is kept[1] and kept[1] is not kept[2]
 
 
@@ -1643,7 +1599,7 @@ ALMOST = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("written", ALMOST)
 def test_what_is_almost_an_rms_norm_is_none(module, monkeypatch, written, dtype):
-    family, proof = module("rms_norm"), module("proof")
+    family, proof = module("rms_norm_proof"), module("proof")
     monkeypatch.setattr(proof, "_verdicts", {})
     for weighted in ("weight * n.to(dtype)", "(weight * n).to(dtype)"):
         for normalize, expected in ((_llama, True), (ALMOST[written], False)):
@@ -1662,7 +1618,7 @@ def test_what_asks_for_autocast_or_answers_for_missing_attributes_is_not_looked_
     def forward(self, hidden_states):
         return self.weight * hidden_states * self.scale
 
-    code = module("proof").functions_of
+    code = module("inspection").functions_of
     assert code(type("Asks", (torch.nn.Module,), {"forward": asks})) is None
     assert code(type("Answers", (torch.nn.Module,), {"forward": forward, "__getattr__": answers})) is None
     assert code(type("Norm", (torch.nn.Module,), {"forward": forward})) is not None
@@ -1690,5 +1646,5 @@ def test_what_is_almost_a_gated_norm_is_none(module, monkeypatch):
             (gated(same, lambda gate: gate.clamp(-20.0, 20.0)), False),
             (gated(lambda x: x.contiguous(), same), False),
         ):
-            found = family._variant(owner, module("proof").functions_of(owner), "silu", (dtype,) * 3, CPU)
+            found = family._variant(owner, module("inspection").functions_of(owner), "silu", (dtype,) * 3, CPU)
             assert (found is not None) is expected

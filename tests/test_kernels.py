@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from bits import assert_bits_equal
+from places import forget_calls
 
 pytestmark = [
     pytest.mark.usefixtures("proof_off"),
@@ -74,7 +75,7 @@ def ascending_sum(squares, tree):
 @pytest.mark.parametrize("hidden_size", [64, 128, 1024, 4096, 5120, 32768])
 def test_a_row_of_a_proof_shows_a_wrong_order_in_two_cases_of_five(module, seed, rows, hidden_size):
     """By the model of ATen's sums; of numbers of one size it would be one case of eight."""
-    spike, generator = module("rms_norm").spike, torch.Generator().manual_seed(seed)
+    spike, generator = module("rms_norm_proof").spike, torch.Generator().manual_seed(seed)
     x = [spike(torch.randn(rows, hidden_size, generator=generator), call) for call in range(1024 // rows)]
     squares, tree = torch.cat(x).square(), aten_model.row_tree(rows, hidden_size)
 
@@ -96,7 +97,7 @@ def test_a_row_of_a_proof_shows_a_wrong_order_in_two_cases_of_five(module, seed,
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden_size, rows):
     """As calls with tensors of their own do: Triton compiles another for pointers that are no multiples of 16."""
-    family, added, launcher = module("rms_norm"), module("add_rms_norm"), module("launch").Launcher
+    family, added, launcher = module("rms_norm_proof"), module("add_rms_norm"), module("launch").Launcher
     llama, through_triton, pointers = module("variants").LLAMA, launcher.through_triton, []
 
     def recorded(self, blocks, tensors, scalars):
@@ -114,7 +115,7 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
 @pytest.mark.parametrize("edges", ["one", "added"])
 def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, edges):
     """Which it would have to compile, and which one depends on the call's rows: verdicts are kept for more than those."""
-    family, launcher = module("rms_norm"), module("launch").Launcher
+    family, launcher = module("rms_norm_proof"), module("launch").Launcher
     llama, through_triton, launched = module("variants").LLAMA, launcher.through_triton, set()
 
     def recorded(self, *arguments):
@@ -130,7 +131,7 @@ def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, edges)
 @pytest.mark.parametrize("way", ["streamed", "by_lane", "shared"])
 def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
     """Of every length of a step and number of steps, alone and as a sum with a residual; by lane of few rows, too."""
-    family, added, generator = module("rms_norm"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
+    family, added, generator = module("rms_norm_plan"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
     variants = module("variants")
     # The interpreter takes as long for each program that shares a row as for a row.
     cases = [(18 if way != "shared" or size < 1024 else 2, size) for size in (64, 100, 260, 8192, 20_000, 32_768)]
@@ -144,12 +145,14 @@ def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
                 plan, rows_per_program=1, programs_per_row=(2, 4)[call % 2] if rows > 2 else (8, 16)[call % 2]
             )
         row_stride = hidden_size + 4
-        x = family.spike(torch.randn(rows, row_stride, generator=generator).to(dtype)[:, :hidden_size], call)
+        x = module("rms_norm_proof").spike(
+            torch.randn(rows, row_stride, generator=generator).to(dtype)[:, :hidden_size], call
+        )
         residual = torch.randn(rows, hidden_size, generator=generator).to(dtype)
         weight, total = torch.randn(hidden_size, generator=generator).to(dtype), residual + x
         for variant in (variants.LLAMA, variants.BY_NAME["one_plus_weight"]):
             shape = (dtype, dtype, hidden_size, rows)
-            alone = family._forward(variant, *shape, row_stride, x.device, 1e-5, store_rstd=True, plan=plan)
+            alone = family.forward(variant, *shape, row_stride, x.device, 1e-5, store_rstd=True, plan=plan)
             of_sum = added._forward(variant, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
             for launch, given_x, inputs in ((alone, x, [x]), (of_sum, total, [x.contiguous(), residual])):
                 outs = [torch.full_like(total, math.nan) for _ in inputs]
@@ -168,7 +171,7 @@ def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
 
 def test_every_later_row_is_requested_once(module, monkeypatch, seed):
     """A program asks for all rows of the one that comes so many programs later, and for nothing beyond the last row."""
-    family, added = module("rms_norm"), module("add_rms_norm")
+    family, added = module("rms_norm_plan"), module("add_rms_norm")
     requests = []
 
     def record(pointer, wanted, BYTES):
@@ -187,7 +190,7 @@ def test_every_later_row_is_requested_once(module, monkeypatch, seed):
         residual, weight = x.clone(), x[0].clone()
         # Twice as many bytes are read of a sum, and so half as many programs are ahead.
         monkeypatch.setattr(family, "_BYTES_AHEAD", ahead * rows_per_program * bytes_per_row)
-        alone = family._forward(llama, *shape, row_stride, x.device, 1e-5, plan=plan)
+        alone = family.forward(llama, *shape, row_stride, x.device, 1e-5, plan=plan)
         monkeypatch.setattr(family, "_BYTES_AHEAD", 2 * ahead * rows_per_program * bytes_per_row)
         of_sum = added._forward(llama, *shape, x.device, 1e-5, False, plan=plan)
         for launch, inputs in ((alone, [x]), (of_sum, [x.contiguous(), residual])):
@@ -274,7 +277,7 @@ def numpy_multiply_add(a, b, c):
 def test_torch_rms_norm_equals_the_model(module, seed, weighted):
     family, generator = module("rms_norm"), torch.Generator().manual_seed(seed)
     for rows, hidden_size, dtype, _ in [*random_cases(seed, 12, most_elements=1 << 17), (40, 64, *DTYPES)]:
-        hidden_size = min(hidden_size, family.MAX_FUSED_HIDDEN_SIZE)
+        hidden_size = min(hidden_size, module("variants").MAX_FUSED_HIDDEN_SIZE)
         x, weight, dy, _ = given(generator, (rows, hidden_size), dtype, dtype)
         parameter = weight.clone().requires_grad_() if weighted else None
         # The rows of the last are further apart, and so copied by ATen.
@@ -320,7 +323,7 @@ def test_torch_rms_norm_of_other_tensors_is_left_to_torch(module, monkeypatch):
 
 
 def test_torch_rms_norm_of_two_dtypes_is_the_composition(module):
-    family, variants = module("rms_norm"), module("variants")
+    family, variants = module("rms_norm_proof"), module("variants")
     device = torch.device("cpu")
     for dtype, weight_dtype in itertools.permutations((torch.float32, torch.float16, torch.bfloat16), 2):
         # Of fp32 activations both have the same bits.
@@ -384,7 +387,7 @@ def test_transposed_gradient_is_walked_in_three_levels(module):
     backward = rms_norm.resolve(llama(rms_norm), permuted(dy, (0, 2, 1)), x, weight, rstd[..., None], True, True)
     for part in backward.parts:
         levels += [launch._launcher.constants["LEVELS"] for launch in (part.dx, part.sum_chains) if launch is not None]
-    assert set(levels) == {3} and backward.dy_strides is None
+    assert set(levels) == {3} and backward.empty_dy is None
 
 
 def test_expanded_gradients(module, seed):
@@ -425,7 +428,7 @@ def test_streamed_rows_have_the_same_gradients(module, monkeypatch, seed, rows, 
         model = aten_model.rms_norm_backward(dy, x, weight, rstd)
         assert_bits_equal(found.dx, functools.reduce(torch.add, model.dx, d_sum), f"streamed {streamed}")
         assert expected.dx.stride() == found.dx.stride()
-        rms_norm._resolved.clear()
+        forget_calls(module)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -437,7 +440,7 @@ def test_a_weights_gradient_alone_has_the_plan_it_is_proved_with(module, monkeyp
     x, weight, dy, rstd = given(torch.Generator().manual_seed(seed), (70, 128), dtype, dtype)
     d_sum = torch.randn(70, 128).to(dtype)
     for needs_dx in (False, True):
-        rms_norm._resolved.clear()
+        forget_calls(module)
         asked.clear()
         found = rms_norm.gradients(llama(rms_norm), dy, x, weight, rstd[:, None], needs_dx, True, True, d_sum)
         assert set(asked) == {"added" if needs_dx else rms_norm.edges_of(dtype)}
@@ -719,7 +722,7 @@ def test_gated_activation_gradients_equal_the_model(module, rounded_twice, seed,
         dy = torch.empty_like(activation.forward(None, gate)).copy_(torch.randn(gate.shape, generator=generator))
         before = [tensor.clone() for tensor in (dy, gate, up)]
         expected = model_gradients(name, dy, gate, up)
-        assert gated._resolve_gradients(activation, dy, gate, up, True) is not None, label
+        assert gated._resolve_gradients(dy, gate, up, activation, True) is not None, label
         for with_up in (True, False):
             found = gated.gradients(activation, dy, gate, up, with_up)
             assert_bits_equal(found[0], expected[0], f"gate's of {label}")
@@ -750,7 +753,8 @@ def test_packed_gated_activation_equals_the_model(module, rounded_twice, seed, n
         dy = torch.empty_like(found).copy_(torch.randn(gate.shape, generator=generator))
         dy[..., :3] = torch.tensor((-0.0, 0.0, -1e-30))
         if index == 2:  # Eager's gradient is contiguous, so its rows lie in another order.
-            assert gated._resolve_packed_gradient(activation, dy, packed) is None
+            with pytest.raises(module("calls").Outside, match="do not lie in memory as gate and up do"):
+                gated._resolve_packed_gradient(dy, packed, activation)
             continue
         other = torch.randn(packed.shape, generator=generator).to(dtype)
         gradient = torch.cat(model_gradients(name, dy, gate, up), -1) + 0.0

@@ -91,7 +91,7 @@ COMPILE = """
                 for x in torch.empty(1, hidden_size, dtype=dtype), torch.empty(4, hidden_size, dtype=dtype):
                     if hidden_size in (4096, 32768):
                         kernel.rms_norm(x, weight, 1e-6)
-                        add_rms_norm.replacement(x, x, weight, 1e-6, module("rms_norm").EAGER[LLAMA])
+                        add_rms_norm.replacement(x, x, weight, 1e-6, module("variants").EAGER[LLAMA])
                 # The backward of few rows has a kernel for each gradient; that of many is fused, if the row is not too long.
                 for rows in (16, (1 << 25) // hidden_size):
                     # Rows of activations that lie apart are spread over the threads in another way.
@@ -104,7 +104,7 @@ COMPILE = """
                     residual, x = torch.empty(2, rows, hidden_size, dtype=dtype)
                     rstd = torch.empty(rows, 1)
                     if rows > 16 and hidden_size in (64, 128, 4096, 8192, 32768):
-                        add_rms_norm.replacement(x, residual, weight, 1e-6, module("rms_norm").EAGER[LLAMA])
+                        add_rms_norm.replacement(x, residual, weight, 1e-6, module("variants").EAGER[LLAMA])
                         add_rms_norm._gradients(LLAMA, x, x, weight, rstd, True, True, residual)
                     if rows == 16 and hidden_size == 32768 and dtype == torch.bfloat16:
                         # Long rows are streamed if there are enough for all multiprocessors: here for fewer.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from places import forget_calls
 from torch import nn
 from transformers import (
     GemmaConfig,
@@ -75,24 +76,22 @@ def name_layer(monkeypatch, layer_class, name="SwiGLUMLP"):
 @pytest.fixture
 def products(module, monkeypatch):
     """The gates of all products that kernels have computed."""
-    gates, call = [], module("gated_activation")._Call.__call__
+    gates, call = [], module("gated_activation")._Forward.__call__
 
     def watched(self, gate, up):
         gates.append(gate)
         return call(self, gate, up)
 
-    monkeypatch.setattr(module("gated_activation")._Call, "__call__", watched)
-    for table in ("_recent", "_calls"):
-        monkeypatch.setattr(module("gated_activation"), table, {})
-    return gates
+    monkeypatch.setattr(module("gated_activation")._Forward, "__call__", watched)
+    forget_calls(module)
+    yield gates
+    forget_calls(module)
 
 
 @pytest.fixture
 def fresh(module, monkeypatch):
-    tables = {
-        "gated_activation": ["_calls", "_recent"],
-        "proof": ["_codes", "_verdicts", "_warned", "_outside"],
-    }
+    forget_calls(module)
+    tables = {"inspection": ["_codes"], "proof": ["_verdicts", "_warned", "_outside"]}
     for owner, table in ((owner, table) for owner, names in tables.items() for table in names):
         monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
 

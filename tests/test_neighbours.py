@@ -20,6 +20,7 @@ import transformers
 from bits import assert_bits_equal
 from cpu_kernels import cpu_arithmetic
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from places import forget_calls
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -39,15 +40,10 @@ HIDDEN_SIZE = 64
 @pytest.fixture
 def launched(kernel, module, proof_off):
     """Launches compute what eager does on a CPU; how often each kernel ran."""
-    tables = [
-        getattr(module(name), table, {})
-        for name in ("rms_norm", "add_rms_norm", "activation", "gated_activation", "rotary")
-        for table in ("_calls", "_recent", "_gradient_calls")
-    ]
-    [table.clear() for table in tables]
+    forget_calls(module)
     with cpu_arithmetic(kernel.__name__) as launched:
         yield launched
-    [table.clear() for table in tables]
+    forget_calls(module)
 
 
 @pytest.fixture

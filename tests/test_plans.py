@@ -1,13 +1,13 @@
 """Launch plans as data: the files that ship are valid, wrong ones are named, and a plan is chosen by what it is for."""
 
 import dataclasses
-import itertools
 import json
 
 import pytest
 import torch
 from bits import assert_bits_equal
 from conftest import ROOT
+from places import forget_calls
 
 FILES = sorted((ROOT / "torch-ext/lossless_kernels/plans").glob("*.json"))
 
@@ -71,7 +71,7 @@ def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
 def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
     other = {**PLAN, "rows_per_program": 4, "num_warps": 1}
     write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, "plan": other})
-    rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu("GPU", 9, 132, 227 << 10)
     default = rms_norm.default_plan(16, 128)
     first, second = rms_norm.Plan(8, 2), rms_norm.Plan(4, 1)
     assert default not in (first, second)
@@ -93,7 +93,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
 
 def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
     write(ENTRY, {**ENTRY, "op": "add_rms_norm", "least_rows": 50, "plan": {**PLAN, "num_warps": 8}})
-    rms_norm, hopper = module("rms_norm"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu("GPU", 9, 132, 227 << 10)
     assert rms_norm.launch_plan(60, 128, 2, hopper) == rms_norm.Plan(8, 2)
     assert rms_norm.launch_plan(60, 128, 2, hopper, added=True) == rms_norm.Plan(8, 8)
     assert rms_norm.launch_plan(40, 128, 2, hopper, added=True) == rms_norm.default_plan(40, 128)
@@ -143,7 +143,7 @@ def test_programs_share_single_rows_by_lane(plans, write, wrong):
 
 
 def test_rows_ahead_are_so_many_bytes(module):
-    rms_norm = module("rms_norm")
+    rms_norm = module("rms_norm_plan")
     for rows, bytes_per_row, ahead in ((1, 8 << 10, 512), (2, 8 << 10, 256), (1, 128 << 10, 32), (64, 256 << 10, 1)):
         assert rms_norm.Plan(rows, 8, prefetch=True).ahead(bytes_per_row) == ahead
         assert rms_norm.Plan(rows, 8).ahead(bytes_per_row) == 0
@@ -261,14 +261,12 @@ def test_a_file_that_is_no_json_is_named_and_disturbs_no_call(plans, write):
 def test_tuned_plans_have_the_bits_of_the_default_ones(kernel, module, plans, write, monkeypatch, seed):
     """A GPU that plans are tuned for, in the interpreter."""
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
-    families = [module(name) for name in ("rms_norm", "rms_norm_backward", "activation")]
     generator = torch.Generator().manual_seed(seed)
     x, dy = (torch.randn(300, 128, generator=generator).half() for _ in range(2))
     weight = torch.randn(128, generator=generator).half()
 
     def results():
-        for family, name in itertools.product(families, ("_calls", "_recent", "_resolved", "_gradient_calls")):
-            getattr(family, name, {}).clear()
+        forget_calls(module)
         inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         out = kernel.rms_norm(*inputs, 1e-5)
         activated = kernel.silu(inputs[0])

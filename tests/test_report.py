@@ -1,11 +1,12 @@
 """What `replacement_report` tells about a model's layers."""
 
+import functools
 from types import FunctionType, MethodType
 
 import pytest
 import torch
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import python_module
+from places import forget_calls, python_module
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -18,10 +19,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def fresh(kernel, monkeypatch):
     """The kernel, with no verdicts yet."""
-    for module, tables in (("proof", ("_verdicts", "_outside", "_warned")), ("rms_norm", ("_calls", "_recent"))):
-        for table in tables:
-            owner = python_module(kernel, module)
-            monkeypatch.setattr(owner, table, type(getattr(owner, table))())
+    proof = python_module(kernel, "proof")
+    for table in ("_verdicts", "_outside", "_warned"):
+        monkeypatch.setattr(proof, table, type(getattr(proof, table))())
+    forget_calls(functools.partial(python_module, kernel))
     return kernel
 
 

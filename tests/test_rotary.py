@@ -151,7 +151,7 @@ def test_outputs_are_eagers(rotary, seed, original):
 
 @pytest.mark.parametrize("original", ORIGINALS)
 def test_gradients_are_eagers(kernel, rotary, seed, monkeypatch, original):
-    monkeypatch.setattr(rotary, "_gradient_calls", {})
+    rotary._gradient_calls.clear()
     choose, generator = random.Random(seed), torch.Generator(DEVICE).manual_seed(seed)
     forward = ORIGINALS[original]
     head_dims, pairs = choose.sample(HEAD_DIMS, 3), choose.sample(PAIRS, 3)
@@ -166,7 +166,8 @@ def test_gradients_are_eagers(kernel, rotary, seed, monkeypatch, original):
             assert_same(found, expected, text)
         found, outs = gradients(replaced(rotary, forward, sole_consumer=True), call, seed)
         assert_same(found, gradients(functools.partial(forward, None), call, seed)[0], f"sole, {label(*call)}")
-    assert rotary._gradient_calls and None not in rotary._gradient_calls.values()
+    found = rotary._gradient_calls.resolved.values()
+    assert found and None not in found
 
 
 def test_a_sum_is_another_gradient_where_there_are_others(rotary, seed):
@@ -381,13 +382,13 @@ def test_models_are_the_same(kernel, rotary, seed, monkeypatch, name, dtype, mod
     expected = results(model, tokens, dtype)
     kernelized(model, kernel, mode)
     proof = python_module(kernel, "proof")
-    for owner, table in ((rotary, "_calls"), (rotary, "_recent"), (proof, "_outside")):
-        monkeypatch.setattr(owner, table, {})
+    monkeypatch.setattr(proof, "_outside", {})
+    rotary._calls.clear()
     found = results(model, tokens, dtype)
     assert found.keys() == expected.keys()
     for key in expected:
         assert_bits_equal(found[key], expected[key], key)
-    assert rotary._calls and None not in rotary._calls.values()
+    assert rotary._calls.resolved and None not in rotary._calls.resolved.values()
     (entry,) = (e for e in kernel.replacement_report(model, verbose=False).layers if e.layer == "apply_rotary_pos_emb")
     assert (entry.count, entry.path) == (2, "kernel"), entry
 
@@ -430,8 +431,9 @@ def test_another_formula_keeps_its_function(kernel, rotary, seed):
 
 
 def first_time(kernel):
-    proof = python_module(kernel, "proof")
-    return proof.function_behind(type(modeling_nanochat.apply_rotary_pos_emb).forward) not in proof._warned
+    function_behind = python_module(kernel, "inspection").function_behind
+    forward = type(modeling_nanochat.apply_rotary_pos_emb).forward
+    return function_behind(forward) not in python_module(kernel, "proof")._warned
 
 
 no_warning = contextlib.nullcontext

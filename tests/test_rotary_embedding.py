@@ -150,20 +150,19 @@ class Eager:
 
 
 @pytest.fixture
-def without_kernel(tables, monkeypatch):
+def without_kernel(module, tables, monkeypatch):
     """Everything but the kernel, on the CPU; how often a call was resolved is counted."""
     resolved = []
 
-    def resolve(forward, dtype, device, scaling, rope_type, precision, position_ids, inv_freq):
+    def resolve(position_ids, inv_freq, forward, dtype, device, scaling, rope_type, precision):
         resolved.append(forward)
-        if tables._outside(dtype, device, rope_type, position_ids, inv_freq):
-            return None
+        tables._check(position_ids, inv_freq, dtype, device, rope_type)
         return Eager(tables.LLAMA.eager, dtype, scaling)
 
     monkeypatch.setattr(tables.launch, "INTERPRETED", False)
     monkeypatch.setattr(tables, "runs_kernels", lambda device: device.type == "cpu")
     monkeypatch.setattr(tables, "_resolve", resolve)
-    monkeypatch.setattr(tables.proof, "_codes", {})
+    monkeypatch.setattr(module("inspection"), "_codes", {})
     return resolved
 
 

@@ -13,7 +13,7 @@ import torch
 import training
 from bits import assert_bits_equal
 from kernels import Mode, replace_kernel_forward_from_hub
-from places import python_module
+from places import forget_calls, python_module
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -150,7 +150,7 @@ def test_recipes(kernel, seed, monkeypatch, make, layer_name, formula):
 
 def test_every_class_is_recognised_by_its_formula(kernel, found):
     """Which needs no GPU: formulas in torch operations are compared with each other."""
-    family = python_module(kernel, "rms_norm")
+    family = python_module(kernel, "rms_norm_proof")
     dtypes = torch.bfloat16, torch.bfloat16
     eps = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
     names = {
@@ -158,21 +158,21 @@ def test_every_class_is_recognised_by_its_formula(kernel, found):
         for layer_name, layer_class in found
         if layer_name in eps
     }
-    proof = python_module(kernel, "proof")
-    assert all(proof.functions_of(layer_class) for layer_name, layer_class in found if "RMSNorm" in layer_name)
+    inspection = python_module(kernel, "inspection")
+    assert all(inspection.functions_of(layer_class) for layer_name, layer_class in found if "RMSNorm" in layer_name)
     assert names["LlamaRMSNorm"] == names["Qwen3RMSNorm"] == "llama"
     assert names["GptOssRMSNorm"] == names["Olmo2RMSNorm"] == "fp32_product"
     assert names["Qwen3_5RMSNorm"] == "one_plus_weight"
 
 
 def test_every_function_is_recognised_by_its_formula(kernel, found):
-    rotary, proof = (python_module(kernel, name) for name in ("rotary", "proof"))
+    rotary, inspection = (python_module(kernel, name) for name in ("rotary", "inspection"))
     names = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for layer_name, layer in found:
             if layer_name == sweep.ROTARY:
-                function = proof.function_behind(type(layer).forward)
+                function = inspection.function_behind(type(layer).forward)
                 assert function.__module__.startswith("transformers.models.")
                 variant = rotary._variant(function, 1, 4, 3, torch.float16, torch.float32, torch.device("cpu"))
                 names[sweep.name_of(layer)] = variant and variant.name
@@ -192,11 +192,11 @@ def test_a_broken_order_keeps_every_original(kernel, found, seed, monkeypatch):
         order = right(rows, hidden_size)
         return type(order)(order.hidden_size, order.width // 2, order.height * 2, order.vectorized)
 
-    for family in ("rms_norm", "rms_norm_backward"):
+    for family in ("rms_norm_plan", "rms_norm_backward"):
         monkeypatch.setattr(module(family), "row_reduction", wrong)
-    for owner, tables in (("proof", ("_verdicts", "_warned")), ("rms_norm", ("_calls", "_recent"))):
-        for table in tables:
-            monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
+    for table in ("_verdicts", "_warned"):
+        monkeypatch.setattr(module("proof"), table, type(getattr(module("proof"), table))())
+    forget_calls(module)
     monkeypatch.setattr(sweep, "DTYPES", sweep.DTYPES[:1])
     norms = {layer_class.forward: entry for entry in found for layer_class in entry[1:] if "RMSNorm" in entry[0]}
     for layer_name, layer_class in list(norms.values())[:20]:

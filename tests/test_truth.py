@@ -12,6 +12,7 @@ import aten_model
 import pytest
 import torch
 from bits import assert_bits_equal
+from places import forget_calls, resolved
 from torch.nn import functional
 
 pytestmark = pytest.mark.gpu
@@ -85,8 +86,7 @@ def test_memory_of_a_call_is_as_torchs_own(module, monkeypatch):
 
 def test_rms_norm_forward(kernel, module, refusals, seed):
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
-    calls = module("rms_norm")._calls
-    calls.clear()
+    forget_calls(module)
     # A few sizes a run, others in the next one: each is a kernel to compile for every pair of dtypes.
     sizes, large_sizes = choose.sample(HIDDEN_SIZES, 6), choose.sample(LARGE_HIDDEN_SIZES, 2)
     for index in range(600):
@@ -98,7 +98,7 @@ def test_rms_norm_forward(kernel, module, refusals, seed):
         with torch.no_grad():
             found, expected = kernel.rms_norm(x, weight, EPS), eager(x, weight)
         assert_same(found, expected, f"{rows}x{hidden_size} {kind} {x.dtype} {weight.dtype}")
-    assert calls and None not in calls.values()
+    assert resolved(module, "rms_norm_call") and None not in resolved(module, "rms_norm_call")
 
 
 def test_rms_norm_special_values(kernel, refusals, seed):
@@ -399,9 +399,7 @@ def compare_added(kernel, arguments, label):
 
 def test_add_rms_norm(kernel, module, refusals, seed):
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
-    family, backward = module("add_rms_norm"), module("rms_norm_backward")
-    family._calls.clear()
-    backward._resolved.clear()
+    forget_calls(module)
     make = functools.partial(torch.randn, generator=generator, device="cuda")
     sizes = [*choose.sample(HIDDEN_SIZES, 3), choose.choice((8192, 12288, 16384))]
     for index in range(120):
@@ -418,8 +416,8 @@ def test_add_rms_norm(kernel, module, refusals, seed):
             found, expected = (call(*arguments[:3], EPS) for call in (kernel.fused_add_rms_norm, eager_added))
         for ours, eagers in zip(found, expected, strict=True):
             assert_same(ours, eagers, label)
-    assert family._calls and None not in family._calls.values()
-    assert backward._resolved and None not in backward._resolved.values()
+    for name in ("add_rms_norm", "rms_norm_backward"):
+        assert resolved(module, name) and None not in resolved(module, name)
 
 
 @pytest.mark.skipif(
@@ -429,7 +427,7 @@ def test_add_rms_norm(kernel, module, refusals, seed):
 def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
     """With other plans than the file's, some of them by lane: rows that lie apart or at any address, no multiple of 16 bytes too."""
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
-    families = norm, _ = module("rms_norm"), module("add_rms_norm")
+    norm = module("rms_norm_plan")
     make = functools.partial(torch.randn, generator=generator, device="cuda")
     launch, bound = module("launch"), set()
     bind = launch.bind
@@ -446,9 +444,7 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
         monkeypatch.setattr(
             module("plans"), "tuned", lambda gpu, op, *_, f=fields: f if op in norm._OPS.values() else None
         )
-        for family in families:
-            family._calls.clear()
-            family._recent.clear()
+        forget_calls(module)
         bound.clear()
         ahead = [norm.Plan(**fields).ahead(inputs * hidden_size * dtype.itemsize) for inputs in (1, 2)]
         for _ in range(4):
@@ -468,7 +464,8 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
                 )
             for ours, eagers in zip(found, expected, strict=True):
                 assert_same(ours, eagers, f"unaligned {label}")
-        assert all(family._calls and None not in family._calls.values() for family in families)
+        for name in ("rms_norm_call", "add_rms_norm"):
+            assert resolved(module, name) and None not in resolved(module, name)
         assert all(ahead) and bound >= set(ahead)
 
 
@@ -493,8 +490,7 @@ def test_add_rms_norm_beyond_two_to_the_31(kernel, refusals, shape):
 
 def test_rms_norm_gradients(kernel, module, refusals, seed):
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
-    backward = module("rms_norm_backward")
-    backward._resolved.clear()
+    forget_calls(module)
 
     def random_like(shape, dtype):
         return torch.randn(shape, generator=generator, device="cuda").to(dtype)
@@ -521,8 +517,8 @@ def test_rms_norm_gradients(kernel, module, refusals, seed):
         residual = random_like(hidden_size, dtype) if choose.random() < 0.5 else None
         label = f"{rows}x{hidden_size} {kind} {dtype} {weight_dtype}{' with residual' if residual is not None else ''}"
         compare_gradients(kernel, x, weight, dy, label, residual)
-    assert len(backward._resolved) > 100
-    assert sum(call is None for call in backward._resolved.values()) <= 5
+    found = resolved(module, "rms_norm_backward")
+    assert len(found) > 100 and found.count(None) <= 5
 
 
 @pytest.mark.parametrize("name", ["fp32_product", "one_plus_weight", "fp32_output", "unweighted"])
@@ -662,20 +658,20 @@ class NamedAlike(torch.nn.Module):
 
 
 def test_proof_tells_torch_rms_norm_from_a_composition(module, monkeypatch):
-    proof, family, fused = module("proof"), module("rms_norm"), module("variants").FUSED
+    proof, family, fused = module("proof"), module("rms_norm_proof"), module("variants").FUSED
     assert family.calls_torch(NamedAlike)
     seeds = itertools.count()
     monkeypatch.setattr(proof, "generator", lambda device, seed: torch.Generator(device).manual_seed(next(seeds)))
-    device, right = torch.device("cuda", 0), family._forward
+    device, right = torch.device("cuda", 0), family.forward
     for trial in range(90):
         dtype = DTYPES[trial % 3]
         arguments = (NamedAlike, "eps", fused, dtype, dtype, device)
         reason = proof._disproof(device, functools.partial(family._formulas, *arguments), [])
         assert "differ" in reason, f"formula, {dtype}: {reason}"
         arguments = (fused, torch.nn.RMSNorm, dtype, dtype, 1024, 16, 1024, device)
-        monkeypatch.setattr(family, "_forward", right)
+        monkeypatch.setattr(family, "forward", right)
         assert proof._disproof(device, functools.partial(family._comparisons, *arguments), []) is None
-        monkeypatch.setattr(family, "_forward", lambda *_, **__: planted(atens_tree))
+        monkeypatch.setattr(family, "forward", lambda *_, **__: planted(atens_tree))
         reason = proof._disproof(device, functools.partial(family._comparisons, *arguments), [])
         assert "the fp32 rstd differ" in reason
 
@@ -721,8 +717,8 @@ def test_the_planted_order_is_right_but_for_what_is_planted(module):
 
 @pytest.mark.parametrize("order", WRONG_ORDERS)
 def test_proof_finds_every_wrong_order(module, monkeypatch, order):
-    proof, family, llama = module("proof"), module("rms_norm"), module("variants").LLAMA
-    monkeypatch.setattr(family, "_forward", lambda *_, **__: planted(WRONG_ORDERS[order]))
+    proof, family, llama = module("proof"), module("rms_norm_proof"), module("variants").LLAMA
+    monkeypatch.setattr(family, "forward", lambda *_, **__: planted(WRONG_ORDERS[order]))
     seeds = itertools.count()
     monkeypatch.setattr(proof, "generator", lambda device, seed: torch.Generator(device).manual_seed(next(seeds)))
     device = torch.device("cuda", 0)
@@ -737,7 +733,7 @@ def test_proof_finds_every_wrong_order(module, monkeypatch, order):
 
 def test_proof_finds_every_wrong_formula(module, monkeypatch):
     """No variant passes for another; where both compute the same, as without 16-bit activations, either may."""
-    proof, family, variants = module("proof"), module("rms_norm"), module("variants")
+    proof, family, variants = module("proof"), module("rms_norm_proof"), module("variants")
     seeds = itertools.count()
     monkeypatch.setattr(proof, "generator", lambda device, seed: torch.Generator(device).manual_seed(next(seeds)))
     device = torch.device("cuda", 0)
@@ -754,7 +750,8 @@ def test_proof_finds_every_wrong_formula(module, monkeypatch):
 @pytest.mark.usefixtures("no_garbage_collected")
 def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
     """Compilation apart, up to a hidden size of 4096: beyond, ATen's own sum over 1024 rows takes more than 64 MB."""
-    proof, family, llama, launch = module("proof"), module("rms_norm"), module("variants").LLAMA, module("launch")
+    proof, family, launch = module("proof"), module("rms_norm_proof"), module("launch")
+    llama = module("variants").LLAMA
     device, costs = torch.device("cuda", 0), []
     for hidden_size, dtype in itertools.product((128, 1024, 4096), DTYPES):
         x = torch.randn(4096, hidden_size, device="cuda", dtype=dtype, requires_grad=True)
@@ -846,16 +843,16 @@ def test_a_wrong_order_of_the_rows_shows_at_the_first_call(kernel, module, monke
         expected = gradients(eager, x, weight, dy)
         with monkeypatch.context() as patch:
             patch.setattr(backward, "_layout", in_order)
-            backward._resolved.clear()
+            forget_calls(module)
             with pytest.warns(RuntimeWarning, match="RMSNorm's gradients come from torch: [0-9]+ elements differ"):
                 found = gradients(kernel.rms_norm, x, weight, dy)
             patch.setenv("LOSSLESS_PROOF", "off")
-            backward._resolved.clear()
+            forget_calls(module)
             unchecked = gradients(kernel.rms_norm, x, weight, dy)
         for what, a, b in zip(("output", "dx", "dweight"), found, expected, strict=True):
             assert_same(a, b, what)
         hidden += torch.equal(unchecked[2], expected[2])
-    backward._resolved.clear()
+    forget_calls(module)
     print(f"16 bits hid it in {hidden} of 20 rounds")
     assert hidden
 
@@ -879,14 +876,15 @@ def test_rms_norm_gradients_beyond_two_to_the_31_bytes(kernel, refusals, shape):
 @pytest.mark.parametrize("shape, dtype", [((29_000, 32_768), torch.bfloat16), ((29_100, 20_480), torch.float16)])
 def test_rms_norm_gradients_beyond_the_registers(kernel, module, refusals, seed, shape, dtype):
     """So many long rows are streamed."""
-    backward = module("rms_norm_backward")
-    backward._resolved.clear()
+    forget_calls(module)
     generator = torch.Generator("cuda").manual_seed(seed)
     x, dy, d_sum = (torch.randn(shape, generator=generator, device="cuda", dtype=dtype) for _ in range(3))
     weight = torch.randn(shape[1], generator=generator, device="cuda", dtype=dtype)
     compare_gradients(kernel, x, weight, dy, str(shape))
     compare_added(kernel, (x, d_sum, weight, dy, d_sum), str(shape))
-    kernels = {part.dx._launcher.kernel.__name__ for found in backward._resolved.values() for part in found.parts}
+    kernels = {
+        part.dx._launcher.kernel.__name__ for found in resolved(module, "rms_norm_backward") for part in found.parts
+    }
     assert kernels == {"rms_norm_backward_streamed"}
 
 

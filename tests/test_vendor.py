@@ -331,7 +331,9 @@ def test_publish_names_a_conflict(published, hub, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["publish", "--build", str(published.release.build)])
     assert publish_command.main() == 1
     err = capsys.readouterr().err
-    assert err.startswith("publish: error: the Hub's answer is not understood, asked to create") and err.count("\n") == 1
+    assert (
+        err.startswith("publish: error: the Hub's answer is not understood, asked to create") and err.count("\n") == 1
+    )
 
 
 # Addresses with a password

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import forget_calls
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -17,15 +18,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def fresh(kernel, module, monkeypatch):
     """The kernel, with no verdicts and no calls yet."""
-    for name, tables in (
-        ("proof", ("_verdicts", "_outside", "_warned")),
-        ("rms_norm", ("_calls", "_recent")),
-        ("rms_norm_backward", ("_resolved",)),
-        ("activation", ("_calls", "_recent", "_gradient_calls")),
-    ):
+    for name, tables in (("proof", ("_verdicts", "_outside", "_warned")),):
         for table in tables:
             monkeypatch.setattr(module(name), table, type(getattr(module(name), table))())
-    return kernel
+    forget_calls(module)
+    yield kernel
+    forget_calls(module)
 
 
 def model(kernel, hidden_size=64, dtype=torch.float32):
@@ -111,7 +109,7 @@ def test_nothing_that_was_only_asked_for_is_remembered(fresh, module, monkeypatc
     if DEVICE == "cpu":
         assert {compilation.kernel.__name__ for compilation in found} == {"rms_norm_forward", "activation_forward"}
     assert not launch.is_asking()
-    assert not module("rms_norm")._calls and not module("rms_norm")._recent and not module("activation")._calls
+    assert not any(calls.resolved or calls.recent for calls in module("calls").Calls.every)
     with torch.no_grad():
         expected = LlamaRMSNorm.forward(layers[0], x)
         assert torch.allclose(layers[0](x), expected, rtol=1e-5), "a sum of 64 in another order"

@@ -2,12 +2,12 @@
 
 import contextlib
 import copy
-from unittest import mock
+import functools
 
 import torch
 from bits import assert_bits_equal, same_layout
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import python_module
+from places import forget_calls, python_module, resolved
 from transformers import LlamaConfig, LlamaForCausalLM
 
 DEVICE = "cuda"
@@ -93,21 +93,17 @@ def kernels_at_work(model, kernel):
 
     layers = replaceable(model)
     handles = [module.register_forward_hook(watch(name)) for name, module in layers.items()]
-    rms_norm, activation = (
-        python_module(kernel, m) for m in ("rms_norm_backward", "activation")
-    )
-    with (
-        mock.patch.object(rms_norm, "_resolved", {}) as norms,
-        mock.patch.object(activation, "_gradient_calls", {}) as activations,
-    ):
-        yield
+    module = functools.partial(python_module, kernel)
+    forget_calls(module)
+    yield
     for handle in handles:
         handle.remove()
     assert found == set(layers)
     # ATen's own operator computes the gradients of torch.nn.RMSNorm.
-    assert norms or activations or all(type(module).kernel_layer_name == "TorchRMSNorm" for module in layers.values())
+    backward = [*resolved(module, "rms_norm_backward"), *module("activation")._gradient_calls.resolved.values()]
+    assert backward or all(type(layer).kernel_layer_name == "TorchRMSNorm" for layer in layers.values())
     # None is a call that the gradients' kernels were not fit for.
-    assert None not in [*norms.values(), *activations.values()]
+    assert None not in backward
 
 
 # Training

@@ -21,8 +21,7 @@ from .ops import rotary_tables as rotary_embedding
 from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .ops.activation import replacement as activation_replacement
 from .ops.gated_activation import replacement as product_replacement
-from .ops.rms_norm.formulas import LLAMA, ONE_PLUS_WEIGHT
-from .ops.rms_norm.function import EAGER
+from .ops.rms_norm.formulas import EAGER, LLAMA, ONE_PLUS_WEIGHT
 from .ops.rms_norm.function import replacement as rms_norm_replacement
 from .ops.rms_norm.gated import eager as gated_eager
 from .ops.rms_norm.gated import replacement as gated_replacement

@@ -9,7 +9,7 @@ from typing import Callable, Optional
 
 import torch
 
-from .core import proof
+from .core import inspection, proof
 from .mapping import LEVELS
 
 _PACKAGE = __package__
@@ -154,7 +154,7 @@ def replaced(module) -> Optional[Callable]:
 
 
 def _layer_report(layer, source, count) -> LayerReport:
-    original = proof.function_behind(layer.forward)
+    original = inspection.function_behind(layer.forward)
     entry = LayerReport(layer.__name__ if original is layer.forward else original.__name__, count, "original")
     if not source:
         entry.reasons.append("not kernelized, or no kernel for its device")

@@ -20,7 +20,8 @@ from .core import launch, plans, proof
 from .core.domain import FLOAT_DTYPES, is_bare, runs_kernels
 from .decoder import attention
 from .decoder import layer as decoder
-from .ops.rms_norm.function import in_domain, planned_rows, training_rows
+from .ops.rms_norm.formulas import in_domain
+from .ops.rms_norm.plan import planned_rows, training_rows
 from .report import replaced
 
 

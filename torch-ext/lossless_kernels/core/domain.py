@@ -1,9 +1,6 @@
 """What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
 
 import functools
-import operator
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Callable
@@ -25,7 +22,6 @@ from .torch_internals import (
     functorch_wrapped,
     legacy_batched,
     saved_tensor_hooks,
-    tensor_guard,
     tracing_state,
 )
 
@@ -113,12 +109,6 @@ def is_checkpointed() -> bool:
     return hooks is not None and hooks[0] is not as_it_is
 
 
-def stays_refused() -> bool:
-    """Whether what has no verdict for want of memory must be refused from now on: a checkpoint's block is computed twice, and
-    has to save the same tensors both times."""
-    return time.monotonic() < proofs.no_memory_until and is_checkpointed()
-
-
 def has_global_hooks() -> bool:
     """Whether somebody has hooks on the calls of all modules."""
     return bool(
@@ -194,64 +184,6 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, found {type(tensor).__name__}")
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: expected a real floating point dtype, found {tensor.dtype}")
-
-
-# Calls that are not in the table yet; a None there means that the original forward runs.
-UNSEEN = object()
-_MAX_CALLS = 4096
-
-
-class _Proofs(threading.local):
-    """Of this thread: until when a refusal may be for want of memory for a proof, by `time.monotonic()`."""
-
-    no_memory_until = 0.0
-
-
-proofs = _Proofs()
-
-
-def remember(calls: dict, key, call):
-    """Puts what a call resolved to into the family's table and returns it.
-
-    A refusal inside a CUDA graph's capture is not kept: a proof could not run there. Nor is one that may be for want of
-    memory, unless a checkpoint relies on it, nor what nothing was proved for.
-    """
-    if launch.is_asking():
-        return call
-    if call is None:
-        # In a forked process CUDA, asked, raises.
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if capturing or (time.monotonic() < proofs.no_memory_until and not stays_refused()):
-            return None
-    if len(calls) >= _MAX_CALLS:
-        calls.clear()
-    calls[key] = call
-    return call
-
-
-def same_tensors(*tensors: torch.Tensor):
-    """A function that tells of other tensors whether `are_plain` and everything in a call's key would come out the same.
-
-    Dispatch keys tell of subclasses, negation, functorch and tracing, but not of forward-mode AD (`forward_ad._current_level`)
-    and not of every dispatch mode (`dispatch_modes()`). A nested tensor has no strides, and asked for them here it ends the
-    process: callers ask for its type and `is_nested` first. None with a torch whose guards do not tell.
-    """
-    return tensor_guard(*tensors)
-
-
-def recognition(call, told: tuple, *tensors: torch.Tensor):
-    """`(same_tensors(*tensors), *told, call.__call__)`, by which later calls are recognised; None where that cannot be.
-
-    The norms of a model whose weights are alike get one and the same, which the call keeps: one place in memory that all of
-    them read, and one guard to make when a sequence has another length. `told` is compared by identity, as later calls do.
-    """
-    recent = call.recent
-    if recent is None or not (all(map(operator.is_, recent[1:], told)) and recent[0](*tensors)):
-        same = same_tensors(*tensors)
-        if same is None:
-            return None
-        recent = call.recent = (same, *told, call.__call__)
-    return recent
 
 
 def allocator(shape, strides, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from ..core import proof
+from ..core import inspection, proof
 from ..core.domain import is_bare, keeps_its_saved_tensors
 from ..core.torch_internals import MODULE_CALL
 from ..ops.rotary import replacement as rotary_replacement
@@ -184,7 +184,7 @@ def admitted(owner: type, hidden_states: torch.Tensor) -> Optional[Variant]:
     if is_dynamo_compiling():
         number = _number_for_compile(owner.forward, hidden_states.device.index or 0) if hidden_states.is_cuda else None
         return None if number is None else _VARIANTS[number]
-    known, key = proof.code_of(owner).memo, ("attention", hidden_states.get_device())
+    known, key = inspection.code_of(owner).memo, ("attention", hidden_states.get_device())
     if key in known:
         return known[key]
     variant, final = _recognized(owner.forward, hidden_states.device)

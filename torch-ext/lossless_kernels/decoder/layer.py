@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..core import LAYERS_MODULE, proof
+from ..core import LAYERS_MODULE, inspection, proof
 from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
 from ..ops.rms_norm import add as add_rms_norm
 from .attention import attend
@@ -88,15 +88,15 @@ def admits(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> bool:
         return False
     if is_dynamo_compiling():
         return hidden_states.is_cuda and _admits_for_compile(owner, hidden_states.device.index or 0)
-    code = proof.code_of(owner)
-    if code.helpers and not proof.are_current(code.helpers, owner, state):
+    code = inspection.code_of(owner)
+    if code.helpers and not inspection.are_current(code.helpers, owner, state):
         return False
     key = ("decoder", hidden_states.get_device())
     admitted = code.memo.get(key)
     if admitted is None:
         admitted = _recognized(owner, hidden_states.device)
         if admitted is not None:
-            proof.code_of(owner).memo[key] = admitted
+            inspection.code_of(owner).memo[key] = admitted
     return bool(admitted)
 
 
@@ -107,7 +107,7 @@ def _admits_for_compile(owner, device_index) -> bool:
 
 def _recognized(owner, device) -> Optional[bool]:
     """None where no verdict is possible now, as inside a CUDA graph's capture."""
-    functions = proof.functions_of(owner)
+    functions = inspection.functions_of(owner)
     # A layer of this package used by itself; a forward that asks for more than its modules.
     if owner.__module__ == LAYERS_MODULE or functions is None:
         proof.outside_for_its_code(owner)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..core import proof
-from ..core.domain import FLOAT_DTYPES, NO_STATE, UNSEEN, as_it_is, is_bare, remember, runs_kernels, under_transform
+from ..core import inspection, proof
+from ..core.calls import UNSEEN, remember
+from ..core.domain import FLOAT_DTYPES, NO_STATE, as_it_is, is_bare, runs_kernels, under_transform
 from ..ops.activation import Activation, by_value, forward_of, is_shown, original_of
 from ..ops.gated_activation import ACTIVATIONS, product_is_ours, product_of
 
@@ -26,7 +27,7 @@ def is_function(act) -> bool:
     """
     if type(act) is functools.partial:
         given = (*act.args, *act.keywords.values())
-        return all(type(value) in proof.CONSTANTS for value in given) and is_function(act.func)
+        return all(type(value) in inspection.CONSTANTS for value in given) and is_function(act.func)
     return type(act) is BuiltinFunctionType or (type(act) is FunctionType and not act.__closure__)
 
 
@@ -63,8 +64,8 @@ def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STA
     if is_dynamo_compiling():
         name = _activation_for_compile(owner, subject, x.dtype, x.device.index or 0) if x.is_cuda else None
         return None if name is None else ACTIVATIONS[name]
-    code = proof.code_of(owner)
-    if code.helpers and not proof.are_current(code.helpers, owner, state):
+    code = inspection.code_of(owner)
+    if code.helpers and not inspection.are_current(code.helpers, owner, state):
         return None
     try:
         key = (subject, x.dtype, x.get_device())
@@ -90,7 +91,7 @@ def _activation_for_compile(owner, subject, dtype, device_index) -> Optional[str
 def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     subject = by_value(subject)
     original = forward_of(subject)
-    functions, known = proof.functions_of(owner), proof.code_of(owner).memo
+    functions, known = inspection.functions_of(owner), inspection.code_of(owner).memo
     if functions is None or not is_shown(subject):  # What owns the subject may own a tensor too: it is not kept.
         proof.outside_for_its_code(owner)
         return None

@@ -16,14 +16,14 @@ import torch
 from torch import is_grad_enabled, nn
 from torch.nn import Linear, functional
 
-from ..core import LAYERS_MODULE, launch, proof
-from ..core.domain import allocator, are_dense, are_plain, has_global_hooks, is_bare, same_tensors
+from ..core import LAYERS_MODULE, inspection, launch
+from ..core.domain import allocator, are_dense, are_plain, has_global_hooks, is_bare
 from ..core.layout import contiguous_strides
-from ..core.torch_internals import any_autocast, dispatch_modes, forward_ad, function_modes, linear
+from ..core.torch_internals import any_autocast, dispatch_modes, forward_ad, function_modes, linear, tensor_guard
 from ..ops import gated_activation, rotary
 from ..ops.rms_norm import add as add_rms_norm
-from ..ops.rms_norm.function import NO_GRADIENTS
-from ..ops.rms_norm.function import call_of as norm_call_of
+from ..ops.rms_norm.call import NO_GRADIENTS
+from ..ops.rms_norm.call import call_of as norm_call_of
 from . import attention, mlp
 from . import layer as decoder
 
@@ -102,10 +102,10 @@ class Call:
         self.classes = [*dict.fromkeys((self.owner, Linear, *self.kinds))]
         self.forwards = [*map(_FORWARD_AND_CALL, self.classes)]
         # Functions that these forwards call, which somebody may replace.
-        self.helpers = [proof.code_of(kind).helpers for kind in self.kinds]
+        self.helpers = [inspection.code_of(kind).helpers for kind in self.kinds]
         self.of_layer = (
-            *proof.code_of(self.owner).helpers,
-            *proof.helpers_of(proof.function_behind(type(others[-1]).forward)),
+            *inspection.code_of(self.owner).helpers,
+            *inspection.helpers_of(inspection.function_behind(type(others[-1]).forward)),
         )
         self.eps_names = [_EPS_NAMES[_layer_of_ours(norm)] for norm in norms]
         self.eps = [norm.__dict__[name] for norm, name in zip(norms, self.eps_names)]
@@ -115,7 +115,7 @@ class Call:
         if not all(are_plain(weight, weight) for weight in weights):
             raise _Unknown
         self.given = 3 + len(weights)
-        self.same = same_tensors(hidden_states, cos, sin, *weights)
+        self.same = tensor_guard(hidden_states, cos, sin, *weights)
         if (
             self.same is None
             or not hidden_states.is_contiguous()
@@ -199,7 +199,7 @@ class Call:
                     or state["_forward_hooks"]
                     or state["_forward_pre_hooks"]
                     or "_compiled_call_impl" in state
-                    or (helpers and not proof.are_current(helpers, kind, state))
+                    or (helpers and not inspection.are_current(helpers, kind, state))
                 ):
                     return None
                 bound = state.get("forward")
@@ -217,7 +217,7 @@ class Call:
                 [*map(_FORWARD_AND_CALL, self.classes)] != self.forwards
                 or mlp.attributes_of(act_fn) != self.activation
                 or self_attn.__dict__["head_dim"] != self.head_dim
-                or not proof.are_current(self.of_layer, self.owner, layer.__dict__)
+                or not inspection.are_current(self.of_layer, self.owner, layer.__dict__)
             ):
                 return None
         except (KeyError, AttributeError):

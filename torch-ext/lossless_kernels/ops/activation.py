@@ -11,19 +11,18 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .._ops import add_op_namespace_prefix
-from ..core import launch, plans, proof
+from ..core import inspection, launch, plans, proof
+from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
-    UNSEEN,
+    are_dense,
     are_ours,
     are_plain,
     check_floating,
     gradients_apart,
     is_autocast,
-    remember,
     runs_kernels,
-    same_tensors,
     under_transform,
 )
 from ..core.layout import Output, is_dense, is_same_order, rows_in_memory
@@ -286,15 +285,12 @@ def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
     return launch.bind(activation_backward, constants, plan.num_warps, device, dtypes, programs, numel // unit)
 
 
-class _Call:
-    """All that follows from the shapes, strides, dtype and device of a call: of an activation or of its gradients."""
+@dataclass(eq=False)
+class _Forward:
+    """A call without gradients: all that follows from the input's shape, strides, dtype and device."""
 
-    __slots__ = ("activation", "launch", "empty")
-
-    def __init__(self, activation: Activation, launch: Optional[launch.Launch], out: Output):
-        self.activation = activation
-        self.launch = launch
-        self.empty = out.empty
+    launch: Optional[launch.Launch]
+    empty: Callable[[], torch.Tensor]
 
     def __call__(self, input):
         out = self.empty()
@@ -302,22 +298,34 @@ class _Call:
             self.launch.on_two(input, out)
         return out
 
-    def differentiable(self, input):
+
+@dataclass(eq=False)
+class _Training:
+    """A call with gradients."""
+
+    activation: Activation
+    forward: _Forward
+
+    def __call__(self, input):
         return _apply(self, *(input,) * self.activation.paths)
 
-    def gradients(self, dy, input):
-        if self.activation.paths == 1:
+
+@dataclass(eq=False)
+class _Backward:
+    """The gradients of a call, one for each path."""
+
+    launch: launch.Launch
+    empty: Callable[[], torch.Tensor]
+    paths: int
+
+    def __call__(self, dy, input):
+        if self.paths == 1:
             dx = self.empty()
             self.launch.on_three(dy, input, dx)
             return (dx,)
-        dxs = tuple([self.empty() for _ in range(self.activation.paths)])
+        dxs = tuple([self.empty() for _ in range(self.paths)])
         self.launch(dy, input, *dxs)
         return dxs
-
-
-_calls = {}
-# By the subject that is replaced its last call, which is found without building the key above.
-_recent = {}
 
 
 def replacement(input: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
@@ -331,41 +339,31 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     if is_dynamo_compiling():
         return _compiled(input, subject, activation)
     needs_grad = is_grad_enabled() and input.requires_grad
-    recent = _recent.get(subject)
+    recent = _calls.recent.get(subject)
     if recent is not None:
-        same, computed, then, call = recent
+        same, computed, grad, compute = recent
         if (
             type(input) in PLAIN_TYPES
             and not input.is_nested
             and same(input)
             and computed is activation
-            and then == needs_grad
+            and grad is needs_grad
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
-            return call(input)
+            return compute(input)
+    original = forward_of(subject)
     if not are_ours(input, input, needs_grad):
-        proof.outside(forward_of(subject), proof.NOT_PLAIN)
-        return None
+        return proof.outside(original, proof.NOT_PLAIN)
     if _is_widened(activation, input):
-        proof.outside(forward_of(subject), "autocast, which computes powers in fp32")
-        return None
+        return proof.outside(original, "autocast, which computes powers in fp32")
     if not is_shown(subject):
-        proof.outside(forward_of(subject), proof.UNSHOWN)
-        return None
-    try:
-        key = (by_value(subject), activation, needs_grad, input.dtype, input.shape, input.stride(), input.device)
-        call = _calls.get(key, UNSEEN)
-    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
-        return None
-    if call is UNSEEN:
-        call = remember(_calls, key, _resolve(input, key[0], activation, needs_grad))
+        return proof.outside(original, proof.UNSHOWN)
+    told, facts = by_value(subject), (activation, needs_grad)
+    call = _calls.find(original, (told, *facts), (input,), told, *facts)
     if call is None:
         return None
-    call = call.differentiable if needs_grad else call.__call__
-    same = same_tensors(input)
-    if same is not None:
-        remember(_recent, subject, (same, activation, needs_grad, call))
+    _calls.recognise(subject, call, facts, (input,))
     return call(input)
 
 
@@ -397,76 +395,69 @@ def original_of(subject):
 def is_shown(subject) -> bool:
     """Whether `original_of` a subject is what its forward computes in every module, whatever is replaced around it."""
     forward = forward_of(subject)
-    return proof.is_shown(forward) and not proof.helpers_of(forward)
+    return inspection.is_shown(forward) and not inspection.helpers_of(forward)
 
 
-_UNUSUAL = "an input too large, or whose output lies in memory in another order"
-
-
-def _outside(x) -> Optional[str]:
-    """Why no kernel takes this tensor, None if one may."""
+def _resolve(x, subject, activation, needs_grad):
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
-        return f"input {x.dtype} on {x.device}"
-    if x.numel() and not is_dense(x.shape, x.stride()) and rows_in_memory(x.shape, x.stride()) is None:
-        return "an input that is neither dense nor made of equally spaced rows"
-    return None
-
-
-def _resolve(x, subject, activation, needs_grad) -> Optional[_Call]:
-    """The call for this tensor, or None if it lies outside the domain or the kernels are not proved."""
-    reason = _outside(x)
-    if reason is not None:
-        proof.outside(forward_of(subject), reason)
-        return None
+        raise Outside(f"input {x.dtype} on {x.device}")
     out = Output.of(functools.partial(activation.forward, None), x)
     shape, strides = x.shape, x.stride()
     if x.numel() == 0:
         if needs_grad:
-            proof.outside(forward_of(subject), "gradients of nothing")
-        return None if needs_grad else _Call(activation, None, out)
+            raise Outside("gradients of nothing")
+        return _Forward(None, out.empty)
     if is_dense(shape, strides):
         rows, columns, row_stride = 1, x.numel(), x.numel()
         same_order = is_same_order(shape, strides, out.strides)
     else:
-        rows, row_stride, order = rows_in_memory(shape, strides)
+        found = rows_in_memory(shape, strides)
+        if found is None:
+            raise Outside("an input that is neither dense nor made of equally spaced rows")
+        rows, row_stride, order = found
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     kind = rows == 1, access_unit(columns, row_stride, x.dtype)
     block = launch_plan(activation.name, x.dtype.itemsize, plans.gpu(x.device)).block
     if rows * -(-columns // block) > MAX_PROGRAMS or not same_order:
-        proof.outside(forward_of(subject), _UNUSUAL)
-        return None
-    if not _proved(subject, activation, x.dtype, kind, x.device):
-        return None
-    if needs_grad and not _proved(subject, activation, x.dtype, kind, x.device, gradients=True):
-        return None
-    return _Call(activation, _forward(activation, x.dtype, rows, columns, row_stride, x.device), out)
+        raise Outside("an input too large, or whose output lies in memory in another order")
+    for of_gradients in (False, True)[: 1 + needs_grad]:
+        if not _proved(subject, activation, x.dtype, kind, x.device, of_gradients):
+            return None
+    forward = _Forward(_forward(activation, x.dtype, rows, columns, row_stride, x.device), out.empty)
+    return _Training(activation, forward) if needs_grad else forward
 
 
-_gradient_calls = {}
+_calls = Calls(_resolve)
 
 
 def gradients(activation: Activation, dy: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`activation.gradients(dy, input)`: from the kernel if dy lies in memory as the input does."""
+    recent = _gradient_calls.recent.get(activation)
+    if recent is not None:
+        same, compute = recent
+        if are_dense(dy, input) and same(dy, input) and forward_ad._current_level < 0 and not dispatch_modes():
+            return compute(dy, input)
     if are_plain(dy, input) and not _is_widened(activation, input):
-        key = (activation, input.shape, input.stride(), dy.stride(), input.dtype, dy.dtype, input.get_device())
-        call = _gradient_calls.get(key, UNSEEN)
-        if call is UNSEEN:
-            call = remember(_gradient_calls, key, _resolve_gradients(activation, dy, input))
+        call = _gradient_calls.find(activation.forward, (activation,), (dy, input), activation)
         if call is not None:
-            return call.gradients(dy, input)
+            _gradient_calls.recognise(activation, call, (), (dy, input))
+            return call(dy, input)
     return activation.gradients(dy, input)
 
 
-def _resolve_gradients(activation, dy, x) -> Optional[_Call]:
+def _resolve_gradients(dy, x, activation):
     if not runs_kernels(x.device) or x.dtype not in FLOAT_DTYPES:
-        return None
+        raise Outside(f"input {x.dtype} on {x.device}")
     if dy.stride() != x.stride() or dy.dtype != x.dtype or not is_dense(x.shape, x.stride()) or x.numel() == 0:
-        return None
+        raise Outside("gradients that do not lie in memory as the input does, dense")
     out = Output.of(lambda dy, x: activation.gradients(dy, x)[0], dy, x)
     if not is_same_order(x.shape, x.stride(), out.strides):
-        return None
-    return _Call(activation, _backward(activation, x.dtype, x.numel(), x.device), out)
+        raise Outside("gradients that eager would return in another order")
+    return _Backward(_backward(activation, x.dtype, x.numel(), x.device), out.empty, activation.paths)
+
+
+_gradient_calls = Calls(_resolve_gradients)
 
 
 class Activate(torch.autograd.Function):
@@ -477,7 +468,7 @@ class Activate(torch.autograd.Function):
         ctx.save_for_backward(input)
         ctx.set_materialize_grads(False)
         ctx.activation = call.activation
-        return call.activation.forward(None, input) if dispatch_modes() else call(input)
+        return call.activation.forward(None, input) if dispatch_modes() else call.forward(input)
 
     @staticmethod
     def backward(ctx, dy):

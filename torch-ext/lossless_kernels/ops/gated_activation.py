@@ -14,17 +14,16 @@ from torch.compiler import is_dynamo_compiling
 
 from .._ops import add_op_namespace_prefix
 from ..core import launch, proof
+from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
-    UNSEEN,
+    allocator,
     are_dense,
     are_ours,
     are_plain,
     check_floating,
-    remember,
     runs_kernels,
-    same_tensors,
     under_transform,
 )
 from ..core.layout import Output, contiguous_strides, is_dense, is_same_order, rows_in_memory
@@ -196,6 +195,10 @@ class _Layout:
         return {"PACKED": self.packed, "ONE_ROW": self.order is None, "UNIT": self.unit(dtype)}
 
 
+# Of gate and up without elements.
+_NOTHING = _Layout(0, 0, 0)
+
+
 def _forward_block(activation) -> int:
     # At 8192x14336 (bf16, H200) GELU's takes 0.1645 ms instead of 0.1700 with more elements a thread; SiLU's gains nothing.
     return BLOCK if activation is SILU else 2 * BLOCK
@@ -224,16 +227,15 @@ def _backward(activation, dtype, layout: _Layout, device, with_up: bool) -> laun
     return _bound(gated_activation_backward, activation, dtype, layout, device, constants)
 
 
-class _Call:
-    """All that follows from the shapes, strides, dtype and device of a call."""
+@dataclass(eq=False)
+class _Forward:
+    """A call without gradients: all that follows from the shapes, strides, dtype and device of gate and up."""
 
-    __slots__ = ("activation", "launch", "out", "empty")
+    launch: Optional[launch.Launch]
+    out: Output
 
-    def __init__(self, activation: Activation, launch: Optional[launch.Launch], out: Output):
-        self.activation = activation
-        self.launch = launch
-        self.out = out
-        self.empty = out.empty
+    def __post_init__(self):
+        self.empty = self.out.empty
 
     def __call__(self, gate, up):
         out = self.empty()
@@ -241,24 +243,64 @@ class _Call:
             self.launch.on_three(gate, out, up)
         return out
 
-    def differentiable(self, gate, up):
-        return _apply(self, up, gate)
 
-    def packed(self, packed):
+class _PackedForward(_Forward):
+    """The same for a tensor of both."""
+
+    def __call__(self, packed):
         out = self.empty()
         if self.launch is not None:
             self.launch.on_two(packed, out)
         return out
 
-    def packed_differentiable(self, packed):
+
+@dataclass(eq=False)
+class _Training:
+    """A call with gradients."""
+
+    activation: Activation
+    forward: _Forward
+
+    def __call__(self, gate, up):
+        return _apply(self, up, gate)
+
+
+class _PackedTraining(_Training):
+    def __call__(self, packed):
         return _apply_packed(self, packed)
+
+
+@dataclass(eq=False)
+class _Backward:
+    """The gradients of a call; of up only if it needs one."""
+
+    launch: launch.Launch
+    empty_gate: Callable[[], torch.Tensor]
+    empty_up: Optional[Callable[[], torch.Tensor]]
+
+    def __call__(self, dy, gate, up):
+        d_gate = self.empty_gate()
+        if self.empty_up is None:
+            self.launch.on_four(dy, gate, d_gate, up)
+            return d_gate, None
+        d_up = self.empty_up()
+        self.launch.on_five(dy, gate, d_gate, up, d_up)
+        return d_gate, d_up
+
+
+@dataclass(eq=False)
+class _PackedBackward:
+    launch: launch.Launch
+    empty: Callable[[], torch.Tensor]
+
+    def __call__(self, dy, packed):
+        d_packed = self.empty()
+        self.launch.on_three(dy, packed, d_packed)
+        return d_packed
 
 
 # What is proved.
 _OUTPUT, _BOTH, _GATES = "output", "gradients", "gate's gradient"
-_calls = {}
-# By the subject that is replaced its last call, which is found without building the key above.
-_recent = {}
 
 
 def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
@@ -273,54 +315,33 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
     if is_dynamo_compiling():
         return _compiled(gate, up, subject, activation)
     needs_grad = is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    recent = _recent.get(subject)
+    recent = _calls.recent.get(subject)
     if recent is not None:
-        same, computed, then, call = recent
+        same, computed, grad, compute = recent
         if (
             are_dense(gate, up)
             and same(gate, up)
             and computed is activation
-            and then == needs_grad
+            and grad is needs_grad
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
-            return call(gate, up)
+            return compute(gate, up)
     if not are_ours(gate, up, needs_grad):
-        proof.outside(product_of(forward_of(subject)), proof.NOT_PLAIN)
-        return None
+        return proof.outside(product_of(forward_of(subject)), proof.NOT_PLAIN)
     call = call_of(gate, up, subject, activation, needs_grad)
     if call is None:
         return None
-    call = call.differentiable if needs_grad else call.__call__
-    same = same_tensors(gate, up)
-    if same is not None:
-        remember(_recent, subject, (same, activation, needs_grad, call))
+    _calls.recognise(subject, call, (activation, needs_grad), (gate, up))
     return call(gate, up)
 
 
-def call_of(gate, up, subject, activation: Activation, needs_grad: bool) -> Optional[_Call]:
+def call_of(gate, up, subject, activation: Activation, needs_grad: bool):
     """The call for these tensors, looked up; None if the caller must compute the product itself."""
-    try:
-        key = (
-            by_value(subject),
-            activation,
-            needs_grad and gate.requires_grad,
-            needs_grad and up.requires_grad,
-            gate.dtype,
-            up.dtype,
-            gate.shape,
-            up.shape,
-            gate.stride(),
-            up.stride(),
-            gate.device,
-            up.device,
-        )
-        call = _calls.get(key, UNSEEN)
-    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, a subject may have no hash.
-        return None
-    if call is UNSEEN:
-        call = remember(_calls, key, _resolve(gate, up, key[0], activation, needs_grad))
-    return call
+    told = by_value(subject)
+    needs = needs_grad and gate.requires_grad, needs_grad and up.requires_grad
+    original = product_of(forward_of(subject))
+    return _calls.find(original, (told, activation, needs), (gate, up), told, activation, needs)
 
 
 def product_is_ours(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activation) -> bool:
@@ -334,177 +355,152 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
     if is_dynamo_compiling():
         return _compiled(*_halves(packed), activation.forward, activation)
     needs_grad = is_grad_enabled() and packed.requires_grad
-    subject = ("packed", activation)
-    recent = _recent.get(subject)
+    recent = _packed_calls.recent.get(activation)
     if recent is not None:
-        same, then, call = recent
+        same, grad, compute = recent
         if (
             type(packed) in PLAIN_TYPES
             and not packed.is_nested
             and same(packed)
-            and then == needs_grad
+            and grad is needs_grad
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
-            return call(packed)
+            return compute(packed)
+    original = product_of(activation.forward)
     if not are_ours(packed, packed, needs_grad):
-        proof.outside(product_of(activation.forward), proof.NOT_PLAIN)
-        return None
-    try:
-        key = (subject, needs_grad, packed.dtype, packed.shape, packed.stride(), packed.device)
-    except RuntimeError:
-        return None
-    call = _calls.get(key, UNSEEN)
-    if call is UNSEEN:
-        call = remember(_calls, key, _resolve_packed(packed, activation, needs_grad))
+        return proof.outside(original, proof.NOT_PLAIN)
+    call = _packed_calls.find(original, (activation, needs_grad), (packed,), activation, needs_grad)
     if call is None:
         return None
-    call = call.packed_differentiable if needs_grad else call.packed
-    same = same_tensors(packed)
-    if same is not None:
-        remember(_recent, subject, (same, needs_grad, call))
+    _packed_calls.recognise(activation, call, (needs_grad,), (packed,))
     return call(packed)
 
 
-_UNUSUAL = "gate and up too large, or whose product lies in memory in another order"
-
-
-def _outside(gate, up, layout) -> Optional[str]:
-    """Why no kernel takes these tensors, None if one may."""
+def _check(gate, up) -> None:
+    """Raises Outside if no kernel takes such tensors."""
     if gate.dtype not in FLOAT_DTYPES or not runs_kernels(gate.device):
-        return f"gate {gate.dtype} on {gate.device}"
+        raise Outside(f"gate {gate.dtype} on {gate.device}")
     if (up.dtype, up.shape, up.device) != (gate.dtype, gate.shape, gate.device):
-        return f"up {up.dtype} on {up.device}, gate {gate.dtype}" + ", of another shape" * (up.shape != gate.shape)
-    if gate.numel() and layout(gate, up) is None:
-        return "gate and up that do not lie in memory alike, dense or as equally spaced rows"
-    return None
+        shape = ", of another shape" if up.shape != gate.shape else ""
+        raise Outside(f"up {up.dtype} on {up.device}, gate {gate.dtype}{shape}")
 
 
-def _resolve(gate, up, subject, activation, needs_grad) -> Optional[_Call]:
-    """The call for these tensors, or None if they lie outside the domain or the kernels are not proved."""
-    reason = _outside(gate, up, _Layout.of)
-    if reason is not None:
-        proof.outside(product_of(forward_of(subject)), reason)
-        return None
-    product = product_of(forward_of(subject))
-    if needs_grad and not gate.requires_grad:  # Eager does not keep the gate then.
-        proof.outside(product, "gradients of up alone")
-        return None
-    out = Output.of(functools.partial(_eager, activation), gate, up)
-    if gate.numel() == 0:
-        if needs_grad:
-            proof.outside(product, "gradients of nothing")
-        return None if needs_grad else _Call(activation, None, out)
-    layout = _Layout.of(gate, up)
-    if not layout.fits(gate.shape, out.strides, gate.stride()):
-        proof.outside(product, _UNUSUAL)
-        return None
-    gradients = None if not needs_grad else _BOTH if up.requires_grad else _GATES
-    return _proved_call(subject, activation, gate.dtype, layout, gate.device, out, gradients)
+def _resolve(gate, up, subject, activation, needs):
+    _check(gate, up)
+    if needs == (False, True):  # Eager does not keep the gate then.
+        raise Outside("gradients of up alone")
+    gradients = {(False, False): None, (True, False): _GATES, (True, True): _BOTH}[needs]
+    # An empty tensor needs no layout.
+    layout = _Layout.of(gate, up) if gate.numel() else _NOTHING
+    return _resolved(_Forward, _Training, subject, activation, gate, up, layout, gradients)
 
 
-def _resolve_packed(packed, activation, needs_grad) -> Optional[_Call]:
+def _resolve_packed(packed, activation, needs_grad):
     gate, up = _halves(packed)
-    reason = _outside(gate, up, lambda gate, up: _Layout.of_packed(packed))
-    if reason is not None:
-        proof.outside(product_of(activation.forward), reason)
-        return None
-    out = Output.of(functools.partial(_eager, activation), gate, up)
-    if gate.numel() == 0:
-        if needs_grad:
-            proof.outside(product_of(activation.forward), "gradients of nothing")
-        return None if needs_grad else _Call(activation, None, out)
-    layout = _Layout.of_packed(packed)
-    if not layout.fits(gate.shape, out.strides, None):
-        proof.outside(product_of(activation.forward), _UNUSUAL)
-        return None
+    _check(gate, up)
+    layout = _Layout.of_packed(packed) if gate.numel() else _NOTHING
     gradients = _BOTH if needs_grad else None
-    return _proved_call(activation.forward, activation, packed.dtype, layout, packed.device, out, gradients)
+    return _resolved(_PackedForward, _PackedTraining, activation.forward, activation, gate, up, layout, gradients)
 
 
-def _proved_call(subject, activation, dtype, layout, device, out, gradients) -> Optional[_Call]:
-    if layout.programs(BLOCK) > MAX_PROGRAMS:
-        proof.outside(product_of(forward_of(subject)), _UNUSUAL)
-        return None
-    kind = tuple(layout.kind(dtype).values())
-    if not all(_proved(subject, activation, dtype, kind, device, what) for what in (_OUTPUT, gradients) if what):
-        return None
-    return _Call(activation, _forward(activation, dtype, layout, device), out)
+def _resolved(forward, training, subject, activation, gate, up, layout, gradients):
+    out = Output.of(functools.partial(_eager, activation), gate, up)
+    if layout is _NOTHING:
+        if gradients:
+            raise Outside("gradients of nothing")
+        return forward(None, out)
+    if layout is None:
+        raise Outside("gate and up that do not lie in memory alike, dense or as equally spaced rows")
+    if not layout.fits(gate.shape, out.strides, gate.stride()) or layout.programs(BLOCK) > MAX_PROGRAMS:
+        raise Outside("gate and up too large, or whose product lies in memory in another order")
+    kind = tuple(layout.kind(gate.dtype).values())
+    for what in (_OUTPUT, gradients):
+        if what and not _proved(subject, activation, gate.dtype, kind, gate.device, what):
+            return None
+    call = forward(_forward(activation, gate.dtype, layout, gate.device), out)
+    return training(activation, call) if gradients else call
 
 
-_gradient_calls = {}
+_calls, _packed_calls = Calls(_resolve), Calls(_resolve_packed)
 
 
 def gradients(
     activation: Activation, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, with_up: bool
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
     """What eager sends into gate and, if `with_up`, into up: from the kernel if dy lies in memory as they do."""
+    recent = _gradient_calls.recent.get(activation)
+    if recent is not None:
+        same, both, compute = recent
+        if (
+            are_dense(dy, gate)
+            and are_dense(up, up)
+            and same(dy, gate, up)
+            and both is with_up
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            return compute(dy, gate, up)
     if are_plain(dy, gate) and are_plain(up, up):
-        key = (
-            activation,
-            with_up,
-            gate.shape,
-            gate.stride(),
-            up.stride(),
-            dy.stride(),
-            gate.dtype,
-            dy.dtype,
-            gate.get_device(),
-        )
-        call = _gradient_calls.get(key, UNSEEN)
-        if call is UNSEEN:
-            call = remember(_gradient_calls, key, _resolve_gradients(activation, dy, gate, up, with_up))
+        facts, tensors = (activation, with_up), (dy, gate, up)
+        call = _gradient_calls.find(product_of(activation.forward), facts, tensors, *facts)
         if call is not None:
-            launch, gate_output, up_output = call
-            d_gate = gate_output.empty()
-            d_up = up_output.empty() if with_up else None
-            launch(dy, gate, d_gate, up, *(() if d_up is None else (d_up,)))
-            return d_gate, d_up
+            _gradient_calls.recognise(activation, call, (with_up,), tensors)
+            return call(dy, gate, up)
     return _eager_gradients(activation, dy, gate, up)
 
 
-def _resolve_gradients(activation, dy, gate, up, with_up):
-    """The launch and the outputs of the backward kernel, None where it does not fit."""
-    if not runs_kernels(gate.device) or gate.dtype not in FLOAT_DTYPES or gate.numel() == 0:
-        return None
-    layout = _Layout.of(gate, up)
+def _resolve_gradients(dy, gate, up, activation, with_up):
+    _check(gate, up)
+    layout = _Layout.of(gate, up) if gate.numel() else None
     if layout is None or dy.dtype != gate.dtype or not is_dense(dy.shape, dy.stride()):
-        return None
+        raise Outside(_OTHER_GRADIENTS)
     outputs = [
         Output.of(lambda *tensors, which=which: _eager_gradients(activation, *tensors)[which], dy, gate, up)
         for which in range(2)
     ]
-    for strides in (dy.stride(), *(out.strides for out in outputs)):
-        if not layout.fits(dy.shape, strides, gate.stride()):
-            return None
-    return _backward(activation, gate.dtype, layout, gate.device, with_up), *outputs
+    if not all(
+        layout.fits(dy.shape, strides, gate.stride()) for strides in (dy.stride(), *(o.strides for o in outputs))
+    ):
+        raise Outside(_OTHER_GRADIENTS)
+    empty_gate, empty_up = (out.empty for out in outputs)
+    launch = _backward(activation, gate.dtype, layout, gate.device, with_up)
+    return _Backward(launch, empty_gate, empty_up if with_up else None)
+
+
+_OTHER_GRADIENTS = "gradients that do not lie in memory as gate and up do"
 
 
 def packed_gradient(activation: Activation, dy: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """What eager sends into a packed tensor: from the kernel if dy's rows lie in memory in the order of the tensor's."""
+    recent = _packed_gradient_calls.recent.get(activation)
+    if recent is not None:
+        same, compute = recent
+        if are_dense(dy, packed) and same(dy, packed) and forward_ad._current_level < 0 and not dispatch_modes():
+            return compute(dy, packed)
     if are_plain(dy, packed):
-        key = (activation, packed.shape, packed.stride(), dy.stride(), packed.dtype, dy.dtype, packed.get_device())
-        launch = _gradient_calls.get(key, UNSEEN)
-        if launch is UNSEEN:
-            launch = remember(_gradient_calls, key, _resolve_packed_gradient(activation, dy, packed))
-        if launch is not None:
-            # Zeros of the whole shape, to which eager adds, are contiguous whatever the tensor is.
-            d_packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-            launch.on_three(dy, packed, d_packed)
-            return d_packed
+        call = _packed_gradient_calls.find(product_of(activation.forward), (activation,), (dy, packed), activation)
+        if call is not None:
+            _packed_gradient_calls.recognise(activation, call, (), (dy, packed))
+            return call(dy, packed)
     return _packed_eager_gradient(activation, dy, packed)
 
 
-def _resolve_packed_gradient(activation, dy, packed) -> Optional[launch.Launch]:
-    if not runs_kernels(packed.device) or packed.dtype not in FLOAT_DTYPES or packed.numel() == 0:
-        return None
-    layout = _Layout.of_packed(packed)
+def _resolve_packed_gradient(dy, packed, activation):
+    _check(*_halves(packed))
+    layout = _Layout.of_packed(packed) if packed.numel() else None
     if layout is None or dy.dtype != packed.dtype or not is_dense(dy.shape, dy.stride()):
-        return None
-    # The gradient is contiguous, so that the rows must follow one another in the order of dimensions.
+        raise Outside(_OTHER_GRADIENTS)
+    # Zeros of the whole shape, to which eager adds, are contiguous whatever the tensor is. So the rows must follow one another
+    # in the order of dimensions.
     if not all(layout.fits(dy.shape, strides, None) for strides in (dy.stride(), contiguous_strides(dy.shape))):
-        return None
-    return _backward(activation, packed.dtype, layout, packed.device, with_up=True)
+        raise Outside(_OTHER_GRADIENTS)
+    launch = _backward(activation, packed.dtype, layout, packed.device, with_up=True)
+    empty = allocator(packed.shape, contiguous_strides(packed.shape), packed.dtype, packed.device)
+    return _PackedBackward(launch, empty)
+
+
+_gradient_calls, _packed_gradient_calls = Calls(_resolve_gradients), Calls(_resolve_packed_gradient)
 
 
 class GatedActivation(torch.autograd.Function):
@@ -515,7 +511,7 @@ class GatedActivation(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.set_materialize_grads(False)
         ctx.activation = call.activation
-        return _eager(call.activation, gate, up) if dispatch_modes() else call(gate, up)
+        return _eager(call.activation, gate, up) if dispatch_modes() else call.forward(gate, up)
 
     @staticmethod
     def backward(ctx, dy):
@@ -538,7 +534,7 @@ class PackedGatedActivation(torch.autograd.Function):
         ctx.save_for_backward(packed)
         ctx.set_materialize_grads(False)
         ctx.activation = call.activation
-        return _packed_eager(call.activation, packed) if dispatch_modes() else call.packed(packed)
+        return _packed_eager(call.activation, packed) if dispatch_modes() else call.forward(packed)
 
     @staticmethod
     def backward(ctx, dy):

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Optional
 
 import torch
@@ -11,23 +11,21 @@ from torch.compiler import is_dynamo_compiling
 
 from .._ops import add_op_namespace_prefix
 from ..core import launch, proof
+from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
-    UNSEEN,
+    allocator,
     are_dense,
     are_ours,
     are_plain,
     check_floating,
-    remember,
     runs_kernels,
-    same_tensors,
     under_transform,
 )
+from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-
-if launch.AVAILABLE:
-    from ..kernels_src.rotary import rotary
+from .rotary_layout import launch_plan, place_of, walk_of
 
 
 def apply_rotary_pos_emb(
@@ -155,167 +153,70 @@ WIDENED = Variant.of(
 _VARIANTS = {variant.name: variant for variant in (PLAIN, WIDENED)}
 
 
-# The launch
-
-
-# Bytes of a half of its heads that a program's warp reads: 16 for each thread, twice (H200).
-_BYTES_PER_WARP = 1024
-_MIN_HEADS_PER_PROGRAM = 8
-_MAX_HEADS_PER_PROGRAM = 16
-_MAX_HEAD_DIM = 1024
-# Of CUDA's grid, along x.
-_MAX_PROGRAMS = (1 << 31) - 1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How many heads of one token a program has, and its warps."""
-
-    heads_per_program: int
-    num_warps: int
-
-
-def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
-    """The plan for heads of this size; `dtype` is that of what is read."""
-    half = 1 << (head_dim // 2 - 1).bit_length()
-    heads = _BYTES_PER_WARP // (half * dtype.itemsize)
-    heads = min(max(heads, _MIN_HEADS_PER_PROGRAM), _MAX_HEADS_PER_PROGRAM)
-    return Plan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
-
-
-def _place(unsqueeze_dim: int, dims: int) -> int:
-    """Where the new dimension of a tensor of so many is, counted from the first."""
-    return unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + dims + 1
-
-
-def _steps(shape, strides, heads_dim) -> tuple[int, int, int]:
-    """The strides over batch, tokens and heads of `[batch, tokens, heads, head_dim]` in whatever order; 0 over one only."""
-    steps = [stride if size != 1 else 0 for size, stride in zip(shape, strides)][:-1]
-    head_step = steps.pop(heads_dim)
-    return (*(0,) * (2 - len(steps)), *steps, head_step)
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Where a call's tensors have their heads; the strides over batch, tokens and heads count elements."""
-
-    batch: int
-    tokens: int
-    q_heads: int
-    k_heads: int
-    head_dim: int
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    q_out: tuple[int, int, int]
-    k_out: tuple[int, int, int]
-    cos: tuple[int, int, int]
-    sin: tuple[int, int, int]
-
-    @property
-    def unit(self) -> int:
-        """So many elements, up to 16 bytes of 16 bits each, can be read at a time."""
-        return math.gcd(8, self.head_dim // 2, *self.q, *self.k, *self.q_out, *self.k_out, *self.cos, *self.sin)
-
-    def launch(self, step: str, keeps_dtype: bool, dtypes, device: torch.device) -> Optional[launch.Launch]:
-        """The launch, to be called with q, k, cos, sin and the outputs; None if these are too many programs.
-
-        Args:
-            dtypes: of what is read, of cos and of what is written.
-        """
-        read, table, written = dtypes
-        plan = launch_plan(self.head_dim, read)
-        constants = {
-            "STEP": step,
-            "WIDENED": keeps_dtype and step == "forward",
-            "HALF": self.head_dim // 2,
-            "HALF_BLOCK": 1 << (self.head_dim // 2 - 1).bit_length(),
-            "UNIT": self.unit,
-            "HEADS": plan.heads_per_program,
-        }
-        q_groups, k_groups = (-(-heads // plan.heads_per_program) for heads in (self.q_heads, self.k_heads))
-        programs = self.batch * self.tokens * (q_groups + k_groups)
-        if programs > _MAX_PROGRAMS:
-            return None
-        steps = (*self.q, *self.k, *self.q_out, *self.k_out, *self.cos[:2], *self.sin[:2])
-        steps = tuple([step // self.unit for step in steps])
-        scalars = (self.tokens, q_groups + k_groups, q_groups, self.q_heads, self.k_heads, *steps)
-        dtypes = (read, read, table, table, *(written,) * 4)
-        return launch.bind(rotary, constants, plan.num_warps, device, dtypes, programs, *scalars)
-
-
-def _walk(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Optional[Walk]:
-    """How the kernel goes through these tensors; None if it cannot."""
-    dims, cos_dims = q.dim(), cos.dim()
-    if k.dim() != dims or dims not in (3, 4) or not 2 <= cos_dims < dims or sin.dim() != cos_dims:
-        return None
-    place = _place(unsqueeze_dim, cos_dims)
-    if not 0 <= place < cos_dims:
-        return None
-    heads_dim = place + dims - 1 - cos_dims
-    head_dim = q.shape[-1]
-    others = [[size for dim, size in enumerate(x.shape) if dim != heads_dim] for x in (q, k)]
-    if others[0] != others[1] or head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM or not q.numel() or not k.numel():
-        return None
-    tables = []
-    for table in (cos, sin):
-        table = table.unsqueeze(unsqueeze_dim)
-        if table.shape[-1] != head_dim or torch.broadcast_shapes(table.shape, q.shape) != q.shape:
-            return None
-        table = table.expand(q.shape)
-        steps = _steps(table.shape, table.stride(), heads_dim)
-        if steps[2] or table.stride(-1) != 1:
-            return None
-        tables.append(steps)
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or q_out_strides[-1] != 1 or k_out_strides[-1] != 1:
-        return None
-    *leading, tokens = [size for dim, size in enumerate(q.shape[:-1]) if dim != heads_dim]
-    return Walk(
-        math.prod(leading),
-        tokens,
-        q.shape[heads_dim],
-        k.shape[heads_dim],
-        head_dim,
-        _steps(q.shape, q.stride(), heads_dim),
-        _steps(k.shape, k.stride(), heads_dim),
-        _steps(q.shape, q_out_strides, heads_dim),
-        _steps(k.shape, k_out_strides, heads_dim),
-        *tables,
-    )
-
-
 # From a call's tensors to a kernel
 
 
-class _Call:
-    """All that follows from the shapes, strides, dtypes and device of a call."""
+@dataclass(eq=False)
+class _Forward:
+    """A call without gradients: all that follows from the shapes, strides, dtypes and device of its tensors."""
 
-    __slots__ = ("variant", "unsqueeze_dim", "launch", "q_out", "k_out", "empty_q", "empty_k", "needs")
+    launch: launch.Launch
+    q_out: Output
+    k_out: Output
 
-    def __init__(self, variant, unsqueeze_dim, launch: launch.Launch, q_out: Output, k_out: Output, needs):
-        self.variant = variant
-        self.unsqueeze_dim = unsqueeze_dim
-        self.launch = launch.on_six
-        self.q_out = q_out
-        self.k_out = k_out
-        self.empty_q, self.empty_k = q_out.empty, k_out.empty
-        # Whether gradients of q and of k are.
-        self.needs = needs
+    def __post_init__(self):
+        self.empty_q, self.empty_k = self.q_out.empty, self.k_out.empty
 
     def __call__(self, q, k, cos, sin):
         q_embed, k_embed = self.empty_q(), self.empty_k()
-        self.launch(q, k, cos, sin, q_embed, k_embed)
+        self.launch.on_six(q, k, cos, sin, q_embed, k_embed)
         return q_embed, k_embed
 
-    def differentiable(self, q, k, cos, sin):
+
+@dataclass(eq=False)
+class _Training:
+    """A call with gradients.
+
+    Args:
+        needs: whether gradients of q and of k are needed.
+        sole_consumer: as of `replacement`.
+    """
+
+    variant: Variant
+    unsqueeze_dim: int
+    needs: tuple[bool, bool]
+    sole_consumer: bool
+    forward: _Forward
+
+    def __call__(self, q, k, cos, sin):
+        if self.sole_consumer:
+            return _apply(self, k, None, q, None, cos, sin)
         return _apply(self, k, k, q, q, cos, sin)
 
-    def sole_consumer(self, q, k, cos, sin):
-        return _apply(self, k, None, q, None, cos, sin)
 
+@dataclass(eq=False)
+class _Backward:
+    """The gradients of q and of k, each a pair: see `gradients`.
 
-_calls = {}
-# By the function that is replaced its last call, which is found without building the key above.
-_recent = {}
+    Eager's are contiguous whatever q and k are: they are made of zeros.
+    """
+
+    launch: launch.Launch
+    apart: bool
+    empty_q: Callable[[], torch.Tensor]
+    # None: there is only one.
+    empty_k: Optional[Callable[[], torch.Tensor]]
+
+    def __call__(self, dq_embed, dk_embed, cos, sin):
+        dq = self.empty_q()
+        dk = dq if self.empty_k is None else self.empty_k()
+        if not self.apart:
+            self.launch.on_six(dq_embed, dk_embed, cos, sin, dq, dk)
+            return (dq, None), (dk, None)
+        dq_straight = self.empty_q()
+        dk_straight = dq_straight if self.empty_k is None else self.empty_k()
+        self.launch(dq_embed, dk_embed, cos, sin, dq, dk, dq_straight, dk_straight)
+        return (dq, dq_straight), (dk, dk_straight)
 
 
 def replacement(
@@ -336,108 +237,84 @@ def replacement(
     """
     if is_dynamo_compiling():
         return _compiled(q, k, cos, sin, unsqueeze_dim, subject)
-    recent = _recent.get(subject)
+    recent = _calls.recent.get(subject)
     if recent is not None:
-        same, helpers, then, sole, grad, call = recent
+        same, helpers, then, sole, grad, compute = recent
         if (
             are_dense(q, k)
             and are_dense(cos, sin)
             and same(q, k, cos, sin)
-            and (not helpers or proof.are_current(helpers))
-            and then == unsqueeze_dim
-            and sole == sole_consumer
-            and grad == is_grad_enabled()
+            and (not helpers or are_current(helpers))
+            and then is unsqueeze_dim
+            and sole is sole_consumer
+            and grad is is_grad_enabled()
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
-            return call(q, k, cos, sin)
+            return compute(q, k, cos, sin)
     if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, cos, sin)):  # torch.fx traces with something else.
         return None
-    grad = is_grad_enabled()
+    grad, function = is_grad_enabled(), function_behind(subject)
     needs = (grad and q.requires_grad, grad and k.requires_grad)
     if not (are_ours(q, k, any(needs)) and are_ours(cos, sin, any(needs))):
-        proof.outside(proof.function_behind(subject), proof.NOT_PLAIN)
-        return None
+        return proof.outside(function, proof.NOT_PLAIN)
     if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
-        proof.outside(proof.function_behind(subject), "cos or sin that need a gradient, or are inference tensors")
-        return None
-    call = call_of(q, k, cos, sin, unsqueeze_dim, subject, needs)
+        return proof.outside(function, "cos or sin that need a gradient, or are inference tensors")
+    call = call_of(q, k, cos, sin, unsqueeze_dim, subject, needs, sole_consumer)
     if call is None:
         return None
-    if needs == (False, False):
-        call = call.__call__
-    else:
-        call = call.sole_consumer if sole_consumer else call.differentiable
-    same = same_tensors(q, k, cos, sin)
-    if same is not None:
-        helpers = proof.helpers_of(proof.function_behind(subject))
-        remember(_recent, subject, (same, helpers, unsqueeze_dim, sole_consumer, grad, call))
+    _calls.recognise(subject, call, (helpers_of(function), unsqueeze_dim, sole_consumer, grad), (q, k, cos, sin))
     return call(q, k, cos, sin)
 
 
-def call_of(q, k, cos, sin, unsqueeze_dim: int, subject: Callable, needs) -> Optional[_Call]:
+def call_of(q, k, cos, sin, unsqueeze_dim: int, subject: Callable, needs, sole_consumer=False):
     """The call for these tensors, looked up; None if the original function runs.
 
     Args:
         needs: whether the gradients of q and of k are needed.
     """
-    try:
-        key = (subject, _called_by(subject), unsqueeze_dim, needs, *map(_told, (q, k, cos, sin)))
-        call = _calls.get(key, UNSEEN)
-    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides.
-        return None
-    if call is UNSEEN:
-        call = remember(_calls, key, _resolve(q, k, cos, sin, unsqueeze_dim, proof.function_behind(subject), needs))
-    return call
+    function = function_behind(subject)
+    arguments = unsqueeze_dim, needs, sole_consumer
+    facts = function, _called_by(function), *arguments
+    return _calls.find(function, facts, (q, k, cos, sin), function, *arguments)
 
 
 def _called_by(function) -> tuple[Callable, ...]:
-    """The functions that the original one calls, `rotate_half` for one: somebody may replace them."""
-    return tuple([helper.function for helper in proof.helpers_of(proof.function_behind(function))])
+    """The functions that the original one calls, `rotate_half` for one: they may be replaced."""
+    return tuple([helper.function for helper in helpers_of(function)])
 
 
-def _told(tensor):
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _outside(q, k, cos, sin) -> Optional[str]:
-    """Why no kernel takes these tensors, None if one may."""
+def _check(q, k, cos, sin) -> None:
+    """Raises Outside if no kernel takes such tensors."""
     if not runs_kernels(q.device) or any(tensor.device != q.device for tensor in (k, cos, sin)):
-        return f"query {q.dtype} on {q.device}, key on {k.device}, cos on {cos.device}, sin on {sin.device}"
-    if q.dtype not in FLOAT_DTYPES or cos.dtype not in FLOAT_DTYPES:
-        return f"query {q.dtype}, cos {cos.dtype}"
-    if k.dtype != q.dtype or sin.dtype != cos.dtype:
-        return f"query {q.dtype}, key {k.dtype}, cos {cos.dtype}, sin {sin.dtype}"
-    return None
+        raise Outside(f"query {q.dtype} on {q.device}, key on {k.device}, cos on {cos.device}, sin on {sin.device}")
+    if q.dtype not in FLOAT_DTYPES or cos.dtype not in FLOAT_DTYPES or k.dtype != q.dtype or sin.dtype != cos.dtype:
+        raise Outside(f"query {q.dtype}, key {k.dtype}, cos {cos.dtype}, sin {sin.dtype}")
 
 
-def _resolve(q, k, cos, sin, unsqueeze_dim, function, needs) -> Optional[_Call]:
-    """The call for these tensors, or None if they lie outside the domain or the kernels are not proved."""
-    reason = _outside(q, k, cos, sin)
-    if reason is not None:
-        proof.outside(function, reason)
-        return None
-    if not isinstance(unsqueeze_dim, int) or _walk(q, k, cos, sin, unsqueeze_dim, q.stride(), k.stride()) is None:
+def _resolve(q, k, cos, sin, function, unsqueeze_dim, needs, sole_consumer):
+    _check(q, k, cos, sin)
+    if not isinstance(unsqueeze_dim, int) or walk_of(q, k, cos, sin, unsqueeze_dim, q.stride(), k.stride()) is None:
         shapes = f"query and key of {q.dim()} dimensions, heads of {list(q.shape[-1:])}, cos of {cos.dim()} dimensions"
-        proof.outside(function, f"{shapes}, unsqueeze_dim {unsqueeze_dim}: in a layout that no kernel takes")
-        return None
+        raise Outside(f"{shapes}, unsqueeze_dim {unsqueeze_dim}: in a layout that no kernel takes")
     variant = _variant(function, unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device)
     if variant is None:
         return None
     outs = [_output(variant, x, cos, sin, unsqueeze_dim) for x in (q, k)]
-    walk = _walk(q, k, cos, sin, unsqueeze_dim, *(out.strides for out in outs))
+    walk = walk_of(q, k, cos, sin, unsqueeze_dim, *(out.strides for out in outs))
     if walk is None:
-        proof.outside(function, "query and key of which eager's outputs lie in memory in another order")
-        return None
-    if not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device):
-        return None
-    if any(needs) and not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device, gradients=True):
-        return None
+        raise Outside("query and key of which eager's outputs lie in memory in another order")
+    for of_gradients in (False, True)[: 1 + any(needs)]:
+        if not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device, of_gradients):
+            return None
     launch = walk.launch("forward", variant.keeps_dtype, (q.dtype, cos.dtype, outs[0].dtype), q.device)
     if launch is None:
-        proof.outside(function, "more heads than a launch has programs for")
-        return None
-    return _Call(variant, unsqueeze_dim, launch, *outs, needs)
+        raise Outside("more heads than a launch has programs for")
+    forward = _Forward(launch, *outs)
+    return _Training(variant, unsqueeze_dim, needs, sole_consumer, forward) if any(needs) else forward
+
+
+_calls = Calls(_resolve)
 
 
 def _output_dtype(variant, dtype, cos_dtype) -> torch.dtype:
@@ -462,7 +339,7 @@ class Rotary(torch.autograd.Function):
         if dispatch_modes():
             q_embed, k_embed = call.variant.eager(q, k, cos, sin, call.unsqueeze_dim)
         else:
-            q_embed, k_embed = call(q, k, cos, sin)
+            q_embed, k_embed = call.forward(q, k, cos, sin)
         unneeded = [out for out, needed in zip((q_embed, k_embed), call.needs) if not needed]
         ctx.mark_non_differentiable(*unneeded)
         return q_embed, k_embed
@@ -483,8 +360,7 @@ _apply = apply_of(Rotary)
 # Gradients
 
 
-_gradient_calls = {}
-_NOTHING = (None, None)
+_UNUSED = (None, None)
 
 
 def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: torch.dtype, apart: bool) -> tuple:
@@ -495,69 +371,67 @@ def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: 
         apart: otherwise the first of a pair is the sum, the second None.
     """
     if dq_embed is None and dk_embed is None:
-        return _NOTHING, _NOTHING
-    first, second = dq_embed, dk_embed
-    if first is None or second is None:
-        first = second = dk_embed if first is None else first
-    if not is_grad_enabled() and are_plain(first, second) and are_plain(cos, sin):
-        one = dq_embed is None or dk_embed is None
-        key = (variant, one, unsqueeze_dim, dtype, apart, *map(_told, (first, second, cos, sin)))
-        call = _gradient_calls.get(key, UNSEEN)
-        if call is UNSEEN:
-            call = remember(_gradient_calls, key, _resolve_gradients(*key[:5], first, second, cos, sin))
+        return _UNUSED, _UNUSED
+    one = dq_embed is None or dk_embed is None
+    # The kernel rotates one tensor if it is given twice.
+    first = dk_embed if dq_embed is None else dq_embed
+    second = dq_embed if dk_embed is None else dk_embed
+    tensors = first, second, cos, sin
+    call = None
+    recent = None if is_grad_enabled() else _gradient_calls.recent.get(variant)
+    if recent is not None:
+        same, *facts, compute = recent
+        if (
+            are_dense(first, second)
+            and are_dense(cos, sin)
+            and same(first, second, cos, sin)
+            and facts == [one, unsqueeze_dim, dtype, apart]
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            call = compute
+    if call is None and not is_grad_enabled() and are_plain(first, second) and are_plain(cos, sin):
+        facts = one, unsqueeze_dim, dtype, apart
+        call = _gradient_calls.find(variant.eager, (variant, *facts), tensors, variant, *facts)
         if call is not None:
-            found = call(first, second, cos, sin)
-            return _NOTHING if dq_embed is None else found[0], _NOTHING if dk_embed is None else found[-1]
+            _gradient_calls.recognise(variant, call, facts, tensors)
+    if call is not None:
+        dq, dk = call(first, second, cos, sin)
+        return _UNUSED if dq_embed is None else dq, _UNUSED if dk_embed is None else dk
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
 
     def eager(dy):
         if dy is None:
-            return _NOTHING
+            return _UNUSED
         paths = variant.gradients(dy, cos, sin, dtype)
         return paths if apart else (paths[0] + paths[1], None)
 
     return eager(dq_embed), eager(dk_embed)
 
 
-class _Gradients:
-    """All that follows from the shapes, strides, dtypes and device of a call's incoming gradients."""
-
-    __slots__ = ("launch", "dtype", "apart", "one")
-
-    def __init__(self, launch: launch.Launch, dtype: torch.dtype, apart: bool, one: bool):
-        self.launch = launch
-        self.dtype = dtype
-        self.apart = apart
-        self.one = one
-
-    def __call__(self, dq_embed, dk_embed, cos, sin):
-        # Eager's gradients are contiguous whatever q and k are: they are made of zeros.
-        new = functools.partial(torch.empty, dtype=self.dtype, device=dq_embed.device)
-        dq = new(dq_embed.shape)
-        dk = dq if self.one else new(dk_embed.shape)
-        if not self.apart:
-            self.launch.on_six(dq_embed, dk_embed, cos, sin, dq, dk)
-            return (dq, None), (dk, None)
-        dq_straight = new(dq_embed.shape)
-        dk_straight = dq_straight if self.one else new(dk_embed.shape)
-        self.launch(dq_embed, dk_embed, cos, sin, dq, dk, dq_straight, dk_straight)
-        return (dq, dq_straight), (dk, dk_straight)
-
-
-def _resolve_gradients(variant, one, unsqueeze_dim, dtype, apart, dq_embed, dk_embed, cos, sin) -> Optional[_Gradients]:
-    if _outside(dq_embed, dk_embed, cos, sin) is not None:
-        return None
+def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim, dtype, apart):
+    _check(dq_embed, dk_embed, cos, sin)
     if dq_embed.dtype != _output_dtype(variant, dtype, cos.dtype):
-        return None
-    strides = (contiguous_strides(dy.shape) for dy in (dq_embed, dk_embed))
-    walk = _walk(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides)
-    if walk is None or not _proved(variant, dtype, cos.dtype, walk.head_dim, walk.unit, cos.device, gradients=True):
+        raise Outside(f"gradients {dq_embed.dtype} of query and key {dtype}, cos {cos.dtype}")
+    strides = [contiguous_strides(dy.shape) for dy in (dq_embed, dk_embed)]
+    walk = walk_of(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides)
+    if walk is None:
+        raise Outside("gradients in a layout that no kernel takes")
+    if not _proved(variant, dtype, cos.dtype, walk.head_dim, walk.unit, cos.device, gradients=True):
         return None
     if one:
-        walk = Walk(**{**vars(walk), "k_heads": 0})
+        walk = replace(walk, k_heads=0)
     step, dtypes = "gradients" if apart else "gradient", (dq_embed.dtype, cos.dtype, dtype)
     launch = walk.launch(step, variant.keeps_dtype, dtypes, cos.device)
-    return None if launch is None else _Gradients(launch, dtype, apart, one)
+    if launch is None:
+        raise Outside("more heads than a launch has programs for")
+    empty_q, empty_k = (
+        allocator(dy.shape, steps, dtype, cos.device) for dy, steps in zip((dq_embed, dk_embed), strides)
+    )
+    return _Backward(launch, apart, empty_q, None if one else empty_k)
+
+
+_gradient_calls = Calls(_resolve_gradients)
 
 
 # Proof
@@ -593,7 +467,7 @@ def _numbers(shape, dtype, generator):
 
 def _formulas(function, variant, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device):
     make = functools.partial(_numbers, generator=proof.generator(device, 3))
-    heads_dim = _place(unsqueeze_dim, cos_dims) + dims - 1 - cos_dims
+    heads_dim = place_of(unsqueeze_dim, cos_dims) + dims - 1 - cos_dims
     sizes = [2, _TOKENS][4 - dims :]
 
     def states(heads):
@@ -648,7 +522,7 @@ def _nan_like(x, dtype, contiguous):
 
 
 def _launch_sample(step, variant, dtypes, unit, q, k, cos, sin, *outs):
-    walk = _walk(q, k, cos, sin, 1, outs[0].stride(), outs[1].stride())
+    walk = walk_of(q, k, cos, sin, 1, outs[0].stride(), outs[1].stride())
     if walk.unit != unit:
         raise AssertionError(f"the sample's unit is {walk.unit}, not {unit}")
     walk.launch(step, variant.keeps_dtype, dtypes, q.device)(q, k, cos, sin, *outs)
@@ -749,7 +623,7 @@ def _proved_for_compile(
     device = torch.device(device_type, device_index)
     if under_transform():
         return None
-    variant = _variant(proof.function_behind(subject), unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
+    variant = _variant(function_behind(subject), unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
     if variant is None or not all(
         _proved(variant, dtype, cos_dtype, _USUAL_HEAD_DIM, 8, device, of_gradients)
         for of_gradients in (False, True)[: 1 + training]
@@ -772,7 +646,7 @@ def _compiled(q, k, cos, sin, unsqueeze_dim, subject):
             break
     else:
         return None
-    if not 0 <= _place(unsqueeze_dim, cos.dim()) < cos.dim():
+    if not 0 <= place_of(unsqueeze_dim, cos.dim()) < cos.dim():
         return None
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):

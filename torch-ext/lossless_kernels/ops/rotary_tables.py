@@ -12,17 +12,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..core import launch, proof
-from ..core.domain import (
-    FLOAT_DTYPES,
-    PLAIN_TYPES,
-    UNSEEN,
-    allocator,
-    are_dense,
-    are_plain,
-    remember,
-    runs_kernels,
-    same_tensors,
-)
+from ..core.calls import Calls, Outside
+from ..core.domain import FLOAT_DTYPES, PLAIN_TYPES, allocator, are_dense, are_plain, runs_kernels
+from ..core.inspection import code_of
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import dispatch_modes, forward_ad, matmul_precision
 
@@ -96,8 +88,6 @@ _POSITIONS_PER_PROGRAM, _NUM_WARPS = 4, 2
 class _Call:
     """All that follows from the shapes, strides, dtypes and device of a call, and from the scaling."""
 
-    __slots__ = ("launch", "empty")
-
     def __init__(self, variant: Variant, position_ids, inv_freq, dtype, scaling):
         batch, length = position_ids.shape
         half, device, dtype = inv_freq.numel(), position_ids.device, variant.dtype(dtype)
@@ -138,39 +128,31 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
         return None
     # A matrix product of fp32 numbers may have been allowed to round them first.
     told = (x.dtype, x.device, scaling, rope_type, matmul_precision())
-    # What is known of the class, which goes with it: its calls, and by "recent" the last, which is found without their key.
-    known = proof.code_of(owner).memo
-    recent = known.get("recent")
+    # They go with the class: its forward is a closure, which no other table keeps.
+    memo = code_of(owner).memo
+    calls = memo.get(Calls)
+    if calls is None:
+        calls = memo[Calls] = Calls(_resolve)
+    recent = calls.recent.get(None)
     if recent is not None:
-        same, then, call = recent
+        same, then, compute = recent
         if same(position_ids, inv_freq) and then == told and forward_ad._current_level < 0 and not dispatch_modes():
-            return call(position_ids, inv_freq)
+            return compute(position_ids, inv_freq)
     if not are_plain(position_ids, inv_freq) or not are_plain(x, x):
         return None
-    try:
-        layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (position_ids, inv_freq))
-        call = known.get((*told, layouts), UNSEEN)
-    except (RuntimeError, TypeError):  # Sparse tensors have no strides; a size may be symbolic.
-        return None
-    if call is UNSEEN:
-        call = remember(known, (*told, layouts), _resolve(owner.forward, *told, position_ids, inv_freq))
+    tensors = position_ids, inv_freq
+    call = calls.find(owner.forward, told, tensors, owner.forward, *told)
     if call is None:
         return None
-    same = same_tensors(position_ids, inv_freq)
-    if same is not None:
-        remember(known, "recent", (same, told, call.__call__))
+    calls.recognise(None, call, (told,), tensors)
     return call(position_ids, inv_freq)
 
 
-def _resolve(forward, dtype, device, scaling, rope_type, precision, position_ids, inv_freq) -> Optional[_Call]:
-    reason = _outside(dtype, device, rope_type, position_ids, inv_freq)
-    if reason is not None:
-        proof.outside(forward, reason)
-        return None
+def _resolve(position_ids, inv_freq, forward, dtype, device, scaling, rope_type, precision) -> Optional[_Call]:
+    _check(position_ids, inv_freq, dtype, device, rope_type)
     function = _function(forward)
     if function is None:
-        proof.outside(forward, "a forward that asks for more than frequencies, their scaling and positions")
-        return None
+        raise Outside("a forward that asks for more than frequencies, their scaling and positions")
     half = inv_freq.numel()
     where = f"{dtype}, inv_freq {inv_freq.dtype}, heads of {2 * half}"
     sample = functools.partial(_sample, forward, dtype, inv_freq.dtype, position_ids.dtype, half, device)
@@ -191,23 +173,21 @@ def _resolve(forward, dtype, device, scaling, rope_type, precision, position_ids
     return _Call(variant, position_ids, inv_freq, dtype, scaling)
 
 
-def _outside(dtype, device, rope_type, position_ids, inv_freq) -> Optional[str]:
-    """Why no kernel takes these, None if one may."""
+def _check(position_ids, inv_freq, dtype, device, rope_type) -> None:
+    """Raises Outside if no kernel takes these."""
     if dtype not in FLOAT_DTYPES or inv_freq.dtype not in FLOAT_DTYPES:
-        return f"x {dtype}, inv_freq {inv_freq.dtype}"
+        raise Outside(f"x {dtype}, inv_freq {inv_freq.dtype}")
     if launch.INTERPRETED:
-        return "Triton's interpreter has another cos and sin than CUDA"
+        raise Outside("Triton's interpreter has another cos and sin than CUDA")
     if not runs_kernels(device) or {position_ids.device, inv_freq.device} != {device}:
-        return f"x on {device}, position_ids on {position_ids.device}, inv_freq on {inv_freq.device}"
+        raise Outside(f"x on {device}, position_ids on {position_ids.device}, inv_freq on {inv_freq.device}")
     if "dynamic" in rope_type or rope_type == "longrope":
-        return f"rope_type {rope_type!r}"
+        raise Outside(f"rope_type {rope_type!r}")
     if position_ids.dtype not in (torch.int64, torch.int32) or position_ids.dim() != 2 or not position_ids.numel():
-        return f"position_ids {position_ids.dtype} of {position_ids.dim()} dimensions" + ", empty" * (
-            not position_ids.numel()
-        )
+        empty = "" if position_ids.numel() else ", empty"
+        raise Outside(f"position_ids {position_ids.dtype} of {position_ids.dim()} dimensions{empty}")
     if inv_freq.dim() != 1 or not 2 <= inv_freq.numel() <= 512 or inv_freq.stride() != (1,):
-        return f"inv_freq of {inv_freq.dim()} dimensions and {inv_freq.numel()} elements, or not contiguous"
-    return None
+        raise Outside(f"inv_freq of {inv_freq.dim()} dimensions and {inv_freq.numel()} elements, or not contiguous")
 
 
 # Proof

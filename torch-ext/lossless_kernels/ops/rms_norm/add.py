@@ -4,7 +4,8 @@ import functools
 import math
 import weakref
 from collections.abc import Mapping
-from typing import Callable, Optional, Union
+from dataclasses import dataclass
+from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
@@ -12,33 +13,22 @@ from torch.compiler import is_dynamo_compiling
 
 from ..._ops import add_op_namespace_prefix
 from ...core import launch, plans, proof
-from ...core.domain import (
-    NO_STATE,
-    UNSEEN,
-    allocator,
-    are_dense,
-    are_ours,
-    recognition,
-    remember,
-    runs_kernels,
-    under_transform,
-)
+from ...core.calls import Calls, Outside
+from ...core.domain import NO_STATE, allocator, are_dense, are_ours, runs_kernels, under_transform
+from ...core.inspection import are_current, code_of, functions_of
 from ...core.layout import Output, contiguous_strides
 from ...core.reduction import ROW_CLASSES, row_class, row_reduction
 from ...core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import backward as rms_norm_backward
-from .formulas import BY_NAME, LLAMA, Variant, eager_rstd
-from .function import (
-    EAGER,
-    NO_GRADIENTS,
+from .call import NO_GRADIENTS
+from .formulas import BY_NAME, EAGER, LLAMA, Variant, eager_rstd, in_domain
+from .function import check_arguments
+from .plan import launch_plan, planned_rows
+from .proof import (
     PROOF_EPS,
     calls_torch,
-    check_arguments,
     gradients_proved,
-    in_domain,
-    launch_plan,
     original_output,
-    planned_rows,
     proof_calls,
     random_weight,
     spike,
@@ -126,17 +116,17 @@ def _forward(
     return launch.bind(add_rms_norm_forward, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)
 
 
+@dataclass(eq=False)
 class _Inference:
-    """All that follows from the shapes, strides, dtypes and device of a call, and from eps."""
+    """A call without gradients: all that follows from its tensors' layouts and from eps."""
 
-    __slots__ = ("launch", "out", "empty", "empty_total", "recent")
+    launch: Callable
+    out: Output
+    empty_total: Callable[[], torch.Tensor]
 
-    def __init__(self, launch: launch.Launch, out: Output, empty_total: Callable):
-        self.launch = launch.on_five
-        self.out = out
-        self.empty = out.empty
-        self.empty_total = empty_total
-        self.recent = None
+    def __post_init__(self):
+        self.launch = self.launch.on_five
+        self.empty = self.out.empty
 
     def __call__(self, x, residual, weight):
         normed, total = self.empty(), self.empty_total()
@@ -144,31 +134,22 @@ class _Inference:
         return normed, total
 
 
+@dataclass(eq=False)
 class _Training:
-    """The same for a call that needs gradients, and so the row statistics."""
+    """A call with gradients, which needs the row statistics."""
 
-    __slots__ = ("variant", "original", "weight_dtype", "launch", "empty", "empty_total", "empty_rstd", "eps", "recent")
+    variant: Variant
+    original: Callable
+    weight_dtype: torch.dtype
+    launch: Callable
+    out: Output
+    empty_total: Callable[[], torch.Tensor]
+    empty_rstd: Callable[[], torch.Tensor]
+    eps: float
 
-    def __init__(
-        self,
-        variant: Variant,
-        original: Callable,
-        weight_dtype: torch.dtype,
-        launch: launch.Launch,
-        out: Output,
-        empty_total: Callable,
-        empty_rstd: Callable,
-        eps,
-    ):
-        self.variant = variant
-        self.original = original
-        self.weight_dtype = weight_dtype
-        self.launch = launch.on_six
-        self.empty = out.empty
-        self.empty_total = empty_total
-        self.empty_rstd = empty_rstd
-        self.eps = eps
-        self.recent = None
+    def __post_init__(self):
+        self.launch = self.launch.on_six
+        self.empty = self.out.empty
 
     def __call__(self, x, residual, weight):
         return _apply(x, residual, weight, self)
@@ -182,11 +163,6 @@ class _Training:
         normed, total, rstd = self.empty(), self.empty_total(), self.empty_rstd()
         self.launch(x, residual, weight, normed, total, rstd)
         return normed, total, rstd
-
-
-_calls = {}
-# By the identity of a weight its last call, which is found without building the key above.
-_recent = {}
 
 
 def replacement(
@@ -207,112 +183,95 @@ def replacement(
     """
     if is_dynamo_compiling():
         return _compiled(hidden_states, residual, weight, eps, owner, eps_name)
-    recent = _recent.get(id(weight))
+    recent = _calls.recent.get(id(weight))
     if recent is not None:
-        same, replaced, forward, helpers, read, added, grad, call = recent
+        same, replaced, forward, helpers, read, added, grad, compute = recent
         if (
             are_dense(hidden_states, residual)
             and same(hidden_states, residual, weight)
             and replaced() is owner
             and forward is owner.forward
-            and (not helpers or proof.are_current(helpers, owner, state))
+            and (not helpers or are_current(helpers, owner, state))
             and read is eps_name
             and added is eps
-            and grad == is_grad_enabled()
+            and grad is is_grad_enabled()
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
-            return call(hidden_states, residual, weight)
-    tensors = (hidden_states, residual, weight)
+            return compute(hidden_states, residual, weight)
+    original, tensors = owner.forward, (hidden_states, residual, weight)
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or weight.numel() == 0:
-        proof.outside(owner.forward, "a sum before a norm without a weight")
-        return None
+        return proof.outside(original, "a sum before a norm without a weight")
     needs = NO_GRADIENTS
     if is_grad_enabled():
         needs = (hidden_states.requires_grad or residual.requires_grad, weight.requires_grad)
     with_grad = needs != NO_GRADIENTS
     if not (are_ours(hidden_states, residual, with_grad) and are_ours(weight, weight, with_grad)):
-        proof.outside(owner.forward, proof.NOT_PLAIN)
-        return None
+        return proof.outside(original, proof.NOT_PLAIN)
     if with_grad and any(tensor.is_inference() for tensor in tensors):
-        proof.outside(owner.forward, proof.INFERENCE_TENSORS)
-        return None
-    call = call_of(hidden_states, residual, weight, eps, owner, eps_name, needs, state)
+        return proof.outside(original, proof.INFERENCE_TENSORS)
+    call = call_of(*tensors, eps, owner, eps_name, needs, state)
     if call is None:
         return None
-    told = (weakref.ref(owner), owner.forward, proof.code_of(owner).helpers, eps_name, eps, is_grad_enabled())
-    recent = recognition(call, told, *tensors)
-    if recent is not None:
-        remember(_recent, id(weight), recent)
-    return call(hidden_states, residual, weight)
+    facts = weakref.ref(owner), original, code_of(owner).helpers, eps_name, eps, is_grad_enabled()
+    _calls.recognise(id(weight), call, facts, tensors)
+    return call(*tensors)
 
 
-def call_of(x, residual, weight, eps, owner, eps_name, needs, state=NO_STATE) -> Union[_Inference, _Training, None]:
-    """The call for these tensors, looked up; None if the original forward runs. The arguments are those of `rms_norm.call_of`."""
-    functions = proof.functions_of(owner, state)
+def call_of(x, residual, weight, eps, owner, eps_name, needs, state: Mapping = NO_STATE):
+    """The call for these tensors, looked up; None if the original forward runs. The arguments are those of `call.call_of`."""
+    functions = functions_of(owner, state)
     if functions is None:
-        proof.outside_for_its_code(owner)
-        return None
-    try:
-        layouts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in (x, residual, weight))
-        key = (functions, eps_name, needs, eps, layouts)
-        call = _calls.get(key, UNSEEN)
-    except (RuntimeError, TypeError):  # Sparse and nested tensors have no strides, some eps no hash.
-        return None
-    if call is UNSEEN:
-        call = remember(_calls, key, _resolve(x, residual, weight, eps, owner, eps_name, needs))
-    return call
+        return proof.outside_for_its_code(owner)
+    arguments = eps, owner, eps_name, needs
+    return _calls.find(owner.forward, (functions, eps, eps_name, needs), (x, residual, weight), *arguments)
 
 
-def _outside(x, residual, weight, eps, owner) -> Optional[str]:
-    """Why no kernel takes these tensors or this class for a sum and its norm, None if one may."""
+def _check(x, residual, weight, eps, owner) -> None:
+    """Raises Outside if no kernel takes these tensors or this class for a sum and its norm."""
     if calls_torch(owner):
-        return "a sum before F.rms_norm"
+        raise Outside("a sum before F.rms_norm")
     if not isinstance(eps, (int, float)):
-        return f"eps is of type {type(eps).__name__}"
+        raise Outside(f"eps is of type {type(eps).__name__}")
     if x.dim() < 2 or x.numel() == 0:
-        return "a sum of no rows, or of one row that is no matrix"
+        raise Outside("a sum of no rows, or of one row that is no matrix")
     if not runs_kernels(x.device) or {residual.device, weight.device} != {x.device}:
-        return f"activations on {x.device}, residual on {residual.device}, weight on {weight.device}"
+        raise Outside(f"activations on {x.device}, residual on {residual.device}, weight on {weight.device}")
     if residual.dtype != x.dtype:
-        return f"activations {x.dtype}, residual {residual.dtype}"
+        raise Outside(f"activations {x.dtype}, residual {residual.dtype}")
     if residual.shape != x.shape:
-        return "a residual of another shape than the activations"
+        raise Outside("a residual of another shape than the activations")
     hidden_size = x.shape[-1]
     if not in_domain(x.dtype, weight.dtype, hidden_size):
-        return f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}"
+        raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
     if weight.shape != (hidden_size,) or not weight.is_contiguous():
-        return "a weight that is no contiguous [hidden_size]"
+        raise Outside("a weight that is no contiguous [hidden_size]")
     if not (x.is_contiguous() and residual.is_contiguous()):
-        return "a sum of tensors that are not contiguous"
-    return None
+        raise Outside("a sum of tensors that are not contiguous")
 
 
-def _resolve(x, residual, weight, eps, owner, eps_name, needs) -> Union[_Inference, _Training, None]:
-    reason = _outside(x, residual, weight, eps, owner)
-    if reason is not None:
-        proof.outside(owner.forward, reason)
-        return None
-    hidden_size = x.shape[-1]
+def _resolve(x, residual, weight, eps, owner, eps_name, needs):
+    _check(x, residual, weight, eps, owner)
     variant = variant_of(owner, eps_name, x.dtype, weight.dtype, x.device)
     if variant is None:
         return None
-    rows, with_rstd = x.numel() // hidden_size, needs != NO_GRADIENTS
-    subject = (variant, owner, x.dtype, weight.dtype, hidden_size)
-    if not _proved(*subject, rows, x.device):
+    hidden_size = x.shape[-1]
+    rows, training = x.numel() // hidden_size, needs != NO_GRADIENTS
+    subject = (variant, owner, x.dtype, weight.dtype, hidden_size, rows)
+    if not _proved(*subject, x.device) or (training and not _gradients_proved(*subject, x.device, needs)):
         return None
-    if with_rstd and not _gradients_proved(*subject, rows, x.device, needs):
-        return None
-    out = Output.of(
-        functools.partial(variant.eager, eps=0.0), x, weight, dtype=variant.output_dtype(x.dtype, weight.dtype)
-    )
-    launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, x.device, eps, with_rstd)
+    out_dtype = variant.output_dtype(x.dtype, weight.dtype)
+    out = Output.of(functools.partial(variant.eager, eps=0.0), x, weight, dtype=out_dtype)
+    launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, x.device, eps, training)
     empty_total = allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device)
-    if with_rstd:
-        shape = (*x.shape[:-1], 1)
-        empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, x.device)
-        return _Training(variant, owner.forward, weight.dtype, launch, out, empty_total, empty_rstd, eps)
-    return _Inference(launch, out, empty_total)
+    if not training:
+        return _Inference(launch, out, empty_total)
+    shape = (*x.shape[:-1], 1)
+    empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, x.device)
+    return _Training(variant, owner.forward, weight.dtype, launch, out, empty_total, empty_rstd, eps)
+
+
+_calls = Calls(_resolve)
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -381,7 +340,7 @@ def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> b
     """Whether the kernel for such rows has proved to return the bits of the sum and of `owner.forward` of it."""
     plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
     rows = row_class(rows)
-    key = ("add_rms_norm", proof.functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
+    key = ("add_rms_norm", functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", of a sum")
     arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan)
     return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
@@ -497,7 +456,7 @@ _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_con
 def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
     """The name of the variant proved for any number of rows; None if the two operations are traced."""
     device = torch.device("cuda", device_index)
-    if under_transform() or proof.functions_of(owner) is None or calls_torch(owner):
+    if under_transform() or functions_of(owner) is None or calls_torch(owner):
         return None
     variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
     if variant is None:

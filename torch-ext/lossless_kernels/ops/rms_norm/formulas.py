@@ -10,6 +10,8 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
+from ...core.domain import FLOAT_DTYPES
+
 
 def eager_rstd(h: torch.Tensor, eps: float) -> torch.Tensor:
     """`rsqrt(mean(h**2, -1) + eps)`, `[..., 1]`."""
@@ -86,3 +88,32 @@ FUSED_UNWEIGHTED = Variant("fused_unweighted", "F.rms_norm without weight", "non
 
 WEIGHTED = (LLAMA, FP32_PRODUCT, ONE_PLUS_WEIGHT, FP32_OUTPUT)
 BY_NAME = {variant.name: variant for variant in (*WEIGHTED, UNWEIGHTED, FUSED, FUSED_UNWEIGHTED)}
+
+
+def _eager_layer(variant: Variant) -> type:
+    class Eager(torch.nn.Module):
+        def forward(self, hidden_states):
+            return variant.eager(hidden_states, self.weight, self.variance_epsilon)
+
+    Eager.__qualname__ = f"RMSNorm, {variant.formula}"
+    return Eager
+
+
+# Layers that compute a variant in torch operations.
+EAGER = {variant: _eager_layer(variant) for variant in BY_NAME.values()}
+
+
+MIN_HIDDEN_SIZE = 64
+MAX_HIDDEN_SIZE = 32768
+# A row of `F.rms_norm` belongs to 128 lanes at most: beyond, threads do not hold their part in registers (H200).
+MAX_FUSED_HIDDEN_SIZE = 8192
+
+
+def in_domain(dtype: torch.dtype, weight_dtype: torch.dtype, hidden_size: int) -> bool:
+    """Whether there is a kernel for these dtypes and this hidden size."""
+    return (
+        dtype in FLOAT_DTYPES
+        and weight_dtype in FLOAT_DTYPES
+        and hidden_size % 4 == 0
+        and MIN_HIDDEN_SIZE <= hidden_size <= MAX_HIDDEN_SIZE
+    )

@@ -9,9 +9,10 @@ from torch.compiler import is_dynamo_compiling
 
 from ...core import proof
 from ...core.domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
-from .formulas import FP32_OUTPUT, LLAMA, Variant
-from .function import EAGER, formula_cases, leaves, output_and_gradients, stand_in
+from ...core.inspection import code_of, functions_of
+from .formulas import EAGER, FP32_OUTPUT, LLAMA, Variant
 from .function import replacement as rms_norm_replacement
+from .proof import formula_cases, leaves, output_and_gradients, stand_in
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 # The norm's output before the gate.
@@ -47,15 +48,12 @@ def replacement(
         return None
     reason = _outside(hidden_states, gate, weight, activation)
     if reason is not None:
-        proof.outside(owner.forward, reason)
-        return None
+        return proof.outside(owner.forward, reason)
     if not are_ours(hidden_states, gate, True):
-        proof.outside(owner.forward, proof.NOT_PLAIN)
-        return None
-    functions = proof.functions_of(owner, state)
+        return proof.outside(owner.forward, proof.NOT_PLAIN)
+    functions = functions_of(owner, state)
     if functions is None:
-        proof.outside_for_its_code(owner)
-        return None
+        return proof.outside_for_its_code(owner)
     dtypes = (hidden_states.dtype, gate.dtype, weight.dtype)
     variant = _variant(owner, functions, activation, dtypes, hidden_states.device)
     if variant is None:
@@ -79,7 +77,7 @@ def _outside(hidden_states, gate, weight, activation) -> Optional[str]:
 def _variant(owner, functions, activation, dtypes, device) -> Optional[Variant]:
     """The variant whose gated formula has the bits of `owner.forward`, and its gradients."""
     key = ("formula of gated rms_norm", functions, activation, dtypes, device)
-    known = proof.code_of(owner).memo
+    known = code_of(owner).memo
     if key in known:
         return known[key]
     where = f"activations {dtypes[0]}, gate {dtypes[1]}, weight {dtypes[2]}, {activation}"

@@ -1,0 +1,95 @@
+"""CPU time of a forward and of a backward call of each op, of two builds in turns: no GPU, and launches that launch nothing.
+
+    PYTHONPATH=tests python benchmarks/host_time.py build other/build
+
+What is measured is what a call takes from its tensors to the driver, memory for its outputs included. Torch's engine, which calls the
+backward function, is left out. Quiet machines only: the figure is the least of many rounds.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Callable
+
+# Before Triton is imported: its interpreter takes tensors of the CPU.
+os.environ.update(TRITON_INTERPRET="1", LOSSLESS_PROOF="off")
+
+import torch
+from kernels import get_local_kernel
+from places import python_module
+
+CALLS = 2000
+
+
+def calls(kernel: ModuleType) -> dict[str, Callable]:
+    """By name, calls that take no arguments."""
+
+    def module(name):
+        return python_module(kernel, name)
+
+    activation, gated, rotary, add = map(module, ("activation", "gated_activation", "rotary", "add_rms_norm"))
+    norm, backward, formulas = map(module, ("rms_norm", "rms_norm_backward", "variants"))
+    llama, owner, eps = formulas.LLAMA, norm.EAGER[formulas.LLAMA], 1e-6
+    x, residual, dy = (torch.randn(1, 4, 64) for _ in range(3))
+    weight, rstd = torch.randn(64), torch.randn(1, 4, 1)
+    q, k = torch.randn(1, 8, 4, 64), torch.randn(1, 2, 4, 64)
+    cos, sin = torch.randn(2, 1, 4, 64)
+    parameter = torch.nn.Parameter(weight)
+    forward = rotary.PLAIN.eager
+
+    def with_grad(call):
+        def run():
+            with torch.enable_grad():
+                call()
+
+        return run
+
+    return {
+        "rms_norm": lambda: norm.replacement(x, weight, eps, owner),
+        "rms_norm, with gradients": with_grad(lambda: norm.replacement(x, parameter, eps, owner)),
+        "rms_norm backward": lambda: backward.gradients(llama, dy, x, weight, rstd, True, True),
+        "add_rms_norm": lambda: add.replacement(x, residual, weight, eps, owner),
+        "add_rms_norm, with gradients": with_grad(lambda: add.replacement(x, residual, parameter, eps, owner)),
+        "add_rms_norm backward": lambda: backward.gradients(llama, dy, x, weight, rstd, True, True, True, residual),
+        "silu": lambda: activation.replacement(x, activation.SILU.forward, activation.SILU),
+        "silu backward": lambda: activation.gradients(activation.SILU, dy, x),
+        "silu_and_mul": lambda: gated.replacement(x, residual, gated.SILU.forward, gated.SILU),
+        "silu_and_mul backward": lambda: gated.gradients(gated.SILU, dy, x, residual, True),
+        "silu_and_mul, packed": lambda: gated.packed_replacement(x, gated.SILU),
+        "silu_and_mul, packed, backward": lambda: gated.packed_gradient(gated.SILU, dy[..., :32].contiguous(), x),
+        "rotary": lambda: rotary.replacement(q, k, cos, sin, 1, forward),
+        "rotary backward": lambda: rotary.gradients(rotary.PLAIN, q, k, cos, sin, 1, q.dtype, True),
+    }
+
+
+def microseconds(call: Callable) -> float:
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - start) / CALLS * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("builds", nargs=2, type=Path, metavar="BUILD", help="a folder that `make build` made")
+    parser.add_argument("--rounds", type=int, default=15, help=f"of {CALLS} calls each (default %(default)s)")
+    options = parser.parse_args()
+    kernels = [get_local_kernel(build.resolve()) for build in options.builds]
+    for kernel in kernels:
+        # The CPU has no stream to launch on: a launch ends where the driver would be called.
+        python_module(kernel, "launch").Launch._enqueue = lambda self, pointers, _: True
+    torch.set_grad_enabled(False)
+    each = [calls(kernel) for kernel in kernels]
+    print(
+        f"torch {torch.__version__}; us a call, least of {options.rounds} rounds, {options.builds[0]} and {options.builds[1]}"
+    )
+    for name in each[0]:
+        found = [[microseconds(of[name]) for of in each] for _ in range(options.rounds)]
+        first, second = (min(times) for times in zip(*found))
+        print(f"{name:34} {first:7.2f} {second:7.2f}  {second - first:+.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""From a call's tensors to a launch, and autograd: what `function.py` and the registered operators compute by."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+
+from ...core import proof
+from ...core.calls import Calls, Outside
+from ...core.domain import NO_STATE, allocator, runs_kernels
+from ...core.inspection import functions_of
+from ...core.layout import Output, row_number_strides, rows_in_memory
+from ...core.torch_internals import apply_of, dispatch_modes
+from . import backward as rms_norm_backward
+from .formulas import FUSED, MAX_FUSED_HIDDEN_SIZE, Variant, eager_rstd, in_domain
+from .plan import forward
+from .proof import calls_torch, gradients_proved, proved, variant_of
+
+
+@dataclass(eq=False)
+class _Inference:
+    """A call without gradients: all that follows from its tensors' layouts and from eps."""
+
+    launch: Callable
+    out: Output
+
+    def __post_init__(self):
+        # Methods: to call an object that is no function costs 0.1 us more.
+        self.launch = self.launch.on_three
+        self.empty = self.out.empty
+
+    def __call__(self, x, weight):
+        out = self.empty()
+        self.launch(x, weight, out)
+        return out
+
+
+@dataclass(eq=False)
+class Training:
+    """A call with gradients, which needs the row statistics.
+
+    Args:
+        original: the forward that is replaced, for reports.
+        two_edges: eager's fp32 activations reach the sum by two edges, the product's and the mean's.
+    """
+
+    variant: Variant
+    original: Callable
+    weight_dtype: torch.dtype
+    launch: Callable
+    out: Output
+    empty_rstd: Callable[[], torch.Tensor]
+    two_edges: bool
+    eps: float
+
+    def __post_init__(self):
+        self.launch = self.launch.on_four
+        self.empty = self.out.empty
+
+    def __call__(self, x, weight):
+        return _apply(x, x if self.two_edges else None, weight, self)
+
+    def with_rstd(self, x, weight):
+        """The output and rstd, `[..., 1]`."""
+        if dispatch_modes():
+            return self.variant.with_rstd(x, weight, self.eps)
+        out = self.empty()
+        rstd = self.empty_rstd()
+        self.launch(x, weight, out, rstd)
+        return out, rstd
+
+
+def _read_in_vectors(x, weight) -> bool:
+    """Whether `F.rms_norm` reads these by fours; otherwise it computes rstd in another way."""
+    return not (x.data_ptr() | weight.data_ptr()) & (4 * x.element_size() - 1)
+
+
+@dataclass(eq=False)
+class _TorchInference(_Inference):
+    """`_Inference` of a layer that calls `F.rms_norm`."""
+
+    variant: Variant
+    eps: float
+
+    def __call__(self, x, weight):
+        if not _read_in_vectors(x, weight):
+            return self.variant.eager(x, weight, self.eps)
+        out = self.empty()
+        self.launch(x, weight, out)
+        return out
+
+
+class _TorchTraining(Training):
+    """`Training` of a layer that calls `F.rms_norm`: the gradients are computed by ATen's operator for them."""
+
+    def __call__(self, x, weight):
+        return _apply_torch(x, weight, self)
+
+    def with_rstd(self, x, weight):
+        if not _read_in_vectors(x, weight):
+            return self.variant.with_rstd(x, weight, self.eps)
+        return super().with_rstd(x, weight)
+
+
+# What a call needs that needs no gradient of x and none of the weight.
+NO_GRADIENTS = (False, False)
+
+
+def call_of(x, weight, eps, owner, eps_name, needs, fused, state: Mapping = NO_STATE):
+    """The call for these tensors, looked up; None if the original forward runs.
+
+    Args:
+        needs: whether the gradients of x and of the weight are needed.
+        fused: as of `replacement`.
+        state: the layer's `__dict__`.
+    """
+    functions = functions_of(owner, state)
+    if functions is None:
+        return proof.outside_for_its_code(owner)
+    table = torch_calls if fused else calls
+    return table.find(owner.forward, (functions, eps_name, needs, eps), (x, weight), eps, owner, eps_name, needs, fused)
+
+
+# `F.rms_norm` of torch 2.11 counts elements in 32 bits, and takes other rows beyond.
+_MAX_ELEMENTS_OF_TORCH = 1 << 32
+_SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
+
+
+def _check(x, weight, eps, owner, needs, fused) -> None:
+    """Raises Outside if no kernel takes these tensors or this class."""
+    if x.dim() == 0 or x.numel() == 0:
+        raise Outside("there are no rows")
+    if not runs_kernels(x.device) or weight.device != x.device:
+        raise Outside(f"activations on {x.device}, weight on {weight.device}")
+    if not isinstance(eps, (int, float)):
+        raise Outside(f"eps is of type {type(eps).__name__}")
+    hidden_size = x.shape[-1]
+    if not in_domain(x.dtype, weight.dtype, hidden_size):
+        raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
+    if weight.numel() and (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
+        raise Outside("a weight that is no contiguous [hidden_size]")
+    if rows_in_memory(x.shape, x.stride()) is None:
+        raise Outside(_SPREAD_ROWS)
+    if calls_torch(owner):
+        if not fused:
+            raise Outside("F.rms_norm, which is replaced by TorchRMSNorm")
+        if x.dim() in (4, 5) and x.stride(1) == 1:  # It composes the norm of several operations there.
+            raise Outside("activations that are channels-last")
+        if x.numel() > _MAX_ELEMENTS_OF_TORCH:
+            raise Outside(f"more than {_MAX_ELEMENTS_OF_TORCH} elements")
+    if needs != NO_GRADIENTS and x.dim() == 1:  # Of a single row that is no matrix, eager sums no dweight.
+        raise Outside("gradients of one row that is no matrix")
+
+
+def _resolve(x, weight, eps, owner, eps_name, needs, fused):
+    _check(x, weight, eps, owner, needs, fused)
+    variant = variant_of(owner, eps_name, x.dtype, weight.dtype if weight.numel() else None, x.device)
+    if variant is None:
+        return None
+    hidden_size = x.shape[-1]
+    if variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE:
+        raise Outside(f"hidden size {hidden_size}")
+    rows, row_stride, order = rows_in_memory(x.shape, x.stride())
+    # `F.rms_norm` returns a contiguous tensor, also where it composes the variant.
+    formula = FUSED if calls_torch(owner) and not variant.fused else variant
+    out_dtype = variant.output_dtype(x.dtype, weight.dtype)
+    out = Output.of(functools.partial(formula.eager, eps=0.0), x, weight, dtype=out_dtype)
+    if rows_in_memory(x.shape, out.strides) != (rows, hidden_size, order):
+        raise Outside(_SPREAD_ROWS)
+    training = needs != NO_GRADIENTS
+    of_rows = variant, owner, x.dtype, weight.dtype, hidden_size, rows
+    if not proved(*of_rows, row_stride, x.device) or (training and not gradients_proved(*of_rows, x.device, needs)):
+        return None
+    launch = forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, training)
+    if not training:
+        return _TorchInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
+    shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
+    empty_rstd = allocator(shape, strides, torch.float32, x.device)
+    kind = _TorchTraining if variant.fused else Training
+    return kind(variant, owner.forward, weight.dtype, launch, out, empty_rstd, x.dtype == torch.float32, eps)
+
+
+# Those of layers that call `F.rms_norm` apart.
+calls, torch_calls = Calls(_resolve), Calls(_resolve)
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, x_again, weight, call):
+        out, rstd = call.with_rstd(x, weight)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(x, weight, rstd)
+        else:  # Its values are not needed, and as with eager they may change until then.
+            ctx.save_for_backward(x, None, rstd)
+            ctx.weight = weight.detach()
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:  # Who took the output sent nothing back, which is not the same as zeros.
+            return None, None, None, None
+        x, weight, rstd = ctx.saved_tensors
+        needs_dx, _, needs_dweight, _ = ctx.needs_input_grad
+        if weight is None:
+            weight = ctx.weight
+        variant, weight_dtype = ctx.call.variant, ctx.call.weight_dtype
+        arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
+        if torch.is_grad_enabled():  # Somebody differentiates the gradients.
+            arguments = (*arguments[:4], eager_rstd(x.to(torch.float32), ctx.call.eps), *arguments[5:])
+        elif weight.dtype is weight_dtype:  # Or else the model was given another dtype since.
+            return *rms_norm_backward.gradients(*arguments, original=ctx.call.original), None
+        return *rms_norm_backward.formula(*arguments, weight_dtype), None
+
+
+_apply = apply_of(RMSNorm)
+
+
+class TorchRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, call):
+        out, rstd = call.with_rstd(x, weight)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:
+            return None, None, None
+        x, weight, rstd = ctx.saved_tensors
+        arguments, needs = (ctx.call.variant, dy, x, weight), ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled() or not dy.is_cuda:
+            dx, _, dweight = rms_norm_backward.fused_formula(*arguments, ctx.call.eps, *needs)
+        else:
+            dx, _, dweight = rms_norm_backward.fused_gradients(*arguments, rstd, *needs)
+        return dx, dweight, None
+
+
+_apply_torch = apply_of(TorchRMSNorm)

@@ -1,0 +1,136 @@
+"""Where query and key have their heads in memory, and how one launch goes through them."""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from ..core import launch
+
+if launch.AVAILABLE:
+    from ..kernels_src.rotary import rotary
+
+# Bytes of a half of its heads that a program's warp reads: 16 for each thread, twice (H200).
+_BYTES_PER_WARP = 1024
+_MIN_HEADS_PER_PROGRAM = 8
+_MAX_HEADS_PER_PROGRAM = 16
+_MAX_HEAD_DIM = 1024
+# Of CUDA's grid, along x.
+_MAX_PROGRAMS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many heads of one token a program has, and its warps."""
+
+    heads_per_program: int
+    num_warps: int
+
+
+def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
+    """The plan for heads of this size; `dtype` is that of what is read."""
+    half = 1 << (head_dim // 2 - 1).bit_length()
+    heads = _BYTES_PER_WARP // (half * dtype.itemsize)
+    heads = min(max(heads, _MIN_HEADS_PER_PROGRAM), _MAX_HEADS_PER_PROGRAM)
+    return Plan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
+
+
+def place_of(unsqueeze_dim: int, dims: int) -> int:
+    """Where the new dimension of a tensor of so many is, counted from the first."""
+    return unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + dims + 1
+
+
+def _steps(shape, strides, heads_dim) -> tuple[int, int, int]:
+    """The strides over batch, tokens and heads of `[batch, tokens, heads, head_dim]` in whatever order; 0 over one only."""
+    steps = [stride if size != 1 else 0 for size, stride in zip(shape, strides)][:-1]
+    head_step = steps.pop(heads_dim)
+    return (*(0,) * (2 - len(steps)), *steps, head_step)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Where a call's tensors have their heads; the strides over batch, tokens and heads count elements."""
+
+    batch: int
+    tokens: int
+    q_heads: int
+    k_heads: int
+    head_dim: int
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    q_out: tuple[int, int, int]
+    k_out: tuple[int, int, int]
+    cos: tuple[int, int, int]
+    sin: tuple[int, int, int]
+
+    @property
+    def unit(self) -> int:
+        """So many elements, up to 16 bytes of 16 bits each, can be read at a time."""
+        return math.gcd(8, self.head_dim // 2, *self.q, *self.k, *self.q_out, *self.k_out, *self.cos, *self.sin)
+
+    def launch(self, step: str, keeps_dtype: bool, dtypes, device: torch.device) -> Optional[launch.Launch]:
+        """The launch, to be called with q, k, cos, sin and the outputs; None if these are too many programs.
+
+        Args:
+            dtypes: of what is read, of cos and of what is written.
+        """
+        read, table, written = dtypes
+        plan = launch_plan(self.head_dim, read)
+        constants = {
+            "STEP": step,
+            "WIDENED": keeps_dtype and step == "forward",
+            "HALF": self.head_dim // 2,
+            "HALF_BLOCK": 1 << (self.head_dim // 2 - 1).bit_length(),
+            "UNIT": self.unit,
+            "HEADS": plan.heads_per_program,
+        }
+        q_groups, k_groups = (-(-heads // plan.heads_per_program) for heads in (self.q_heads, self.k_heads))
+        programs = self.batch * self.tokens * (q_groups + k_groups)
+        if programs > _MAX_PROGRAMS:
+            return None
+        steps = (*self.q, *self.k, *self.q_out, *self.k_out, *self.cos[:2], *self.sin[:2])
+        steps = tuple([step // self.unit for step in steps])
+        scalars = (self.tokens, q_groups + k_groups, q_groups, self.q_heads, self.k_heads, *steps)
+        dtypes = (read, read, table, table, *(written,) * 4)
+        return launch.bind(rotary, constants, plan.num_warps, device, dtypes, programs, *scalars)
+
+
+def walk_of(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Optional[Walk]:
+    """How the kernel goes through these tensors; None if it cannot."""
+    dims, cos_dims = q.dim(), cos.dim()
+    if k.dim() != dims or dims not in (3, 4) or not 2 <= cos_dims < dims or sin.dim() != cos_dims:
+        return None
+    place = place_of(unsqueeze_dim, cos_dims)
+    if not 0 <= place < cos_dims:
+        return None
+    heads_dim = place + dims - 1 - cos_dims
+    head_dim = q.shape[-1]
+    others = [[size for dim, size in enumerate(x.shape) if dim != heads_dim] for x in (q, k)]
+    if others[0] != others[1] or head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM or not q.numel() or not k.numel():
+        return None
+    tables = []
+    for table in (cos, sin):
+        table = table.unsqueeze(unsqueeze_dim)
+        if table.shape[-1] != head_dim or torch.broadcast_shapes(table.shape, q.shape) != q.shape:
+            return None
+        table = table.expand(q.shape)
+        steps = _steps(table.shape, table.stride(), heads_dim)
+        if steps[2] or table.stride(-1) != 1:
+            return None
+        tables.append(steps)
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or q_out_strides[-1] != 1 or k_out_strides[-1] != 1:
+        return None
+    *leading, tokens = [size for dim, size in enumerate(q.shape[:-1]) if dim != heads_dim]
+    return Walk(
+        math.prod(leading),
+        tokens,
+        q.shape[heads_dim],
+        k.shape[heads_dim],
+        head_dim,
+        _steps(q.shape, q.stride(), heads_dim),
+        _steps(k.shape, k.stride(), heads_dim),
+        _steps(q.shape, q_out_strides, heads_dim),
+        _steps(k.shape, k_out_strides, heads_dim),
+        *tables,
+    )
