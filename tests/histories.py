@@ -792,7 +792,7 @@ class Runner:
 
     def __init__(self, kernel, options=""):
         self.kernel, self.options = kernel, options
-        self.named = set()
+        self.named, self.launched = set(), collections.Counter()
         gc.collect()
         gc.freeze()  # What is here now stays: what a history leaves behind is found sooner.
 
@@ -923,13 +923,18 @@ def start(arguments):
     logging.getLogger("kernels").setLevel(logging.ERROR)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kernel = get_local_kernel(arguments.build.absolute())
-    if arguments.arithmetic == "cpu":
-        cpu_kernels.cpu_arithmetic(kernel.__name__).__enter__()  # As long as the process lasts.
     runner = Runner(kernel, f" --arithmetic {arguments.arithmetic}{' --known' * arguments.known}")
+    if arguments.arithmetic == "cpu":
+        # As long as the process lasts: without a reference the arithmetic would end at once.
+        runner.arithmetic = cpu_kernels.cpu_arithmetic(kernel.__name__)
+        runner.launched = runner.arithmetic.__enter__()
 
 
 def work(task):
-    return runner.report(History.random(*task))
+    """The report of a history, and how often it launched which kernel."""
+    runner.launched.clear()
+    report = runner.report(History.random(*task))
+    return report, runner.launched.copy()
 
 
 def main():
@@ -955,12 +960,14 @@ def main():
     first = random.randrange(1 << 30) if arguments.seed is None else arguments.seed
     print(f"--seed {first}", flush=True)
     tasks = [(seed, arguments.subject, arguments.level) for seed in range(first, first + arguments.histories)]
-    failed = 0
+    failed, launched = 0, collections.Counter()
     with multiprocessing.get_context("spawn").Pool(arguments.processes, start, (arguments,)) as pool:
-        for report in track(pool.imap_unordered(work, tasks), "histories", len(tasks)):
+        for report, launches in track(pool.imap_unordered(work, tasks), "histories", len(tasks)):
             failed += report is not None
+            launched += launches
             if report is not None:
                 print(report, flush=True)
+    print(*(f"{count} x {kernel}" for kernel, count in launched.most_common()), sep=", ")
     print(f"{len(tasks)} histories, {failed} failed")
     return int(failed > 0)
 
