@@ -14,6 +14,7 @@ from bits import assert_bits_equal
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from places import forget_calls
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -317,6 +318,37 @@ def test_an_activation_that_somebody_watches_is_called(kernel, products, seed, m
     layer.act_fn.forward = lambda gate: seen.append(gate) or bound(gate)
     assert_bits_equal(layer(x), expected)
     assert len(seen) == 2 and len(products) == 1
+
+
+@pytest.mark.parametrize("up", [torch.float32, torch.float64], ids=["same dtype", "another dtype of up"])
+def test_a_watched_activation_in_a_checkpoint(kernel, seed, up):
+    """Hooks run in eager's order, in both passes, and one that the forward pass alone has changes nothing."""
+    original = mlp(seed)
+    seen, gradients = {}, {}
+    for layer in (original, kernelized(original, kernel)):
+        order = seen[layer] = []
+        if up != torch.float32:
+            layer.up_proj.register_forward_hook(lambda module, arguments, out: out.to(up))
+            layer.down_proj.to(up)
+        unbind(layer.act_fn)
+        for name in ("gate_proj", "up_proj"):
+            module = getattr(layer, name)
+            module.register_forward_hook(lambda *_, name=name, order=order: order.append(name))
+            module.weight.register_hook(lambda _, name=name, order=order: order.append(f"gradient of {name}"))
+
+        def watch(module, arguments, out, order=order):
+            order.append("act_fn")
+            out.register_hook(lambda _: order.append("gradient of act_fn"))
+
+        handle = layer.act_fn.register_forward_hook(watch)
+        out = checkpoint(layer, normal(seed, 5, HIDDEN_SIZE), use_reentrant=False)
+        handle.remove()
+        gradients[layer] = backward(out, [*layer.parameters()])
+    eagers, ours = seen.values()
+    assert ours == eagers and len(ours) == 8, (ours, eagers)
+    if up != torch.float32:
+        for found, expected in zip(*reversed(gradients.values())):
+            assert_bits_equal(found, expected)
 
 
 def test_what_no_kernel_takes_is_the_original(kernel, products, seed):

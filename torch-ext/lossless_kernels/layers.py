@@ -331,7 +331,7 @@ def _gated_mlp(self, x):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return type(self).forward(self, x)
     if hooked:
-        return down_proj(mlp.hooked_product(act_fn, gate_proj(x), up_proj(x), subject, activation))
+        return down_proj(mlp.hooked_product(act_fn, gate_proj(x), lambda: up_proj(x), subject, activation))
     gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
     product = product_replacement(gate, up, subject, activation)
     if product is None:

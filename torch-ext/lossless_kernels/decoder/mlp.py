@@ -115,29 +115,41 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
 
 
 class _Saved(torch.autograd.Function):
-    """Saves what the product's kernel saves, and is used for nothing."""
+    """Saves tensors, and is used for nothing. Autograd saves what a function of `gate` and `up` does."""
 
     @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
+    def forward(ctx, gate, up, *tensors):
+        ctx.save_for_backward(*tensors)
         return gate.new_empty(0)
 
     @staticmethod
     def backward(ctx, _):
-        return None, None
+        return (None,) * len(ctx.needs_input_grad)
 
 
-def hooked_product(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor, subject, activation) -> torch.Tensor:
-    """`act_fn(gate) * up` in a checkpoint, with the hooks on the module's call.
+def hooked_product(act_fn: nn.Module, gate: torch.Tensor, project_up, subject, activation) -> torch.Tensor:
+    """`act_fn(gate) * project_up()` in a checkpoint, with the hooks on the module's call.
 
     There may be none when the block is computed again, or there were none before, and both computations must save the same
-    tensors. So what is saved here stays out of the checkpoint, which is given what the kernel would have saved.
+    tensors. So what is saved here stays out of the checkpoint, which is given what the kernel would have saved, or, where
+    no kernel takes `up`, what `act_fn` did.
     """
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor)
+        return tensor
+
+    # Hooks on act_fn run before up is computed, as in eager.
+    with torch.autograd.graph.saved_tensors_hooks(keep, as_it_is):
+        activated = act_fn(gate)
+    up = project_up()
     if not product_is_ours(gate, up, subject, activation):
-        return act_fn(gate) * up
+        _Saved.apply(gate, up, *saved)
+        return activated * up
     with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
-        product = act_fn(gate) * up
-    _Saved.apply(gate, up)
+        product = activated * up
+    _Saved.apply(gate, up, gate, up)
     return product
 
 
