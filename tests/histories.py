@@ -977,7 +977,8 @@ def main():
             launched += launches
             if report is not None:
                 print(report, flush=True)
-    print(*(f"{count} x {kernel}" for kernel, count in launched.most_common()), sep=", ")
+    if launched:
+        print(*(f"{count} x {kernel}" for kernel, count in launched.most_common()), sep=", ")
     print(f"{len(tasks)} histories, {failed} failed")
     return int(failed > 0)
 
