@@ -30,15 +30,13 @@ TESTS = ROOT / "tests"
 # Settings of the caller's shell that would change what a test observes.
 _OURS = ("LOSSLESS_PROOF", "TRITON_INTERPRET", "LOCAL_KERNELS", "DISABLE_KERNEL_MAPPING", "USE_HUB_KERNELS")
 
-# The HTTP client of the huggingface_hub that publishing needs. Where an older one came with a GPU's torch, its tests do not.
-_MISSING = (
-    "" if importlib.util.find_spec("httpx2") else "tests of publishing are left out: no httpx2, huggingface_hub is old"
-)
-collect_ignore = ["test_hub.py", "test_publish.py", "test_vendor.py", "test_verify.py"] if _MISSING else []
+# What publishing and the tests' Hub need. Where a GPU's torch came without it, their tests are left out.
+_MISSING = [name for name in ("httpx2", "dulwich", "griffe", "starlette") if not importlib.util.find_spec(name)]
+collect_ignore = [f"test_{name}.py" for name in ("hub", "local_hub", "publish", "vendor", "verify") if _MISSING]
 
 
 def pytest_report_header():
-    return _MISSING
+    return f"tests of publishing and of the Hub are left out: no {', '.join(_MISSING)}" if _MISSING else ""
 
 
 def pytest_runtest_setup(item):
