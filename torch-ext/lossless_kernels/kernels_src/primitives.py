@@ -26,6 +26,63 @@ def exp(x):
 
 
 @triton.jit
+def exp_add(total, x):
+    """total + e**x in fp32 as nvcc contracts it in sums of `expf`: the last product of `expf` and the sum in one rounding."""
+    if INTERPRETED or not PTX:
+        return total + exp(x)
+    else:
+        # 2**k by its exponent's bits, times 2**f with |f| <= 1/2.
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t, k, f, e; .reg .b32 i;"
+            " fma.rn.sat.f32 t, $2, 0f3BBB989D, 0f3F000000;"
+            " fma.rm.f32 t, t, 0f437C0000, 0f4B400001;"
+            " sub.rn.f32 k, 0f4B40007F, t;"
+            " fma.rn.f32 f, $2, 0f3FB8AA3B, k;"
+            " fma.rn.f32 f, $2, 0f32A57060, f;"
+            " mov.b32 i, t; shl.b32 i, i, 23; mov.b32 t, i;"
+            " ex2.approx.ftz.f32 e, f;"
+            " fma.rn.f32 $0, t, e, $1; }",
+            "=f,f,f",
+            [total, x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def log(x):
+    """The natural logarithm as CUDA's `logf` rounds it, step by step: libdevice's is the same, but Triton builds it to flush
+    subnormals to zero. `tl.log` is an approximation.
+    """
+    if INTERPRETED:
+        return tl.log(x)
+    elif PTX:
+        subnormal = x < 1.1754943508222875e-38
+        offset = tl.where(subnormal, -23.0, 0.0)
+        scaled = tl.where(subnormal, x * 8388608.0, x)
+        bits = scaled.to(tl.int32, bitcast=True)
+        exponent = (bits - 0x3F2AAAAB) & -0x800000
+        f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+        polynomial = tl.fma(f, -0.13018857, 0.14084610)
+        polynomial = tl.fma(polynomial, f, -0.12148628)
+        polynomial = tl.fma(polynomial, f, 0.13980611)
+        polynomial = tl.fma(polynomial, f, -0.16684236)
+        polynomial = tl.fma(polynomial, f, 0.20012300)
+        polynomial = tl.fma(polynomial, f, -0.24999669)
+        polynomial = tl.fma(polynomial, f, 0.33333182)
+        polynomial = tl.fma(polynomial, f, -0.5)
+        of_f = tl.fma(f, f * polynomial, f)
+        result = tl.fma(tl.fma(exponent.to(tl.float32), 1.1920928955078125e-07, offset), 0.69314718, of_f)
+        # Infinity and NaN stay what they are; negative numbers have none.
+        result = tl.where(x < float("inf"), result, x)
+        result = tl.where(x < 0.0, float("nan"), result)
+        return tl.where(x == 0.0, float("-inf"), result)
+    else:
+        return libdevice.log(x)
+
+
+@triton.jit
 def approximate_exp2(x):
     """2**x in fp32 within two units in the last place, subnormal results flushed."""
     if INTERPRETED:

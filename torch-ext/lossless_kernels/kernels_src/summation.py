@@ -7,6 +7,8 @@ compiler: `tl.sum` is only ever applied to an axis of length two.
 import triton
 import triton.language as tl
 
+from .primitives import exp_add
+
 
 @triton.jit
 def _sum_halves(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr):
@@ -214,3 +216,44 @@ def sum_of_blocks(
         values = tl.reshape(_sum_halves(threads, STEPS * HEIGHT, PARTS, COLUMNS), [1, STEPS, HEIGHT * COLUMNS])
         total = _sum_in_sequence(total, values, 1, LOG2_STEPS, HEIGHT * COLUMNS)
     return halves_sum(tl.reshape(total, [HEIGHT, COLUMNS]), HEIGHT, COLUMNS)
+
+
+@triton.jit
+def in_vectors(values, LANES: tl.constexpr):
+    """[4 * LANES] -> four of [LANES]: what each lane has of a vector of four neighbours, by position."""
+    even, odd = tl.split(tl.reshape(values, [LANES, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def chain_of_vectors(total, values, LANES: tl.constexpr, EXP: tl.constexpr = False):
+    """total [LANES], values [4 * LANES] -> each lane's total with its four neighbours, one after the other.
+
+    With EXP their exponentials are added, each with its last product and the sum in one rounding.
+    """
+    vector = in_vectors(values, LANES)
+    for position in tl.static_range(4):
+        if EXP:
+            total = exp_add(total, vector[position])
+        else:
+            total = total + vector[position]
+    return total
+
+
+@triton.jit
+def blocks_in_sequence(lanes, WARPS: tl.constexpr):
+    """[WARPS * 32] -> [1]: the lanes of each warp in sequence from +0, then the warps (`blockReduce` in SoftMax.cu)."""
+    LOG2_WARPS: tl.constexpr = WARPS.bit_length() - 1
+    by_warp = tl.permute(tl.reshape(lanes, [1, WARPS, 32]), [0, 2, 1])
+    warps = _sum_in_sequence(tl.zeros([1, WARPS], tl.float32), by_warp, 1, 5, WARPS)
+    total = _sum_in_sequence(tl.zeros([1, 1], tl.float32), tl.reshape(warps, [1, WARPS, 1]), 1, LOG2_WARPS, 1)
+    return tl.reshape(total, [1])
+
+
+@triton.jit
+def sum_of_block(lanes, LANES: tl.constexpr):
+    """[LANES] -> [1]: halving trees over the lanes of each warp and then over the warps (`BlockReduce`, block_reduce.cuh)."""
+    WIDTH: tl.constexpr = LANES if LANES < 32 else 32
+    return _sum_of_lanes(tl.reshape(lanes, [1, LANES]), 1, WIDTH, LANES // WIDTH, EXCHANGE_ONCE=False)

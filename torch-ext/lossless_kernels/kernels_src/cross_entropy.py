@@ -1,0 +1,285 @@
+"""Cross-entropy as eager computes it from fp32 logits: log_softmax, its value at the target, and the gradient of the logits.
+
+The logits are read in their own dtype and widened in registers. The sum of a row's exponentials is made in the order of the
+kernel that ATen runs for an fp32 copy of them (`core/softmax.py`).
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import divide, exp, exp_add, log
+from .summation import _sum_in_sequence, _sum_of_lanes, chain_of_vectors, in_vectors, sum_of_block
+
+# Threads of a block of ATen's kernels but the one for short rows, where a row is a warp's.
+_LANES = tl.constexpr(1024)
+
+
+@triton.jit
+def _take(total, x, largest, SUM: tl.constexpr):
+    """The statistic with one more element of each lane: the largest of all or, with SUM, that of the exponentials."""
+    if SUM:
+        return exp_add(total, x.to(tl.float32) - largest)
+    else:
+        return tl.maximum(total, x.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _take_vectors(total, x, largest, SUM: tl.constexpr):
+    """`_take` of four neighbours of each lane."""
+    x = x.to(tl.float32)
+    if SUM:
+        return chain_of_vectors(total, x - largest, _LANES, EXP=True)
+    else:
+        first, second, third, fourth = in_vectors(x, _LANES)
+        total = tl.maximum(total, first, propagate_nan=tl.PropagateNan.ALL)
+        total = tl.maximum(total, second, propagate_nan=tl.PropagateNan.ALL)
+        total = tl.maximum(total, third, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(total, fourth, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _over_row(
+    row_ptr,
+    rest_ptr,
+    head,
+    total,
+    largest,
+    SUM: tl.constexpr,
+    HEAD: tl.constexpr,
+    VOCAB: tl.constexpr,
+    KIND: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The largest element of every lane, or with SUM the sum of its exponentials, in the order of ATen's block of 1024 threads.
+
+    Args:
+        row_ptr: the row.
+        rest_ptr: where its vectors begin.
+        head: elements before those, 0 if there is no head.
+        total: [_LANES], what to start from.
+    """
+    # A row is read twice, the second time from the L2 if it is still there.
+    EVICT: tl.constexpr = "evict_first" if SUM else "evict_last"
+    LANES: tl.constexpr = 1024
+    STEP: tl.constexpr = 4 * LANES
+    NOTHING: tl.constexpr = float("-inf")
+    lane = tl.arange(0, LANES)
+    if HEAD:
+        # Lane t takes element t less the elements between the last multiple of 16 bytes and the row.
+        of_head = lane - (LANES - head)
+        x = tl.load(row_ptr + of_head, mask=(of_head >= 0) & (head > 0), other=NOTHING, eviction_policy=EVICT)
+        total = _take(total, x, largest, SUM)
+    if KIND == "loop":
+        left = VOCAB - head
+        steps = left // STEP
+        # Loads first: they do not wait for each other.
+        for chunk in range(0, steps // UNROLL):
+            tiles = ()
+            for step in tl.static_range(UNROLL):
+                element = (chunk * UNROLL + step) * STEP + tl.arange(0, STEP)
+                tiles = tiles + (tl.load(rest_ptr + element, eviction_policy=EVICT),)
+            for step in tl.static_range(UNROLL):
+                total = _take_vectors(total, tiles[step], largest, SUM)
+        tiles = ()
+        # With a head as many as there may be, or else as many as there are.
+        REST: tl.constexpr = UNROLL - 1 if HEAD else VOCAB // STEP % UNROLL
+        first_step = steps // UNROLL * UNROLL
+        for step in tl.static_range(REST):
+            element = (first_step + step) * STEP + tl.arange(0, STEP)
+            if HEAD:
+                in_row = element < steps * STEP
+                tiles = tiles + (tl.load(rest_ptr + element, mask=in_row, other=NOTHING, eviction_policy=EVICT),)
+            else:
+                tiles = tiles + (tl.load(rest_ptr + element, eviction_policy=EVICT),)
+        for step in tl.static_range(REST):
+            total = _take_vectors(total, tiles[step], largest, SUM)
+        first_single = steps * STEP
+        SINGLES: tl.constexpr = 4 if HEAD else (VOCAB % STEP + LANES - 1) // LANES
+    elif KIND == "shared":
+        for step in tl.static_range((VOCAB + STEP - 1) // STEP):
+            element = step * STEP + tl.arange(0, STEP)
+            x = tl.load(rest_ptr + element, mask=element < VOCAB, other=NOTHING, eviction_policy=EVICT)
+            total = _take_vectors(total, x, largest, SUM)
+        left = VOCAB
+        first_single = VOCAB
+        SINGLES: tl.constexpr = 0
+    else:
+        tl.static_assert(KIND == "registers")
+        left = VOCAB
+        first_single = 0
+        SINGLES: tl.constexpr = (VOCAB + LANES - 1) // LANES
+    for single in tl.static_range(SINGLES):
+        element = first_single + single * LANES + lane
+        x = tl.load(rest_ptr + element, mask=element < left, other=NOTHING, eviction_policy=EVICT)
+        total = _take(total, x, largest, SUM)
+    return total
+
+
+@triton.jit
+def _store(
+    x_ptr,
+    target,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    checked_ptr,
+    row,
+    largest,
+    log_sum,
+    ignored,
+    mask,
+    VOCAB: tl.constexpr,
+):
+    """What the loss and the gradient need of rows; x_ptr are theirs.
+
+    The target of the loss, of log-probabilities [rows, 1], is class 0. A target out of range is another one that is out of range.
+    """
+    valid = (target >= 0) & (target < VOCAB)
+    x = tl.load(x_ptr + tl.where(valid, target, 0), mask=mask, other=0.0).to(tl.float32)
+    tl.store(max_ptr + row, largest, mask=mask)
+    tl.store(log_sum_ptr + row, log_sum, mask=mask)
+    tl.store(logp_ptr + row, tl.where(ignored, 0.0, (x - largest) - log_sum), mask=mask)
+    tl.store(checked_ptr + row, tl.where(ignored, -100, tl.where(valid, 0, 1)).to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index"])
+def cross_entropy_forward(
+    x_ptr,
+    target_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    checked_ptr,
+    rows: tl.int64,
+    row_stride: tl.int64,
+    ignore_index: tl.int64,
+    VOCAB: tl.constexpr,
+    KIND: tl.constexpr,
+    DENSE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """For each row the maximum, the logarithm of the sum of exponentials, and the log-probability of the target.
+
+    Of a row whose target is ignored the logarithm is 0, or NaN where log_softmax is NaN.
+
+    Args:
+        row_stride: of x, in UNITs of elements.
+        KIND: which of ATen's kernels for rows of more than 2048 elements ("loop", "shared", "registers").
+        DENSE: rows follow each other without a gap.
+        SHIFT: elements between the last multiple of 16 bytes and eager's first row.
+    """
+    # Their address decides where ATen's vectors begin.
+    HEAD: tl.constexpr = KIND == "loop" and (VOCAB % 4 != 0 or SHIFT != 0)
+    for index in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)  # The interpreter counts in Python's numbers.
+        row_ptr = x_ptr + row * row_stride * UNIT
+        rest_ptr = row_ptr
+        head = 0
+        if HEAD:
+            before = ((SHIFT + row * VOCAB) % 4).to(tl.int32)
+            head = tl.where(before > 0, _LANES - before, 0)
+            if DENSE:
+                # The compiler learns that these are multiples of four elements.
+                rest_ptr = x_ptr + ((SHIFT + row * VOCAB + head) // 4 * 4 - SHIFT)
+            else:
+                rest_ptr = row_ptr + head
+        target = tl.load(target_ptr + row)
+        of_lanes = tl.full([_LANES], float("-inf"), tl.float32)
+        of_lanes = _over_row(row_ptr, rest_ptr, head, of_lanes, 0.0, False, HEAD, VOCAB, KIND, UNROLL)
+        largest = tl.max(of_lanes, axis=0)
+        ignored = target == ignore_index
+        if ignored:
+            # NaN if there is one, if all are -inf, or if one is +inf.
+            is_nan = tl.max((of_lanes != of_lanes).to(tl.int32), axis=0) > 0
+            log_sum = tl.where(is_nan, float("nan"), (largest - largest))
+        else:
+            total = tl.zeros([_LANES], tl.float32)
+            total = _over_row(row_ptr, rest_ptr, head, total, largest, True, HEAD, VOCAB, KIND, UNROLL)
+            log_sum = tl.max(log(sum_of_block(total, _LANES)), axis=0)
+        _store(
+            row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, True, VOCAB
+        )
+
+
+@triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index"])
+def cross_entropy_forward_short(
+    x_ptr,
+    target_ptr,
+    max_ptr,
+    log_sum_ptr,
+    logp_ptr,
+    checked_ptr,
+    rows: tl.int64,
+    row_stride: tl.int64,
+    ignore_index: tl.int64,
+    VOCAB: tl.constexpr,
+    LOG2_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """`cross_entropy_forward` of rows that ATen gives a warp each: WIDTH lanes, each with 2**LOG2_SIZE / WIDTH elements."""
+    SIZE: tl.constexpr = 1 << LOG2_SIZE
+    LOG2_STEPS: tl.constexpr = LOG2_SIZE - (WIDTH.bit_length() - 1)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_range = row < rows
+    element = tl.arange(0, SIZE)
+    row_ptr = x_ptr + row * row_stride * UNIT
+    mask = in_range[:, None] & (element < VOCAB)[None, :]
+    x = tl.load(row_ptr[:, None] + element[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+    largest = tl.max(x, axis=1)
+    terms = tl.reshape(exp(x - largest[:, None]), [ROWS, SIZE // WIDTH, WIDTH])
+    lanes = _sum_in_sequence(tl.zeros([ROWS, WIDTH], tl.float32), terms, ROWS, LOG2_STEPS, WIDTH)
+    log_sum = log(_sum_of_lanes(lanes, ROWS, WIDTH, 1, EXCHANGE_ONCE=False))
+    target = tl.load(target_ptr + row, mask=in_range, other=0)
+    ignored = target == ignore_index
+    log_sum = tl.where(ignored, log_sum * 0.0, log_sum)
+    _store(
+        row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, in_range, VOCAB
+    )
+
+
+@triton.jit(do_not_specialize=["row_stride", "ignore_index", "blocks_per_row"])
+def cross_entropy_backward(
+    x_ptr,
+    target_ptr,
+    max_ptr,
+    log_sum_ptr,
+    d_loss_ptr,
+    count_ptr,
+    dx_ptr,
+    row_stride: tl.int64,
+    ignore_index: tl.int64,
+    blocks_per_row: tl.int32,
+    VOCAB: tl.constexpr,
+    MEAN: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dx, dense, from the statistics of the rows, the loss's gradient and, if MEAN, the number of rows that count.
+
+    A row of log_softmax's gradient has one element that is not zero, so that its sum is that element in any order.
+    """
+    program = tl.program_id(0)
+    row = program // blocks_per_row
+    element = (program - row * blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+    row = row.to(tl.int64)
+    in_row = element < VOCAB
+    target = tl.load(target_ptr + row)
+    ignored = target == ignore_index
+    x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row & ~ignored, other=0.0)
+    largest = tl.load(max_ptr + row)
+    log_sum = tl.load(log_sum_ptr + row)
+    gradient = tl.load(d_loss_ptr)
+    if MEAN:
+        gradient = divide(gradient, tl.load(count_ptr))
+    gradient = -gradient
+    # The sum of a gradient of -0 and zeros is +0.
+    of_row = tl.where(ignored, 0.0, gradient + 0.0)
+    of_target = tl.where(element == target.to(tl.int32), gradient, 0.0)
+    dx = tl.fma(-of_row, exp((x.to(tl.float32) - largest) - log_sum), of_target)
+    # Of a row that was not read, zeros, or NaN where log_softmax is NaN.
+    dx = tl.where(ignored, log_sum * 0.0, dx)
+    tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
