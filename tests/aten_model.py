@@ -13,6 +13,7 @@ parts of GELU as transformers writes it, tools/autograd/derivatives.yaml for the
 arguments, or their results are.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Union
 
@@ -589,3 +590,112 @@ def quick_gelu_backward(dy: Tensor, x: Tensor, exp: Function = torch.exp) -> tup
     s = _quick_gelu_sigmoid(x, exp)
     d_sigmoid = _times(_times(_times(dy, x), (1.0 - s.float()).to(s.dtype)), s)
     return _times(dy, s), _times(d_sigmoid, 1.702)
+
+
+# Cross-entropy of fp32 logits (SoftMax.cu, PersistentSoftmax.cuh, block_reduce.cuh, Loss.cu). `exp` and `log` are arguments.
+# Sums of exponentials fuse `expf`'s last product with the addition, which shows only where that product is subnormal and
+# so never in a sum that holds exp(0); here it is rounded on its own.
+
+
+def softmax_steps(size: int, misaligned: int = 0) -> list[Tensor]:
+    """What the threads of a row of log_softmax's forward kernel take, in sequence: for each step an element a thread, or -1.
+
+    Args:
+        size: elements of the row.
+        misaligned: elements from the last multiple of 16 bytes to the row; -1 for an aligned row of an unaligned tensor.
+    """
+    threads = torch.arange(min(32, _floor_power_of_two(2 * size - 1)) if size <= 2048 else 1024)
+    steps = []
+    if size <= 9216:  # softmax_warp_forward up to 2048, then cunn_SoftMaxForwardReg.
+        steps = [first + threads for first in range(0, size, len(threads))]
+    elif size % 4 == 0 and misaligned == 0 and size < 12256:  # cunn_SoftMaxForwardSmem
+        steps = [first + 4 * threads + position for first in range(0, size, 4096) for position in range(4)]
+    else:  # cunn_SoftMaxForward
+        first, misaligned = 0, max(misaligned, 0)
+        if misaligned:
+            steps.append(threads - misaligned)
+            first = 1024 - misaligned
+        while size - first >= 4096:
+            steps += [first + 4 * threads + position for position in range(4)]
+            first += 4096
+        steps += [begin + threads for begin in range(first, size, 1024)]
+    return [torch.where((step >= 0) & (step < size), step, -1) for step in steps]
+
+
+class SoftmaxStatistics(NamedTuple):
+    """Of each row, fp32: its maximum, and the sum of exp(x - maximum)."""
+
+    maximum: Tensor
+    sum: Tensor
+
+
+def softmax_statistics(
+    x: Tensor, misaligned: int = 0, exp: Callable[[Tensor], Tensor] = torch.exp
+) -> SoftmaxStatistics:
+    """What log_softmax finds of the rows of a contiguous fp32 [rows, size].
+
+    Args:
+        misaligned: elements from the last multiple of 16 bytes to the tensor.
+    """
+    rows, size = x.shape
+    maximum = x.amax(-1)
+    terms = torch.nn.functional.pad(exp(x - maximum[:, None]), (0, 1))
+    sums = torch.empty(rows)
+    for row in range(rows):
+        of_row = (misaligned + row * size) % 4
+        total = 0.0
+        for step in softmax_steps(size, -1 if misaligned and not of_row else of_row):
+            total = total + terms[row, step]
+        # The lanes of each warp first, then the warps.
+        warps = _halving_sum(total.view(-1, min(32, len(total))), dim=1)
+        sums[row] = _halving_sum(warps[None], dim=1)[0]
+    return SoftmaxStatistics(maximum, sums)
+
+
+def log_softmax(
+    x: Tensor,
+    misaligned: int = 0,
+    exp: Callable[[Tensor], Tensor] = torch.exp,
+    log: Callable[[Tensor], Tensor] = torch.log,
+) -> Tensor:
+    """`F.log_softmax(x, -1)` of a contiguous fp32 [rows, size]."""
+    maximum, total = softmax_statistics(x, misaligned, exp)
+    return (x - maximum[:, None]) - log(total)[:, None]
+
+
+class NllLoss(NamedTuple):
+    loss: Tensor
+    total_weight: Tensor
+
+
+def nll_loss(logp: Tensor, target: Tensor, ignore_index: int, reduction: str) -> NllLoss:
+    """`nll_loss_forward` of [rows, classes]: one block, a thread takes the rows t, t + threads, ... in sequence."""
+    rows = len(target)
+    threads = min(max(1 << round(math.log2(max(rows // 16, 1))), 32), 1024)
+    counts = target != ignore_index
+    terms = torch.where(counts, -logp.gather(1, torch.where(counts, target, 0)[:, None])[:, 0], 0.0)
+    total = _halving_sum(_chain_sums(terms, threads, dim=0), dim=0)
+    count = counts.sum().float()
+    return NllLoss(total / count if reduction == "mean" else total, count)
+
+
+def cross_entropy_backward(
+    logp: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    d_loss: Tensor,
+    total_weight: Optional[Tensor],
+    exp: Callable[[Tensor], Tensor] = torch.exp,
+    fma: Optional[Callable[[Tensor, Tensor, Tensor], Tensor]] = None,
+) -> Tensor:
+    """The gradient of fp32 logits: that of nll_loss, with `total_weight` of the mean, through that of log_softmax.
+
+    Every row of it is -d_loss at the target and zero elsewhere, whose sum does not depend on the order.
+    """
+    fma = fma or (lambda a, b, c: (a.double() * b.double() + c.double()).float())
+    gradient = -(d_loss if total_weight is None else d_loss / total_weight)
+    counts = target != ignore_index
+    d_logp = torch.zeros_like(logp)
+    d_logp[counts.nonzero()[:, 0], target[counts]] = gradient
+    total = torch.where(counts, 0.0 + gradient, 0.0)[:, None]
+    return fma(-total.expand_as(logp), exp(logp), d_logp)

@@ -8,6 +8,8 @@ PLACES = {
     **{name: f"core.{name}" for name in ("calls", "domain", "inspection", "launch", "layout", "plans", "proof")},
     "reduce_config": "core.reduction",
     **{name: f"ops.{name}" for name in ("activation", "gated_activation", "rotary")},
+    "cross_entropy": "ops.cross_entropy",
+    "softmax": "core.softmax",
     "rotary_embedding": "ops.rotary_tables",
     "variants": "ops.rms_norm.formulas",
     "rms_norm": "ops.rms_norm.function",

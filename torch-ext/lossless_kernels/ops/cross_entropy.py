@@ -1,0 +1,282 @@
+"""Cross-entropy of fp32 log-probabilities with the bits of eager's, from logits of any dtype and without an fp32 copy of them."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+from torch.nn.functional import pad
+
+from ..core import launch, plans
+from ..core.domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, gradients_apart, remember, runs_kernels
+from ..core.softmax import LOOP, WARP, next_power_of_two, softmax_forward
+from ..core.torch_internals import apply_of
+
+if launch.AVAILABLE:
+    from ..kernels_src.cross_entropy import cross_entropy_backward, cross_entropy_forward, cross_entropy_forward_short
+
+# As ATen numbers them.
+_REDUCTIONS = {"mean": 1, "sum": 2}
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, reduction: str = "mean"
+) -> torch.Tensor:
+    """Cross-entropy loss: bit for bit what `F.cross_entropy(logits.float(), target, ...)` returns, in fp32.
+
+    `-sum(log_softmax(logits.float())[i, target[i]])` over the rows i whose target is not `ignore_index`, with "mean" divided by
+    their number. For 16-bit logits this is not `F.cross_entropy(logits, target)`, which rounds log-probabilities to 16 bits.
+
+    Args:
+        logits: [tokens, vocabulary], any real floating dtype.
+        target: [tokens], int64, classes.
+        ignore_index: rows with this target do not count, and their gradient is zero.
+        reduction: "mean" or "sum"; "none" is computed by eager.
+
+    Returns:
+        The loss, fp32, of no dimension.
+
+    Raises:
+        TypeError: `logits` is no tensor or not of a real floating dtype.
+        ValueError: `reduction` is none of the three.
+
+    The kernels run for fp32, fp16 and bf16 logits of 2 and more classes on CUDA, [tokens, vocabulary] with a contiguous last
+    dimension; anything else is computed by eager. Backward reads the logits again: they must not be changed in between.
+    """
+    check_floating("logits", logits)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction: expected "mean", "sum" or "none", found {reduction!r}')
+    out = replacement(logits, target, ignore_index, reduction)
+    return _eager(logits, target, ignore_index, reduction) if out is None else out
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch=None,
+    ignore_index: int = -100,
+    shift_labels: Optional[torch.Tensor] = None,
+    **kwargs,
+) -> torch.Tensor:
+    """The loss of a causal language model: bit for bit what transformers' `ForCausalLMLoss` returns, in fp32.
+
+    Args:
+        logits: [..., vocab_size], any real floating dtype.
+        labels: the tokens, [...]; each is the target of the position before it.
+        num_items_in_batch: divides the sum of the losses; without it the loss is their mean.
+        ignore_index: a label that does not count.
+        shift_labels: the targets themselves, in place of `labels`.
+        kwargs: what else a model passes to its loss function, unused here as there.
+
+    Returns:
+        The loss, fp32, of no dimension.
+
+    Raises:
+        TypeError: `logits` is no tensor or not of a real floating dtype.
+
+    The kernels run where those of `cross_entropy` do.
+    """
+    if shift_labels is None:
+        labels = pad(labels, (0, 1), value=ignore_index)
+        shift_labels = labels[..., 1:].contiguous()
+    target = shift_labels.view(-1).to(logits.device)
+    flat = logits.reshape(-1, vocab_size)
+    if num_items_in_batch is None:
+        return cross_entropy(flat, target, ignore_index, "mean")
+    loss = cross_entropy(flat, target, ignore_index, "sum")
+    if torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def _eager(logits, target, ignore_index, reduction):
+    return torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=reduction)
+
+
+# Calls
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the kernels of long rows are launched.
+
+    Attributes:
+        num_warps: of a program of the forward kernel, which takes a row at a time.
+        unroll: steps of 4096 elements that it loads at a time.
+        programs_per_multiprocessor: so many, so that the rows being read are still in the L2 when they are read again.
+        block: elements of a program of the backward kernel.
+        backward_warps: of a program of the backward kernel.
+    """
+
+    num_warps: int = 16
+    unroll: int = 4
+    programs_per_multiprocessor: int = 2
+    block: int = 4096
+    backward_warps: int = 8
+
+
+PLAN = Plan()
+# Of the forward kernel of short rows.
+_SHORT_ELEMENTS = 4096
+_SHORT_WARPS = 4
+
+
+def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
+    """The launch of the forward kernel, to be called with logits, target, maxima, log sums, log-probabilities, checked targets."""
+    (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
+    dense = rows == 1 or row_stride == vocab
+    unit = _access_unit(logits)
+    # Eager reads an fp32 tensor where it lies if it is dense; otherwise a copy, which is aligned.
+    shift = logits.data_ptr() // 4 % 4 if dense and logits.dtype == torch.float32 else 0
+    softmax = softmax_forward(vocab, torch.float32, aligned=shift == 0)
+    dtypes = (logits.dtype, torch.int64, torch.float32, torch.float32, torch.float32, torch.int64)
+    scalars = rows, row_stride // unit, ignore_index
+    if softmax.kind == WARP:
+        size = next_power_of_two(vocab)
+        per_program = min(_SHORT_ELEMENTS // size, 128)
+        constants = {
+            "VOCAB": vocab,
+            "LOG2_SIZE": size.bit_length() - 1,
+            "WIDTH": softmax.threads,
+            "UNIT": unit,
+            "ROWS": per_program,
+        }
+        programs = -(-rows // per_program)
+        return launch.bind(cross_entropy_forward_short, constants, _SHORT_WARPS, device, dtypes, programs, *scalars)
+    constants = {
+        "VOCAB": vocab,
+        "KIND": softmax.kind,
+        "DENSE": dense,
+        "SHIFT": shift if softmax.kind == LOOP else 0,
+        "UNIT": unit,
+        "UNROLL": plan.unroll,
+    }
+    programs = min(rows, plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor)
+    return launch.bind(cross_entropy_forward, constants, plan.num_warps, device, dtypes, programs, *scalars)
+
+
+def _backward(logits, ignore_index: int, mean: bool, plan: Plan) -> launch.Launch:
+    """The launch of the backward kernel: logits, target, maxima, log sums, the loss's gradient, rows that count, gradient."""
+    (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
+    unit = _access_unit(logits)
+    block = min(plan.block, next_power_of_two(vocab))
+    blocks_per_row = -(-vocab // block)
+    constants = {"VOCAB": vocab, "MEAN": mean, "UNIT": unit, "BLOCK": block}
+    dtypes = (logits.dtype, torch.int64, *(torch.float32,) * 4, logits.dtype)
+    scalars = row_stride // unit, ignore_index, blocks_per_row
+    warps = max(min(plan.backward_warps, block // 512), 1)
+    programs = rows * blocks_per_row
+    return launch.bind(cross_entropy_backward, constants, warps, device, dtypes, programs, *scalars)
+
+
+def _access_unit(logits) -> int:
+    """So many elements, up to 16 bytes, can be read at a time."""
+    row_stride = logits.shape[1] if logits.shape[0] == 1 else logits.stride(0)
+    return math.gcd(logits.shape[1], row_stride, 16 // logits.dtype.itemsize)
+
+
+class _Call:
+    """All that follows from the logits' layout, dtype and device, and from what else was asked."""
+
+    __slots__ = ("forward", "backward", "reduction", "ignore_index", "rows")
+
+    def __init__(self, logits, ignore_index: int, reduction: str, plan: Plan):
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.rows = logits.shape[0]
+        self.forward = _forward(logits, ignore_index, plan)
+        self.backward = _backward(logits, ignore_index, reduction == "mean", plan)
+
+    def __call__(self, logits, target):
+        """The loss, and what the gradient needs: maxima, log sums and the number of rows that count."""
+        maxima, log_sums, logp = (torch.empty(self.rows, device=logits.device) for _ in range(3))
+        checked = torch.empty_like(target)
+        self.forward(logits, target, maxima, log_sums, logp, checked)
+        # ATen's own kernel, as its order changed between versions; all that it depends on is the number of rows.
+        loss, count = torch.ops.aten.nll_loss_forward(logp[:, None], checked, None, _REDUCTIONS[self.reduction], -100)
+        return loss, maxima, log_sums, count
+
+    def gradient(self, logits, target, maxima, log_sums, d_loss, count):
+        dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        self.backward(logits, target, maxima, log_sums, d_loss, count, dx)
+        return dx
+
+
+_calls = {}
+
+
+def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[torch.Tensor]:
+    """The loss from the kernels; None where eager must compute it."""
+    if is_dynamo_compiling() or not isinstance(target, torch.Tensor) or not are_plain(logits, target):
+        return None
+    try:
+        # The address decides where ATen's vectors begin.
+        shift = logits.data_ptr() % 16
+        key = (logits.shape, logits.stride(), logits.dtype, logits.device, shift, ignore_index, reduction)
+        key += target.shape, target.stride(), target.dtype, target.device
+        call = _calls.get(key, UNSEEN)
+    except (RuntimeError, TypeError):
+        return None
+    if call is UNSEEN:
+        call = None
+        if _outside(logits, target, ignore_index, reduction) is None:
+            call = _Call(logits, ignore_index, reduction, PLAN)
+        remember(_calls, key, call)
+    if call is None:
+        return None
+    if is_grad_enabled() and logits.requires_grad:
+        return _apply(call, logits, target)
+    return call(logits, target)[0]
+
+
+# Of CUDA's grid, along x.
+_MAX_PROGRAMS = (1 << 31) - 1
+_MAX_VOCABULARY = 1 << 24
+
+
+def _outside(logits, target, ignore_index, reduction) -> Optional[str]:
+    """Why no kernel takes these tensors, None if one may."""
+    if logits.dtype not in FLOAT_DTYPES or not runs_kernels(logits.device):
+        return f"logits {logits.dtype} on {logits.device}"
+    if reduction not in _REDUCTIONS:
+        return "no reduction"
+    if logits.dim() != 2 or target.dim() != 1 or target.shape[0] != logits.shape[0]:
+        return "logits or targets of more dimensions"
+    if target.dtype != torch.int64 or target.device != logits.device or not target.is_contiguous():
+        return "targets that are no int64, not contiguous or on another device"
+    rows, vocab = logits.shape
+    if rows == 0 or not 2 <= vocab <= _MAX_VOCABULARY or not -(1 << 63) <= ignore_index < 1 << 63:
+        return "no rows, or a vocabulary of less than two"
+    if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
+        return "logits whose last dimension is not contiguous"
+    if rows * -(-vocab // PLAN.block) > _MAX_PROGRAMS:
+        return "too many rows"
+    return None
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, logits, target):
+        loss, *statistics = call(logits, target)
+        ctx.save_for_backward(logits, target, *statistics)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        if d_loss is None:
+            return None, None, None
+        logits, target, maxima, log_sums, count = ctx.saved_tensors
+        call = ctx.call
+        if is_grad_enabled() or not are_plain(d_loss, logits):  # Somebody differentiates the gradient, or watches.
+            formula = functools.partial(_eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
+            return None, *gradients_apart(formula, (logits,), d_loss), None
+        return None, call.gradient(logits, target, maxima, log_sums, d_loss, count), None
+
+
+_apply = apply_of(CrossEntropy)
