@@ -4,7 +4,6 @@ The interpreter has numpy's exponentials, for the model too, and rounds an FMA t
 in fp32 and fp16.
 """
 
-import functools
 import itertools
 import math
 import random
@@ -13,7 +12,7 @@ import aten_model
 import numpy
 import pytest
 import torch
-from bits import assert_bits_equal, bits_equal
+from bits import assert_bits_equal
 
 interpreted = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted"),
@@ -66,7 +65,7 @@ def model_of(x, target, misaligned=0):
 
 def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
     """Statistics, loss and gradient of one call against the model."""
-    family, generator = module("cross_entropy"), None
+    family = module("cross_entropy")
     call = family._Call(x, IGNORE, reduction, family.PLAN)
     loss, maxima, log_sums, count = call(x, target)
     maximum, log_sum, logp = model_of(x, target, misaligned)

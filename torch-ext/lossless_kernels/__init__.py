@@ -4,6 +4,7 @@ from . import layers
 from .core.proof import LosslessProofError
 from .mapping import kernel_mapping, name_layers
 from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
+from .ops.cross_entropy import causal_lm_loss, cross_entropy
 from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
@@ -14,6 +15,8 @@ from .warm_up import warmup
 __all__ = [
     "LosslessProofError",
     "apply_rotary_pos_emb",
+    "causal_lm_loss",
+    "cross_entropy",
     "fast_gelu",
     "fused_add_rms_norm",
     "gelu",

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 _WARP_SIZE = 32
 _BLOCK = 1024
 _VECTOR_BYTES = 16

@@ -73,7 +73,7 @@ def _over_row(
         left = VOCAB - head
         steps = left // STEP
         # Loads first: they do not wait for each other.
-        for chunk in range(0, steps // UNROLL):
+        for chunk in range(steps // UNROLL):
             tiles = ()
             for step in tl.static_range(UNROLL):
                 element = (chunk * UNROLL + step) * STEP + tl.arange(0, STEP)
