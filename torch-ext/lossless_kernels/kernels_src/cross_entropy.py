@@ -275,11 +275,12 @@ def cross_entropy_backward(
     gradient = tl.load(d_loss_ptr)
     if MEAN:
         gradient = divide(gradient, tl.load(count_ptr))
-    gradient = -gradient
+    # Triton's `-x` is 0 - x, which makes +0 of +0.
+    gradient = gradient * -1.0
     # The sum of a gradient of -0 and zeros is +0.
     of_row = tl.where(ignored, 0.0, gradient + 0.0)
     of_target = tl.where(element == target.to(tl.int32), gradient, 0.0)
-    dx = tl.fma(-of_row, exp((x.to(tl.float32) - largest) - log_sum), of_target)
+    dx = tl.fma(of_row * -1.0, exp((x.to(tl.float32) - largest) - log_sum), of_target)
     # Of a row that was not read, zeros, or NaN where log_softmax is NaN.
     dx = tl.where(ignored, log_sum * 0.0, dx)
     tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
