@@ -12,14 +12,15 @@ import aten_model
 import numpy
 import pytest
 import torch
-from bits import assert_bits_equal
+from bits import assert_bits_equal, bits_equal
+from torch.nn import functional
 
-interpreted = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted"),
+pytestmark = [
+    pytest.mark.usefixtures("proof_off"),
     # numpy, which the interpreter computes with, warns of the infinities and NaNs that some tests are about.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero|underflow):RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value|divide by zero|All-NaN):RuntimeWarning"),
 ]
-pytestmark = [*interpreted, pytest.mark.usefixtures("proof_off")]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
 
 IGNORE = -100
 # Every kernel of ATen's, both sides of where the next one begins, and vocabularies of language models.
@@ -55,8 +56,8 @@ def logits_and_targets(generator, rows, vocab, dtype):
     return x, target
 
 
-def model_of(x, target, misaligned=0):
-    """logp of all classes, the sum of the exponentials' logarithm, and the maximum."""
+def model_of(x, misaligned=0):
+    """The maximum of each row, the logarithm of its sum of exponentials, and its log-probabilities."""
     h = x.float().contiguous()
     maximum, total = aten_model.softmax_statistics(h, misaligned, numpy_exp)
     log_sum = numpy_log(total)
@@ -68,7 +69,7 @@ def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
     family = module("cross_entropy")
     call = family._Call(x, IGNORE, reduction, family.PLAN)
     loss, maxima, log_sums, count = call(x, target)
-    maximum, log_sum, logp = model_of(x, target, misaligned)
+    maximum, log_sum, logp = model_of(x, misaligned)
     counts = target != IGNORE
     # The maximum of a row with NaN is any number: the logarithm is NaN.
     known = counts & ~torch.isnan(log_sum)
@@ -85,6 +86,7 @@ def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
     assert_bits_equal(gradient, expected.to(x.dtype), f"gradient of {label}")
 
 
+@interpreted
 @pytest.mark.parametrize("vocab", SHORT + LONG)
 def test_kernels_equal_the_model(module, seed, vocab):
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
@@ -94,3 +96,313 @@ def test_kernels_equal_the_model(module, seed, vocab):
         reduction = choose.choice(("mean", "sum"))
         d_loss = choose.choice((torch.randn((), generator=generator), torch.tensor(0.0), torch.tensor(-0.0)))
         check(module, x, target, reduction, d_loss, label=f"{rows}x{vocab} {dtype} {reduction}")
+
+
+@interpreted
+def test_kernels_equal_the_model_for_vocabularies_at_random(module, seed):
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    for _ in range(6):
+        vocab, dtype = choose.randint(2, int(2 ** choose.uniform(2, 16))), choose.choice((torch.float32, torch.float16))
+        rows, reduction = choose.randint(1, 12), choose.choice(("mean", "sum"))
+        x, target = logits_and_targets(generator, max(rows, 3), vocab, dtype)
+        check(
+            module, x[:rows], target[:rows], reduction, torch.tensor(0.7), label=f"{rows}x{vocab} {dtype} {reduction}"
+        )
+
+
+@interpreted
+@pytest.mark.parametrize("vocab", [100, 9217, 9220, 12256])
+def test_fp32_rows_are_added_up_by_where_they_lie(module, seed, vocab):
+    """Eager reads them in place if they are dense, and a copy otherwise; of 16 bits it always makes one."""
+    generator = torch.Generator().manual_seed(seed)
+    x, target = logits_and_targets(generator, 6, vocab, torch.float32)
+    for misaligned in (1, 2, 3):
+        there = torch.empty(x.numel() + 3)[misaligned : misaligned + x.numel()].view(x.shape).copy_(x)
+        assert there.data_ptr() // 4 % 4 == misaligned
+        check(module, there, target, "mean", torch.tensor(1.0), misaligned, f"{vocab} at {misaligned}")
+    apart = torch.empty(6, vocab + misaligned)[:, :vocab].copy_(x)
+    check(module, apart, target, "mean", torch.tensor(1.0), 0, f"{vocab} with rows apart")
+    there = torch.empty(x.numel() + 3, dtype=torch.float16)[1 : 1 + x.numel()].view(x.shape).copy_(x)
+    check(module, there, target, "mean", torch.tensor(1.0), 0, f"{vocab} of 16 bits")
+
+
+def flat_tree(lanes, LANES):
+    """Halves over all lanes at once, in the place of warps first and then lanes of a warp."""
+    values = lanes.handle.data
+    while len(values) > 1:
+        values = values[: len(values) // 2] + values[len(values) // 2 :]
+    lanes.handle.data = numpy.resize(values, lanes.handle.data.shape)
+    return lanes
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "vocab, wrong",
+    [
+        (1000, {"threads": 16}),
+        (9000, {"kind": "loop"}),
+        (9220, {"kind": "loop"}),
+        (9220, {"kind": "registers"}),
+        (12252, {"kind": "loop"}),
+        (12256, {"kind": "shared"}),
+        (32000, {"kind": "shared"}),
+        (50257, {"shift": 1}),
+        (9221, {"shift": 2}),
+        (12256, {"tree": flat_tree}),
+    ],
+)
+def test_the_model_tells_of_a_wrong_order(module, monkeypatch, seed, vocab, wrong):
+    """It shows in more than half of the rows: none of 16 would one time in 65,536."""
+    family, softmax = module("cross_entropy"), module("softmax")
+    generator, rows = torch.Generator().manual_seed(seed), 16
+    x = torch.randn(rows, vocab, generator=generator)
+    # Of a sum in [1, 1.5) the logarithm shows every bit.
+    x[:, 7] = x.logsumexp(1) + 1.2
+    right = model_of(x)[1]
+    target = torch.zeros(rows, dtype=torch.int64)
+
+    def log_sums():
+        return family._Call(x, IGNORE, "mean", family.PLAN)(x, target)[2]
+
+    assert_bits_equal(log_sums(), right)
+    if "tree" in wrong:
+        monkeypatch.setattr(module("kernels_src.cross_entropy"), "sum_of_block", wrong["tree"])
+    elif "shift" in wrong:
+        find = family._forward
+
+        def shifted(logits, *arguments):
+            launch = find(logits, *arguments)
+            launch._launcher.constants["SHIFT"] = wrong["shift"]
+            return launch
+
+        monkeypatch.setattr(family, "_forward", shifted)
+    else:
+        found = {"kind": softmax.softmax_forward(vocab, torch.float32).kind, "threads": 1024, **wrong}
+        monkeypatch.setattr(
+            family, "softmax_forward", lambda *_, **__: softmax.Softmax(found["kind"], found["threads"], 4)
+        )
+    differing = int((log_sums() != right).sum())
+    family.launch._launcher.cache_clear()  # Its constants are no longer those that it is found by.
+    print(f"{differing} of {rows} rows differ")
+    assert differing
+
+
+# What surrounds the kernels
+
+
+@pytest.fixture
+def eager(module, monkeypatch):
+    """Without kernels: what remains is eager's, on a CPU too."""
+    monkeypatch.setattr(module("cross_entropy"), "runs_kernels", lambda device: False)
+    module("cross_entropy")._calls.clear()
+    yield
+    module("cross_entropy")._calls.clear()
+
+
+def gradients_of(function, logits):
+    leaf = logits.detach().clone().requires_grad_()
+    loss = function(leaf)
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+@interpreted
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_autograd_gets_what_the_kernels_compute(kernel, module, seed, dtype, reduction):
+    family, generator = module("cross_entropy"), torch.Generator().manual_seed(seed)
+    x, target = logits_and_targets(generator, 12, 2050, dtype)
+    call = family._Call(x, IGNORE, reduction, family.PLAN)
+    expected, maxima, log_sums, count = call(x, target)
+    weight = torch.tensor(0.3)
+    loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target, reduction=reduction) * weight, x)
+    assert_bits_equal(loss, expected * weight)
+    assert_bits_equal(gradient, call.gradient(x, target, maxima, log_sums, weight, count))
+    with torch.no_grad():
+        assert_bits_equal(kernel.cross_entropy(x, target, reduction=reduction), expected)
+    leaf = x.clone().requires_grad_()
+    assert kernel.cross_entropy(leaf, target, reduction=reduction).grad_fn.name() == "CrossEntropyBackward"
+
+
+@interpreted
+@pytest.mark.parametrize("ignore_index", [-100, 0, 7])
+def test_a_target_that_is_ignored_may_be_a_class(kernel, seed, ignore_index):
+    generator = torch.Generator().manual_seed(seed)
+    x, target = torch.randn(9, 40, generator=generator), torch.arange(9) - 1
+    target[0] = ignore_index
+    loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target, ignore_index), x)
+    expected, theirs = gradients_of(lambda x: functional.cross_entropy(x, target, ignore_index=ignore_index), x)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, theirs)
+    ignored = target == ignore_index
+    assert torch.equal(gradient.view(torch.int32).any(-1), ~ignored)
+
+
+@interpreted
+def test_of_ignored_rows_alone(kernel):
+    x, target = torch.randn(5, 3000), torch.full((5,), IGNORE)
+    x[1, 5], x[2] = math.nan, -math.inf
+    for reduction, expected in (("mean", math.nan), ("sum", 0.0)):
+        loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target, reduction=reduction), x)  # noqa: B023
+        assert bits_equal(loss, torch.tensor(expected))
+        assert gradient[[0, 3, 4]].view(torch.int32).eq(0).all() and gradient[[1, 2]].isnan().all()
+
+
+@interpreted
+def test_a_target_out_of_range_is_refused_as_by_eager(kernel):
+    for wrong in (40, -1, -101, 1 << 40):
+        with pytest.raises(IndexError, match="out of bounds"):
+            kernel.cross_entropy(torch.randn(3, 40), torch.tensor([1, wrong, 2]))
+
+
+@interpreted
+def test_logits_must_not_change_before_the_backward_pass(kernel):
+    leaf = torch.randn(3, 40, requires_grad=True)
+    logits = leaf * 1.0
+    loss = kernel.cross_entropy(logits, torch.tensor([1, 0, 2]))
+    logits.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@interpreted
+def test_gradients_can_be_differentiated(kernel, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, target = torch.randn(4, 50, generator=generator), torch.tensor([1, IGNORE, 2, 49])
+    penalties = []
+    for function in (kernel.cross_entropy, functional.cross_entropy):
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(leaf, target), leaf, create_graph=True)
+        gradient.square().sum().backward()
+        penalties.append(leaf.grad)
+    torch.testing.assert_close(*penalties)
+    assert penalties[0].any()
+
+
+def outside():
+    x, target = torch.randn(6, 40), torch.arange(6)
+    return {
+        "float64": ((x.double(), target), {}),
+        "one class": ((x[:, :1], target * 0), {}),
+        "columns first": ((x.t().contiguous().t(), target), {}),
+        "no reduction": ((x, target), {"reduction": "none"}),
+        "probabilities": ((x, x.softmax(-1)), {}),
+        "more dimensions": ((x.view(2, 3, 40).transpose(1, 2), target.view(2, 3)), {}),
+        "no dimension": ((x[0], target[1]), {}),
+        "no rows": ((x[:0], target[:0]), {"reduction": "sum"}),
+        "targets apart": ((x[:3], target[::2]), {}),
+        "a subclass": ((x.as_subclass(type("Other", (torch.Tensor,), {})), target), {}),
+    }
+
+
+@pytest.mark.parametrize("case", outside())
+def test_outside_the_domain_eager_runs(kernel, module, case):
+    (logits, target), options = outside()[case]
+    arguments = {"ignore_index": IGNORE, "reduction": "mean", **options}
+    if case != "targets apart":
+        assert module("cross_entropy").replacement(logits, target, **arguments) is None
+    loss = kernel.cross_entropy(logits, target, **arguments)
+    expected = functional.cross_entropy(logits.float(), target, **arguments)
+    assert bits_equal(loss.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
+
+
+def test_wrong_arguments_are_named(kernel):
+    with pytest.raises(TypeError, match=r"logits: .* found list"):
+        kernel.cross_entropy([1.0], torch.tensor([0]))
+    with pytest.raises(TypeError, match=r"logits: .* found torch.int64"):
+        kernel.cross_entropy(torch.ones(1, 2, dtype=torch.int64), torch.tensor([0]))
+    with pytest.raises(ValueError, match="reduction: .* found 'max'"):
+        kernel.cross_entropy(torch.ones(1, 2), torch.tensor([0]), reduction="max")
+
+
+@pytest.mark.parametrize("shift_labels", [False, True])
+@pytest.mark.parametrize("items", [None, 17, torch.tensor(23), torch.tensor(5.5)], ids=str)
+def test_causal_lm_loss_is_that_of_transformers(kernel, eager, seed, items, shift_labels):
+    """All but the kernels, which are eager here."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    generator = torch.Generator().manual_seed(seed)
+    for dtype, ignore_index in itertools.product((torch.float32, torch.bfloat16), (-100, 3)):
+        logits = torch.randn(2, 5, 40, generator=generator).to(dtype)
+        labels = torch.randint(40, (2, 5), generator=generator)
+        labels[0, :2] = ignore_index
+        arguments = {"ignore_index": ignore_index, "num_items_in_batch": items, "unused": None}
+        if shift_labels:
+            arguments["shift_labels"] = labels.roll(1)
+        for view in (slice(None), slice(1, 4)):
+            if view != slice(None) and (shift_labels or dtype == torch.float32):
+                continue  # Of fp32 logits with a gap between sequences transformers itself makes no rows.
+
+            def loss_by(function):
+                return lambda x: function(x[:, view], labels[:, view], 40, **arguments)  # noqa: B023
+
+            expected, theirs = gradients_of(loss_by(ForCausalLMLoss), logits)
+            loss, gradient = gradients_of(loss_by(kernel.causal_lm_loss), logits)
+            assert_bits_equal(loss, expected)
+            assert_bits_equal(gradient, theirs)
+            assert gradient.stride() == theirs.stride()
+
+
+@interpreted
+@pytest.mark.parametrize("items", [None, 17], ids=str)
+def test_causal_lm_loss_runs_the_kernels(kernel, seed, items):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 5, 2050, generator=generator)
+    labels = torch.randint(2050, (2, 5), generator=generator)
+    loss, gradient = gradients_of(lambda x: kernel.causal_lm_loss(x, labels, 2050, items), logits)
+    target = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[..., 1:].flatten()
+    flat = logits.view(-1, 2050)
+    reduction = "mean" if items is None else "sum"
+    expected, theirs = gradients_of(lambda x: kernel.cross_entropy(x, target, reduction=reduction) / (items or 1), flat)
+    assert_bits_equal(loss, expected)
+    assert_bits_equal(gradient.view(-1, 2050), theirs)
+
+
+# On a GPU: eager itself
+
+
+@pytest.mark.gpu
+def test_loss_and_gradient_are_those_of_eager(kernel, module, seed):
+    generator, choose = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
+    for _ in range(40):
+        vocab, dtype = choose.choice(SHORT + LONG), choose.choice((torch.float32, torch.float16, torch.bfloat16))
+        rows = choose.randint(3, max(3, min(3000, (1 << 27) // vocab)))
+        x = torch.randn(rows, vocab, generator=generator, device="cuda") * 2
+        x[: rows // 2, 0] = x[: rows // 2].logsumexp(1) + 1.2
+        x[choose.randrange(rows), choose.randrange(vocab)] = choose.choice((math.nan, math.inf, -math.inf, 0.0))
+        x, target = x.to(dtype), torch.randint(vocab, (rows,), generator=generator, device="cuda")
+        target[torch.rand(rows, generator=generator, device="cuda") < choose.choice((0.0, 0.5))] = IGNORE
+        reduction, label = choose.choice(("mean", "sum")), f"{rows}x{vocab} {dtype}"
+        assert module("cross_entropy").replacement(x, target, IGNORE, reduction) is not None, label
+        loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target, reduction=reduction), x)  # noqa: B023
+        expected, theirs = gradients_of(
+            lambda x: functional.cross_entropy(x.float(), target, reduction=reduction),  # noqa: B023
+            x,
+        )
+        assert_bits_equal(loss, expected, f"loss of {label}")
+        assert_bits_equal(gradient, theirs, f"gradient of {label}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", SHORT + LONG)
+def test_the_model_is_what_eager_computes(seed, vocab):
+    """Given the exponentials and logarithms of the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(16, vocab, generator=generator, device="cuda")
+    x[:, 1] = x.logsumexp(1) + 1.2
+    target = torch.randint(vocab, (16,), generator=generator, device="cuda")
+    target[3] = IGNORE
+    of_gpu = {"exp": lambda x: torch.exp(x.cuda()).cpu(), "log": lambda x: torch.log(x.cuda()).cpu()}
+    logp = aten_model.log_softmax(x.cpu(), **of_gpu)
+    eager = functional.log_softmax(x, -1)
+    assert_bits_equal(logp, eager.cpu(), "log_softmax")
+    leaf = x.requires_grad_()
+    for reduction in ("mean", "sum"):
+        loss = functional.cross_entropy(leaf, target, reduction=reduction)
+        found = aten_model.nll_loss(logp, target.cpu(), IGNORE, reduction)
+        assert_bits_equal(found.loss, loss.detach().cpu(), f"loss, {reduction}")
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        weight = found.total_weight if reduction == "mean" else None
+        one = torch.tensor(1.0)
+        expected = aten_model.cross_entropy_backward(logp, target.cpu(), IGNORE, one, weight, of_gpu["exp"])
+        assert_bits_equal(expected, gradient.cpu(), f"gradient, {reduction}")

@@ -1,0 +1,79 @@
+"""Which of ATen's softmax kernels a row's length and dtypes lead to: on both sides of every boundary."""
+
+import aten_model
+import pytest
+import torch
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
+
+
+@pytest.mark.parametrize(
+    "size, dtype, widened, aligned, kind, threads, vector",
+    [
+        (2, FP32, False, True, WARP, 2, 1),
+        (3, FP32, False, True, WARP, 4, 1),
+        (31, BF16, False, True, WARP, 32, 1),
+        (33, FP32, False, True, WARP, 32, 1),
+        (2048, FP32, False, True, WARP, 32, 1),
+        (2049, FP32, False, True, REGISTERS, 1024, 1),
+        (9216, FP32, False, True, REGISTERS, 1024, 1),
+        (9217, FP32, False, True, LOOP, 1024, 4),
+        (9220, FP32, False, True, SHARED, 1024, 4),
+        (9220, FP32, False, False, LOOP, 1024, 4),
+        (12252, FP32, False, True, SHARED, 1024, 4),
+        (12256, FP32, False, True, LOOP, 1024, 4),
+        (128256, FP32, False, True, LOOP, 1024, 4),
+        (2048, FP16, False, True, WARP, 32, 1),
+        (9216, BF16, False, True, REGISTERS, 1024, 1),
+        (9220, BF16, False, True, LOOP, 1024, 8),
+        (9224, BF16, False, True, SHARED, 1024, 8),
+        (24504, FP16, False, True, SHARED, 1024, 8),
+        (24512, FP16, False, True, LOOP, 1024, 8),
+        # One kernel widens fp16; bf16 is converted before.
+        (1024, FP16, True, True, WARP, 32, 1),
+        (1025, FP16, True, True, LOOP, 1024, 8),
+        (1032, FP16, True, True, SHARED, 1024, 8),
+        (24512, FP16, True, True, LOOP, 1024, 8),
+        (2048, BF16, True, True, WARP, 32, 1),
+        (9216, BF16, True, True, REGISTERS, 1024, 1),
+        (12252, BF16, True, True, SHARED, 1024, 4),
+        (12256, BF16, True, True, LOOP, 1024, 4),
+    ],
+)
+def test_forward(module, size, dtype, widened, aligned, kind, threads, vector):
+    softmax = module("softmax")
+    assert softmax.softmax_forward(size, dtype, widened, aligned) == softmax.Softmax(kind, threads, vector)
+
+
+@pytest.mark.parametrize(
+    "size, dtype, aligned, kind, threads, vector",
+    [
+        (1000, FP32, True, WARP, 32, 1),
+        (1024, BF16, True, WARP, 32, 1),
+        (1025, FP32, True, LOOP, 128, 4),
+        (1028, FP32, True, SHARED, 128, 4),
+        (1028, FP32, False, LOOP, 128, 4),
+        (1031, FP32, True, LOOP, 128, 4),
+        (1032, FP32, True, SHARED, 256, 4),
+        (2052, FP32, True, SHARED, 256, 4),
+        (2056, FP32, True, SHARED, 512, 4),
+        (12268, FP32, True, SHARED, 512, 4),
+        (12272, FP32, True, LOOP, 512, 4),
+        (128256, FP32, True, LOOP, 512, 4),
+        (1032, BF16, True, SHARED, 64, 8),
+        (24536, BF16, True, SHARED, 512, 8),
+        (24544, BF16, True, LOOP, 512, 8),
+    ],
+)
+def test_backward(module, size, dtype, aligned, kind, threads, vector):
+    softmax = module("softmax")
+    expected = softmax.Softmax(kind, threads, vector, in_sequence=kind == LOOP)
+    assert softmax.softmax_backward(size, dtype, aligned) == expected
+
+
+@pytest.mark.parametrize("misaligned", [-1, 0, 1, 2, 3])
+def test_the_model_takes_every_element_once(misaligned):
+    for size in (2, 31, 33, 1000, 2048, 2049, 9216, 9217, 9220, 12252, 12256, 12259, 32000, 50257):
+        taken = torch.cat(aten_model.softmax_steps(size, misaligned))
+        assert torch.equal(taken[taken >= 0].sort().values, torch.arange(size))
