@@ -30,7 +30,7 @@ COMPILE = """
     module = lambda name: python_module(kernel, name)
     domain, launch, backward, rotary = map(module, ("domain", "launch", "rms_norm_backward", "rotary"))
     activation, gated, add_rms_norm = map(module, ("activation", "gated_activation", "add_rms_norm"))
-    rotary_embedding = module("rotary_embedding")
+    rotary_embedding, cross_entropy = map(module, ("rotary_embedding", "cross_entropy"))
     LLAMA = module("variants").LLAMA
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
     seen = set()
@@ -129,6 +129,14 @@ COMPILE = """
             for variant in rotary_embedding._VARIANTS:
                 positions, inv_freq = torch.empty(1, 7, dtype=torch.int64), torch.empty(64)
                 rotary_embedding._Call(variant, positions, inv_freq, dtype, 1.0)(positions, inv_freq)
+            # Each of ATen's kernels, and rows that begin anywhere.
+            for vocab in (1000, 4100, 9220, 32000, 50257, 128256) if arch == 90 else (1000, 128256):
+                logits, target = torch.empty(5, vocab, dtype=dtype), torch.empty(5, dtype=torch.int64)
+                a, b, c = torch.empty(3, 5)
+                cross_entropy._forward(logits, -100, cross_entropy.PLAN)(logits, target, a, b, c, target)
+                for mean in (True, False):
+                    backward_of = cross_entropy._backward(logits, -100, mean, cross_entropy.PLAN)
+                    backward_of(logits, target, a, b, c, c, logits)
             for head_dim in (64, 80, 128, 256) if arch == 90 else (80,):
                 q, k = (torch.empty(2, 3, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
                 for table_dtype in {dtype, torch.float32}:
@@ -138,7 +146,7 @@ COMPILE = """
                         for apart in (False, True):
                             with torch.no_grad():
                                 rotary.gradients(variant, *outs, cos, sin, 1, dtype, apart)
-    sources = [module(f"kernels_src.{name}") for name in ("rms_norm", "activation", "rotary")]
+    sources = [module(f"kernels_src.{name}") for name in ("rms_norm", "activation", "rotary", "cross_entropy")]
     names = [name for source in sources for name, member in vars(source).items()
              if isinstance(member, triton.JITFunction) and member.fn.__module__ == source.__name__ and name[0] != "_"]
     json.dump((names, compiled), report)
@@ -178,6 +186,7 @@ SPILLED = {
     ("rms_norm_backward", "bfloat16", 32768): 364,
     ("rms_norm_backward", "float32", 32768): 1880,
     ("rms_norm_backward_streamed", "bfloat16", 32768): 32,
+    ("cross_entropy_forward", "float32", 9220): 8,
     ("rotary_tables", "bfloat16", None): 8,
     ("rotary_tables", "float32", None): 8,
 }
@@ -353,6 +362,39 @@ def assert_only_trivial_fmas_of_bf16(entry):
     constants = dict(re.findall(r"\bmov\.b(?:16|32)\s+(\S+), (\S+);", entry["ptx"]))
     for factor, addend in re.findall(r"\bfma\.rn\.bf16(?:x2)?\s\S+ \S+ (\S+), (\S+);", entry["ptx"]):
         assert constants.get(addend) in MINUS_ZEROS or constants.get(factor) in ONES, str(entry)
+
+
+def test_logits_move_16_bytes_at_a_time(compiled):
+    """Of a vocabulary whose rows begin at multiples of 16 bytes; else eager's vectors of four elements do."""
+    for entry in compiled:
+        constants, size = entry["constants"], entry["itemsize"]
+        if entry["kernel"] == "cross_entropy_backward" and constants["UNIT"] * size == 16:
+            accesses = constants["BLOCK"] * size // (16 * entry.threads)
+            for access in ("ld", "st"):
+                assert entry.count(rf"{access}\.global\S*\.v4\.b32") == accesses, str(entry)
+        if entry["kernel"] == "cross_entropy_forward" and constants["KIND"] == "loop":
+            aligned = constants["UNIT"] * size == 16
+            rest = constants["VOCAB"] // 4096 % constants["UNROLL"] if aligned else constants["UNROLL"] - 1
+            steps = constants["UNROLL"] + rest
+            words = 4 if aligned else size
+            # Twice: for the maximum and for the sum, from the L2 if they are still there.
+            for policy in ("evict_last", "evict_first"):
+                found = entry.count(rf"ld\.global\S*L1::{policy}\S*\.v{words}\.b32")
+                assert found >= steps * 4096 * size // (4 * words * entry.threads), str(entry)
+
+
+def test_cross_entropy_has_cudas_fmas_and_no_others(compiled):
+    """Of a logarithm, and of the gradient; those of an exponential are libdevice's or in one piece of assembly."""
+    kernels = [entry for entry in compiled if entry["kernel"].startswith("cross_entropy")]
+    assert {entry["constants"].get("KIND") for entry in kernels} == {"loop", "shared", "registers", None}
+    for entry in kernels:
+        constants = entry["constants"]
+        expected = constants["BLOCK"] // entry.threads if "BLOCK" in constants else 11
+        assert entry.count(r"fma\.rn\.f32") == expected, str(entry)
+        assert not entry.count(r"mad\S*\.f32"), str(entry)
+        # The mean's gradient is divided once.
+        divisions = constants.get("MEAN", False)
+        assert entry.count(r"\{? ?div\.rn\.f32") == entry.count(r"\{? ?(div|rcp)\S*\.f32") == divisions, str(entry)
 
 
 def test_ptxas_contracts_nothing(compiled):

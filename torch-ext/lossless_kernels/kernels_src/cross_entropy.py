@@ -69,9 +69,11 @@ def _over_row(
         of_head = lane - (LANES - head)
         x = tl.load(row_ptr + of_head, mask=(of_head >= 0) & (head > 0), other=NOTHING, eviction_policy=EVICT)
         total = _take(total, x, largest, SUM)
-    if KIND == "loop":
-        left = VOCAB - head
-        steps = left // STEP
+    if KIND == "registers":
+        first_single = 0
+        SINGLES: tl.constexpr = (VOCAB + LANES - 1) // LANES
+    else:
+        steps = (VOCAB - head) // STEP
         # Loads first: they do not wait for each other.
         for chunk in range(steps // UNROLL):
             tiles = ()
@@ -83,34 +85,28 @@ def _over_row(
         tiles = ()
         # With a head as many as there may be, or else as many as there are.
         REST: tl.constexpr = UNROLL - 1 if HEAD else VOCAB // STEP % UNROLL
-        first_step = steps // UNROLL * UNROLL
-        for step in tl.static_range(REST):
-            element = (first_step + step) * STEP + tl.arange(0, STEP)
+        PARTIAL: tl.constexpr = KIND == "shared" and VOCAB % STEP != 0
+        for step in tl.static_range(REST + PARTIAL):
+            element = (steps // UNROLL * UNROLL + step) * STEP + tl.arange(0, STEP)
             if HEAD:
                 in_row = element < steps * STEP
                 tiles = tiles + (tl.load(rest_ptr + element, mask=in_row, other=NOTHING, eviction_policy=EVICT),)
+            elif step == REST:
+                in_row = element < VOCAB
+                tiles = tiles + (tl.load(rest_ptr + element, mask=in_row, other=NOTHING, eviction_policy=EVICT),)
             else:
                 tiles = tiles + (tl.load(rest_ptr + element, eviction_policy=EVICT),)
-        for step in tl.static_range(REST):
+        for step in tl.static_range(REST + PARTIAL):
             total = _take_vectors(total, tiles[step], largest, SUM)
         first_single = steps * STEP
-        SINGLES: tl.constexpr = 4 if HEAD else (VOCAB % STEP + LANES - 1) // LANES
-    elif KIND == "shared":
-        for step in tl.static_range((VOCAB + STEP - 1) // STEP):
-            element = step * STEP + tl.arange(0, STEP)
-            x = tl.load(rest_ptr + element, mask=element < VOCAB, other=NOTHING, eviction_policy=EVICT)
-            total = _take_vectors(total, x, largest, SUM)
-        left = VOCAB
-        first_single = VOCAB
-        SINGLES: tl.constexpr = 0
-    else:
-        tl.static_assert(KIND == "registers")
-        left = VOCAB
-        first_single = 0
-        SINGLES: tl.constexpr = (VOCAB + LANES - 1) // LANES
+        if KIND == "shared":
+            SINGLES: tl.constexpr = 0
+        else:
+            tl.static_assert(KIND == "loop")
+            SINGLES: tl.constexpr = 4 if HEAD else (VOCAB % STEP + LANES - 1) // LANES
     for single in tl.static_range(SINGLES):
         element = first_single + single * LANES + lane
-        x = tl.load(rest_ptr + element, mask=element < left, other=NOTHING, eviction_policy=EVICT)
+        x = tl.load(rest_ptr + element, mask=element < VOCAB - head, other=NOTHING, eviction_policy=EVICT)
         total = _take(total, x, largest, SUM)
     return total
 
