@@ -237,7 +237,78 @@ def cross_entropy_forward_short(
     )
 
 
-@triton.jit(do_not_specialize=["row_stride", "ignore_index", "blocks_per_row"])
+@triton.jit
+def _statistics(target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index):
+    """Target of a row, whether it is ignored, maximum, log sum, and the sum of its log-probabilities' gradients.
+
+    Only one of those is not zero, so that it is their sum in any order; but a sum of -0 and zeros is +0.
+    """
+    target = tl.load(target_ptr + row)
+    ignored = target == ignore_index
+    of_row = tl.where(ignored, 0.0, gradient + 0.0)
+    return target.to(tl.int32), ignored, tl.load(max_ptr + row), tl.load(log_sum_ptr + row), of_row
+
+
+@triton.jit
+def _gradient(x, is_target, ignored, largest, log_sum, of_row, gradient):
+    """The gradient of logits; of a row that is ignored zeros, or NaN where log_softmax is NaN."""
+    probability = exp((x.to(tl.float32) - largest) - log_sum)
+    # Triton's `-x` is 0 - x, which makes +0 of +0.
+    dx = tl.fma(of_row * -1.0, probability, tl.where(is_target, gradient, 0.0))
+    return tl.where(ignored, log_sum * 0.0, dx)
+
+
+@triton.jit
+def _gradient_across_rows(
+    x_ptr,
+    target_ptr,
+    max_ptr,
+    log_sum_ptr,
+    dx_ptr,
+    first,
+    gradient,
+    rows,
+    ignore_index,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Of BLOCK elements from `first` on, of a dense tensor: a row's, or the end of one and the beginning of the next."""
+    row = first // VOCAB
+    begin = (first - row * VOCAB).to(tl.int32)
+    rest = VOCAB - begin
+    next_row = tl.minimum(row + 1, rows - 1)
+    target, ignored, largest, log_sum, of_row = _statistics(
+        target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index
+    )
+    next_target, next_ignored, next_largest, next_log_sum, of_next = _statistics(
+        target_ptr, max_ptr, log_sum_ptr, next_row, gradient, ignore_index
+    )
+    element = tl.arange(0, BLOCK)
+    is_next = element >= rest
+    # Of rows that are ignored nothing is read.
+    wanted = (ignored == 0) | ((next_ignored == 0) & (rest < BLOCK))
+    if MASKED:
+        in_range = element < rows * VOCAB - first
+        x = tl.load(x_ptr + first + element, mask=in_range & wanted, other=0.0)
+    else:
+        x = tl.load(x_ptr + first + element, mask=wanted, other=0.0)
+    dx = _gradient(
+        x,
+        element == tl.where(is_next, next_target + rest, target - begin),
+        tl.where(is_next, next_ignored, ignored),
+        tl.where(is_next, next_largest, largest),
+        tl.where(is_next, next_log_sum, log_sum),
+        tl.where(is_next, of_next, of_row),
+        gradient,
+    )
+    if MASKED:
+        tl.store(dx_ptr + first + element, dx.to(dx_ptr.dtype.element_ty), mask=in_range)
+    else:
+        tl.store(dx_ptr + first + element, dx.to(dx_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index", "blocks_per_row"])
 def cross_entropy_backward(
     x_ptr,
     target_ptr,
@@ -246,37 +317,44 @@ def cross_entropy_backward(
     d_loss_ptr,
     count_ptr,
     dx_ptr,
+    rows: tl.int64,
     row_stride: tl.int64,
     ignore_index: tl.int64,
     blocks_per_row: tl.int32,
     VOCAB: tl.constexpr,
     MEAN: tl.constexpr,
+    ACROSS_ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """dx, dense, from the statistics of the rows, the loss's gradient and, if MEAN, the number of rows that count.
 
-    A row of log_softmax's gradient has one element that is not zero, so that its sum is that element in any order.
+    With ACROSS_ROWS x is dense and a program takes BLOCK elements of it, which begin at a multiple of 16 bytes where rows do
+    not; a row is no shorter than BLOCK.
     """
-    program = tl.program_id(0)
-    row = program // blocks_per_row
-    element = (program - row * blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
-    row = row.to(tl.int64)
-    in_row = element < VOCAB
-    target = tl.load(target_ptr + row)
-    ignored = target == ignore_index
-    x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row & ~ignored, other=0.0)
-    largest = tl.load(max_ptr + row)
-    log_sum = tl.load(log_sum_ptr + row)
     gradient = tl.load(d_loss_ptr)
     if MEAN:
         gradient = divide(gradient, tl.load(count_ptr))
-    # Triton's `-x` is 0 - x, which makes +0 of +0.
     gradient = gradient * -1.0
-    # The sum of a gradient of -0 and zeros is +0.
-    of_row = tl.where(ignored, 0.0, gradient + 0.0)
-    of_target = tl.where(element == target.to(tl.int32), gradient, 0.0)
-    dx = tl.fma(of_row * -1.0, exp((x.to(tl.float32) - largest) - log_sum), of_target)
-    # Of a row that was not read, zeros, or NaN where log_softmax is NaN.
-    dx = tl.where(ignored, log_sum * 0.0, dx)
-    tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+    program = tl.program_id(0)
+    if ACROSS_ROWS:
+        first = program.to(tl.int64) * BLOCK
+        if first + BLOCK <= rows * VOCAB:
+            _gradient_across_rows(
+                x_ptr, target_ptr, max_ptr, log_sum_ptr, dx_ptr, first, gradient, rows, ignore_index, VOCAB, BLOCK, False
+            )
+        else:
+            _gradient_across_rows(
+                x_ptr, target_ptr, max_ptr, log_sum_ptr, dx_ptr, first, gradient, rows, ignore_index, VOCAB, BLOCK, True
+            )
+    else:
+        row = program // blocks_per_row
+        element = (program - row * blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+        row = row.to(tl.int64)
+        target, ignored, largest, log_sum, of_row = _statistics(
+            target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index
+        )
+        in_row = element < VOCAB
+        x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row & (ignored == 0), other=0.0)
+        dx = _gradient(x, element == target, ignored, largest, log_sum, of_row, gradient)
+        tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)

@@ -128,7 +128,7 @@ _SHORT_WARPS = 4
 def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
     """The launch of the forward kernel, to be called with logits, target, maxima, log sums, log-probabilities, checked targets."""
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
-    dense = rows == 1 or row_stride == vocab
+    dense = _is_dense(logits)
     unit = _access_unit(logits)
     # Eager reads an fp32 tensor where it lies if it is dense; otherwise a copy, which is aligned.
     shift = logits.data_ptr() // 4 % 4 if dense and logits.dtype == torch.float32 else 0
@@ -164,13 +164,19 @@ def _backward(logits, ignore_index: int, mean: bool, plan: Plan) -> launch.Launc
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
     unit = _access_unit(logits)
     block = min(plan.block, next_power_of_two(vocab))
+    # Where rows begin anywhere, blocks do not.
+    across_rows = unit * logits.dtype.itemsize < 16 and _is_dense(logits) and vocab >= block
     blocks_per_row = -(-vocab // block)
-    constants = {"VOCAB": vocab, "MEAN": mean, "UNIT": unit, "BLOCK": block}
+    constants = {"VOCAB": vocab, "MEAN": mean, "ACROSS_ROWS": across_rows, "UNIT": unit, "BLOCK": block}
     dtypes = (logits.dtype, torch.int64, *(torch.float32,) * 4, logits.dtype)
-    scalars = row_stride // unit, ignore_index, blocks_per_row
+    scalars = rows, row_stride // unit, ignore_index, blocks_per_row
     warps = max(min(plan.backward_warps, block // 512), 1)
-    programs = rows * blocks_per_row
+    programs = -(-rows * vocab // block) if across_rows else rows * blocks_per_row
     return launch.bind(cross_entropy_backward, constants, warps, device, dtypes, programs, *scalars)
+
+
+def _is_dense(logits) -> bool:
+    return logits.shape[0] == 1 or logits.stride(0) == logits.shape[1]
 
 
 def _access_unit(logits) -> int:
