@@ -7,7 +7,7 @@ kernel that ATen runs for an fp32 copy of them (`core/softmax.py`).
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp, exp_add, log
+from .primitives import divide, exp, exp_add, log, maximum
 from .summation import _sum_in_sequence, _sum_of_lanes, chain_of_vectors, in_vectors, sum_of_block
 
 # Threads of a block of ATen's kernels but the one for short rows, where a row is a warp's.
@@ -15,34 +15,12 @@ _LANES = tl.constexpr(1024)
 
 
 @triton.jit
-def _take(total, x, largest, SUM: tl.constexpr):
-    """The statistic with one more element of each lane: the largest of all or, with SUM, that of the exponentials."""
-    if SUM:
-        return exp_add(total, x.to(tl.float32) - largest)
-    else:
-        return tl.maximum(total, x.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _take_vectors(total, x, largest, SUM: tl.constexpr):
-    """`_take` of four neighbours of each lane."""
-    x = x.to(tl.float32)
-    if SUM:
-        return chain_of_vectors(total, x - largest, _LANES, EXP=True)
-    else:
-        first, second, third, fourth = in_vectors(x, _LANES)
-        total = tl.maximum(total, first, propagate_nan=tl.PropagateNan.ALL)
-        total = tl.maximum(total, second, propagate_nan=tl.PropagateNan.ALL)
-        total = tl.maximum(total, third, propagate_nan=tl.PropagateNan.ALL)
-        return tl.maximum(total, fourth, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _over_row(
     row_ptr,
     rest_ptr,
     head,
-    total,
+    of_lanes,
+    of_vectors,
     largest,
     SUM: tl.constexpr,
     HEAD: tl.constexpr,
@@ -50,15 +28,19 @@ def _over_row(
     KIND: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """The largest element of every lane, or with SUM the sum of its exponentials, in the order of ATen's block of 1024 threads.
+    """With SUM the sums of a row's exponentials, in the order of ATen's block of 1024 threads, else its largest elements.
 
     Args:
         row_ptr: the row.
         rest_ptr: where its vectors begin.
         head: elements before those, 0 if there is no head.
-        total: [_LANES], what to start from.
+        of_lanes: [1024], what to start from.
+        of_vectors: [4096], with SUM unused: the largest elements of vectors so far.
+
+    Returns:
+        of_lanes, of_vectors
     """
-    # A row is read twice, the second time from the L2 if it is still there.
+    # A row is read twice, the second time from the L2 if it is still there, or the L1.
     EVICT: tl.constexpr = "evict_first" if SUM else "evict_last"
     LANES: tl.constexpr = 1024
     STEP: tl.constexpr = 4 * LANES
@@ -68,7 +50,10 @@ def _over_row(
         # Lane t takes element t less the elements between the last multiple of 16 bytes and the row.
         of_head = lane - (LANES - head)
         x = tl.load(row_ptr + of_head, mask=(of_head >= 0) & (head > 0), other=NOTHING, eviction_policy=EVICT)
-        total = _take(total, x, largest, SUM)
+        if SUM:
+            of_lanes = exp_add(of_lanes, x.to(tl.float32) - largest)
+        else:
+            of_lanes = maximum(of_lanes, x)
     if KIND == "registers":
         first_single = 0
         SINGLES: tl.constexpr = (VOCAB + LANES - 1) // LANES
@@ -76,12 +61,17 @@ def _over_row(
         steps = (VOCAB - head) // STEP
         # Loads first: they do not wait for each other.
         for chunk in range(steps // UNROLL):
+            # What was read last is read first again.
+            at = chunk if SUM else steps // UNROLL - 1 - chunk
             tiles = ()
             for step in tl.static_range(UNROLL):
-                element = (chunk * UNROLL + step) * STEP + tl.arange(0, STEP)
+                element = (at * UNROLL + step) * STEP + tl.arange(0, STEP)
                 tiles = tiles + (tl.load(rest_ptr + element, eviction_policy=EVICT),)
             for step in tl.static_range(UNROLL):
-                total = _take_vectors(total, tiles[step], largest, SUM)
+                if SUM:
+                    of_lanes = chain_of_vectors(of_lanes, tiles[step].to(tl.float32) - largest, LANES, EXP=True)
+                else:
+                    of_vectors = maximum(of_vectors, tiles[step])
         tiles = ()
         # With a head as many as there may be, or else as many as there are.
         REST: tl.constexpr = UNROLL - 1 if HEAD else VOCAB // STEP % UNROLL
@@ -97,7 +87,10 @@ def _over_row(
             else:
                 tiles = tiles + (tl.load(rest_ptr + element, eviction_policy=EVICT),)
         for step in tl.static_range(REST + PARTIAL):
-            total = _take_vectors(total, tiles[step], largest, SUM)
+            if SUM:
+                of_lanes = chain_of_vectors(of_lanes, tiles[step].to(tl.float32) - largest, LANES, EXP=True)
+            else:
+                of_vectors = maximum(of_vectors, tiles[step])
         first_single = steps * STEP
         if KIND == "shared":
             SINGLES: tl.constexpr = 0
@@ -107,8 +100,11 @@ def _over_row(
     for single in tl.static_range(SINGLES):
         element = first_single + single * LANES + lane
         x = tl.load(rest_ptr + element, mask=element < VOCAB - head, other=NOTHING, eviction_policy=EVICT)
-        total = _take(total, x, largest, SUM)
-    return total
+        if SUM:
+            of_lanes = exp_add(of_lanes, x.to(tl.float32) - largest)
+        else:
+            of_lanes = maximum(of_lanes, x)
+    return of_lanes, of_vectors
 
 
 @triton.jit
@@ -182,8 +178,13 @@ def cross_entropy_forward(
             else:
                 rest_ptr = row_ptr + head
         target = tl.load(target_ptr + row)
-        of_lanes = tl.full([_LANES], float("-inf"), tl.float32)
-        of_lanes = _over_row(row_ptr, rest_ptr, head, of_lanes, 0.0, False, HEAD, VOCAB, KIND, UNROLL)
+        of_lanes = tl.full([_LANES], float("-inf"), x_ptr.dtype.element_ty)
+        of_vectors = tl.full([4 * _LANES], float("-inf"), x_ptr.dtype.element_ty)
+        of_lanes, of_vectors = _over_row(
+            row_ptr, rest_ptr, head, of_lanes, of_vectors, 0.0, False, HEAD, VOCAB, KIND, UNROLL
+        )
+        first, second, third, fourth = in_vectors(of_vectors, _LANES)
+        of_lanes = maximum(of_lanes, maximum(maximum(first, second), maximum(third, fourth))).to(tl.float32)
         largest = tl.max(of_lanes, axis=0)
         ignored = target == ignore_index
         if ignored:
@@ -192,7 +193,7 @@ def cross_entropy_forward(
             log_sum = tl.where(is_nan, float("nan"), (largest - largest))
         else:
             total = tl.zeros([_LANES], tl.float32)
-            total = _over_row(row_ptr, rest_ptr, head, total, largest, True, HEAD, VOCAB, KIND, UNROLL)
+            total, _ = _over_row(row_ptr, rest_ptr, head, total, 0.0, largest, True, HEAD, VOCAB, KIND, UNROLL)
             log_sum = tl.max(log(sum_of_block(total, _LANES)), axis=0)
         _store(
             row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, True, VOCAB

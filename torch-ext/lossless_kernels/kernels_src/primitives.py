@@ -171,6 +171,21 @@ def reciprocal(x):
 
 
 @triton.jit
+def maximum(x, y):
+    """The larger of two numbers of one dtype, NaN if one of them is; of 16 bits two at a time."""
+    if INTERPRETED or not PTX or x.dtype == tl.float32:
+        return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL).to(x.dtype)
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def prefetch(pointers):
     """Has the lines that hold these addresses brought into the L2; nobody waits for them."""
     if PTX and not INTERPRETED:
