@@ -67,7 +67,7 @@ def model_of(x, misaligned=0):
 def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
     """Statistics, loss and gradient of one call against the model."""
     family = module("cross_entropy")
-    call = family._Call(x, IGNORE, reduction, family.PLAN)
+    call = family._Call(x, IGNORE, reduction)
     loss, maxima, log_sums, count = call(x, target)
     maximum, log_sum, logp = model_of(x, misaligned)
     counts = target != IGNORE
@@ -162,7 +162,7 @@ def test_the_model_tells_of_a_wrong_order(module, monkeypatch, seed, vocab, wron
     target = torch.zeros(rows, dtype=torch.int64)
 
     def log_sums():
-        return family._Call(x, IGNORE, "mean", family.PLAN)(x, target)[2]
+        return family._Call(x, IGNORE, "mean")(x, target)[2]
 
     assert_bits_equal(log_sums(), right)
     if "tree" in wrong:
@@ -212,7 +212,7 @@ def gradients_of(function, logits):
 def test_autograd_gets_what_the_kernels_compute(kernel, module, seed, dtype, reduction):
     family, generator = module("cross_entropy"), torch.Generator().manual_seed(seed)
     x, target = logits_and_targets(generator, 12, 2050, dtype)
-    call = family._Call(x, IGNORE, reduction, family.PLAN)
+    call = family._Call(x, IGNORE, reduction)
     expected, maxima, log_sums, count = call(x, target)
     weight = torch.tensor(0.3)
     loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target, reduction=reduction) * weight, x)

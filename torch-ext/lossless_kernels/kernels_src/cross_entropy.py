@@ -342,7 +342,18 @@ def cross_entropy_backward(
         first = program.to(tl.int64) * BLOCK
         if first + BLOCK <= rows * VOCAB:
             _gradient_across_rows(
-                x_ptr, target_ptr, max_ptr, log_sum_ptr, dx_ptr, first, gradient, rows, ignore_index, VOCAB, BLOCK, False
+                x_ptr,
+                target_ptr,
+                max_ptr,
+                log_sum_ptr,
+                dx_ptr,
+                first,
+                gradient,
+                rows,
+                ignore_index,
+                VOCAB,
+                BLOCK,
+                False,
             )
         else:
             _gradient_across_rows(

@@ -11,7 +11,16 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import pad
 
 from ..core import launch, plans
-from ..core.domain import FLOAT_DTYPES, UNSEEN, are_plain, check_floating, gradients_apart, remember, runs_kernels
+from ..core.domain import (
+    FLOAT_DTYPES,
+    UNSEEN,
+    allocator,
+    are_plain,
+    check_floating,
+    gradients_apart,
+    remember,
+    runs_kernels,
+)
 from ..core.softmax import LOOP, WARP, next_power_of_two, softmax_forward
 from ..core.torch_internals import apply_of
 
@@ -20,6 +29,7 @@ if launch.AVAILABLE:
 
 # As ATen numbers them.
 _REDUCTIONS = {"mean": 1, "sum": 2}
+_nll_loss = torch.ops.aten.nll_loss_forward.default
 
 
 def cross_entropy(
@@ -107,19 +117,29 @@ class Plan:
     Attributes:
         num_warps: of a program of the forward kernel, which takes a row at a time.
         unroll: steps of 4096 elements that it loads at a time.
-        programs_per_multiprocessor: so many, so that the rows being read are still in the L2 when they are read again.
+        programs_per_multiprocessor: so many, so that the rows being read are still in the L2 when they are read again; None: a
+            program for each row.
         block: elements of a program of the backward kernel.
         backward_warps: of a program of the backward kernel.
     """
 
-    num_warps: int = 16
-    unroll: int = 4
-    programs_per_multiprocessor: int = 2
-    block: int = 4096
-    backward_warps: int = 8
+    num_warps: int
+    unroll: int
+    programs_per_multiprocessor: Optional[int]
+    block: int = 2048
+    backward_warps: int = 4
 
 
-PLAN = Plan()
+# Found on an H200 with rows of 64 KB, 256 KB and 300 KB.
+_MANY_BYTES = 1 << 17
+_SHORT_ROWS = Plan(num_warps=8, unroll=4, programs_per_multiprocessor=None)
+_LONG_ROWS = Plan(num_warps=16, unroll=2, programs_per_multiprocessor=2)
+
+
+def launch_plan(vocab: int, element_size: int) -> Plan:
+    return _SHORT_ROWS if vocab * element_size < _MANY_BYTES else _LONG_ROWS
+
+
 # Of the forward kernel of short rows.
 _SHORT_ELEMENTS = 4096
 _SHORT_WARPS = 4
@@ -155,7 +175,9 @@ def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
         "UNIT": unit,
         "UNROLL": plan.unroll,
     }
-    programs = min(rows, plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor)
+    programs = rows
+    if plan.programs_per_multiprocessor is not None:
+        programs = min(rows, plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor)
     return launch.bind(cross_entropy_forward, constants, plan.num_warps, device, dtypes, programs, *scalars)
 
 
@@ -188,26 +210,29 @@ def _access_unit(logits) -> int:
 class _Call:
     """All that follows from the logits' layout, dtype and device, and from what else was asked."""
 
-    __slots__ = ("forward", "backward", "reduction", "ignore_index", "rows")
+    __slots__ = ("forward", "backward", "reduction", "ignore_index", "statistics", "targets", "dx")
 
-    def __init__(self, logits, ignore_index: int, reduction: str, plan: Plan):
+    def __init__(self, logits, ignore_index: int, reduction: str, plan: Optional[Plan] = None):
+        plan = plan or launch_plan(logits.shape[1], logits.element_size())
         self.reduction = reduction
         self.ignore_index = ignore_index
-        self.rows = logits.shape[0]
+        rows, vocab = logits.shape
+        self.statistics = allocator((rows,), (1,), torch.float32, logits.device)
+        self.targets = allocator((rows,), (1,), torch.int64, logits.device)
+        self.dx = allocator((rows, vocab), (vocab, 1), logits.dtype, logits.device)
         self.forward = _forward(logits, ignore_index, plan)
         self.backward = _backward(logits, ignore_index, reduction == "mean", plan)
 
     def __call__(self, logits, target):
         """The loss, and what the gradient needs: maxima, log sums and the number of rows that count."""
-        maxima, log_sums, logp = (torch.empty(self.rows, device=logits.device) for _ in range(3))
-        checked = torch.empty_like(target)
-        self.forward(logits, target, maxima, log_sums, logp, checked)
+        maxima, log_sums, logp, checked = self.statistics(), self.statistics(), self.statistics(), self.targets()
+        self.forward.on_six(logits, target, maxima, log_sums, logp, checked)
         # ATen's own kernel, as its order changed between versions; all that it depends on is the number of rows.
-        loss, count = torch.ops.aten.nll_loss_forward(logp[:, None], checked, None, _REDUCTIONS[self.reduction], -100)
+        loss, count = _nll_loss(logp[:, None], checked, None, _REDUCTIONS[self.reduction], -100)
         return loss, maxima, log_sums, count
 
     def gradient(self, logits, target, maxima, log_sums, d_loss, count):
-        dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        dx = self.dx()
         self.backward(logits, target, maxima, log_sums, d_loss, count, dx)
         return dx
 
@@ -230,7 +255,7 @@ def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[t
     if call is UNSEEN:
         call = None
         if _outside(logits, target, ignore_index, reduction) is None:
-            call = _Call(logits, ignore_index, reduction, PLAN)
+            call = _Call(logits, ignore_index, reduction)
         remember(_calls, key, call)
     if call is None:
         return None
@@ -259,7 +284,7 @@ def _outside(logits, target, ignore_index, reduction) -> Optional[str]:
         return "no rows, or a vocabulary of less than two"
     if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
         return "logits whose last dimension is not contiguous"
-    if rows * -(-vocab // PLAN.block) > _MAX_PROGRAMS:
+    if rows * -(-vocab // _SHORT_ROWS.block) > _MAX_PROGRAMS:
         return "too many rows"
     return None
 
