@@ -178,8 +178,8 @@ def cross_entropy_forward(
             else:
                 rest_ptr = row_ptr + head
         target = tl.load(target_ptr + row)
-        of_lanes = tl.full([_LANES], float("-inf"), x_ptr.dtype.element_ty)
-        of_vectors = tl.full([4 * _LANES], float("-inf"), x_ptr.dtype.element_ty)
+        of_lanes = tl.full([_LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
+        of_vectors = tl.full([4 * _LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
         of_lanes, of_vectors = _over_row(
             row_ptr, rest_ptr, head, of_lanes, of_vectors, 0.0, False, HEAD, VOCAB, KIND, UNROLL
         )
