@@ -7,6 +7,7 @@ in fp32 and fp16.
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import aten_model
 import numpy
@@ -23,6 +24,7 @@ pytestmark = [
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
 
 IGNORE = -100
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Every kernel of ATen's, both sides of where the next one begins, and vocabularies of language models.
 SHORT = (2, 3, 31, 32, 33, 1000, 1024, 1025, 2048, 2049, 4100, 9216, 9217, 9220, 12252, 12253, 12256)
 LONG = (32000, 50257, 50304, 128256, 151936, 248320)
@@ -44,15 +46,13 @@ def logits_and_targets(generator, rows, vocab, dtype):
     """Rows whose sums of exponentials have many terms that count, some with infinities and NaN, some without a target."""
     x = (torch.randn(rows, vocab, generator=generator) * 2).to(dtype)
     target = torch.randint(vocab, (rows,), generator=generator)
-    special = iter(torch.randperm(rows, generator=generator)[: rows - 3].tolist())
-    for value in (math.nan, math.inf, -math.inf):
-        for whole, ignored in itertools.product((False, True), (False, True)):
-            row = next(special, None)
-            if row is not None:
-                x[row, slice(None) if whole else target[row]] = value
-                target[row] = IGNORE if ignored else target[row]
-    for row in itertools.islice(special, 2):
-        target[row] = IGNORE
+    special = torch.randperm(rows, generator=generator)[: rows - 3].tolist()
+    cases = [*itertools.product((math.nan, math.inf, -math.inf, None), ("one", "all"), (False, True))]
+    for row, at in zip(special, torch.randperm(len(cases), generator=generator).tolist()):
+        value, where, ignored = cases[at]
+        if value is not None:
+            x[row, slice(None) if where == "all" else target[row]] = value
+        target[row] = IGNORE if ignored else target[row]
     return x, target
 
 
@@ -80,6 +80,8 @@ def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
     expected, total_weight = torch.ops.aten.nll_loss_forward(logp, target, None, number, IGNORE)
     assert_bits_equal(loss, expected, f"loss of {label}")
     assert_bits_equal(count, total_weight, f"rows that count of {label}")
+    if x.dtype == torch.bfloat16:
+        return
     gradient = call.gradient(x, target, maxima, log_sums, d_loss, count)
     weight = total_weight if reduction == "mean" else None
     expected = aten_model.cross_entropy_backward(logp, target, IGNORE, d_loss, weight, numpy_exp, twice_rounded)
@@ -90,7 +92,7 @@ def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
 @pytest.mark.parametrize("vocab", SHORT + LONG)
 def test_kernels_equal_the_model(module, seed, vocab):
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    rows, dtypes = (17, (torch.float32, torch.float16)) if vocab in SHORT else (5, (torch.float16,))
+    rows, dtypes = (17 if vocab < 2050 else 9, DTYPES[:2]) if vocab in SHORT else (5, (choose.choice(DTYPES[1:]),))
     for dtype in dtypes:
         x, target = logits_and_targets(generator, rows, vocab, dtype)
         reduction = choose.choice(("mean", "sum"))
@@ -102,7 +104,7 @@ def test_kernels_equal_the_model(module, seed, vocab):
 def test_kernels_equal_the_model_for_vocabularies_at_random(module, seed):
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
     for _ in range(6):
-        vocab, dtype = choose.randint(2, int(2 ** choose.uniform(2, 16))), choose.choice((torch.float32, torch.float16))
+        vocab, dtype = choose.randint(2, int(2 ** choose.uniform(2, 16))), choose.choice(DTYPES)
         rows, reduction = choose.randint(1, 12), choose.choice(("mean", "sum"))
         x, target = logits_and_targets(generator, max(rows, 3), vocab, dtype)
         check(
@@ -356,6 +358,53 @@ def test_causal_lm_loss_runs_the_kernels(kernel, seed, items):
     expected, theirs = gradients_of(lambda x: kernel.cross_entropy(x, target, reduction=reduction) / (items or 1), flat)
     assert_bits_equal(loss, expected)
     assert_bits_equal(gradient.view(-1, 2050), theirs)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES[::2])
+def test_the_proof_compares_with_eager_and_tells_of_a_wrong_order(module, monkeypatch, dtype):
+    family, cpu = module("cross_entropy"), torch.device("cpu")
+
+    def of_model(h, dim):
+        return aten_model.log_softmax(h, h.data_ptr() // 4 % 4 if dtype == torch.float32 else 0, numpy_exp, numpy_log)
+
+    monkeypatch.setattr(family, "_PROOF_ROWS", 16)
+    monkeypatch.setattr(family, "functional", SimpleNamespace(log_softmax=of_model))
+    layouts = [(2050, True, 2, 0), (9221, False, 1, 0)] + [(9220, True, 4, 3)] * (dtype == torch.float32)
+    for layout in layouts:
+        ((what, found, expected),) = family._comparisons(dtype, *layout, cpu, None)
+        assert_bits_equal(found, expected, f"{what} {layout}")
+        assert found[:-4].isfinite().all() and found[-4:].isnan().all()
+    monkeypatch.setattr(family, "functional", functional)
+    # CPU eager adds in another order, and so would refuse.
+    ((_, found, expected),) = family._comparisons(dtype, *layouts[0], cpu, None)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not bits_equal(found, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_proof_of_gradients_compares_loss_and_gradient(module, monkeypatch, reduction):
+    monkeypatch.setattr(module("cross_entropy"), "_PROOF_ROWS", 16)
+    pairs = list(module("cross_entropy")._comparisons(torch.float32, 2050, True, 2, 0, torch.device("cpu"), reduction))
+    assert [what for what, _, _ in pairs] == ["the loss", "the gradient"]
+    for _, found, expected in pairs:
+        assert expected.isfinite().any() and found.stride() == expected.stride()
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@interpreted
+def test_without_proof_eager_runs(kernel, module, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    monkeypatch.setattr(module("cross_entropy"), "_PROOF_ROWS", 16)
+    module("cross_entropy")._calls.clear()
+    x, target = torch.randn(3, 2111), torch.tensor([1, 2, 3])
+    with pytest.warns(RuntimeWarning, match="cross_entropy on cpu, torch.float32, 2111 classes, log-probabilities"):
+        loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target), x)
+    expected, theirs = gradients_of(lambda x: functional.cross_entropy(x, target), x)
+    assert_bits_equal(loss, expected)
+    assert_bits_equal(gradient, theirs)
+    module("cross_entropy")._calls.clear()
 
 
 # On a GPU: eager itself

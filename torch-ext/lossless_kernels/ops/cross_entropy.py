@@ -8,9 +8,9 @@ from typing import Optional
 import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.nn.functional import pad
+from torch.nn import functional
 
-from ..core import launch, plans
+from ..core import launch, plans, proof
 from ..core.domain import (
     FLOAT_DTYPES,
     UNSEEN,
@@ -91,7 +91,7 @@ def causal_lm_loss(
     The kernels run where those of `cross_entropy` do.
     """
     if shift_labels is None:
-        labels = pad(labels, (0, 1), value=ignore_index)
+        labels = functional.pad(labels, (0, 1), value=ignore_index)
         shift_labels = labels[..., 1:].contiguous()
     target = shift_labels.view(-1).to(logits.device)
     flat = logits.reshape(-1, vocab_size)
@@ -145,13 +145,17 @@ _SHORT_ELEMENTS = 4096
 _SHORT_WARPS = 4
 
 
+def _alignment(logits) -> int:
+    """Elements between the last multiple of 16 bytes and the rows that eager adds up: fp32 ones, where they lie or of a copy."""
+    return logits.data_ptr() // 4 % 4 if _is_dense(logits) and logits.dtype == torch.float32 else 0
+
+
 def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
     """The launch of the forward kernel, to be called with logits, target, maxima, log sums, log-probabilities, checked targets."""
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
     dense = _is_dense(logits)
     unit = _access_unit(logits)
-    # Eager reads an fp32 tensor where it lies if it is dense; otherwise a copy, which is aligned.
-    shift = logits.data_ptr() // 4 % 4 if dense and logits.dtype == torch.float32 else 0
+    shift = _alignment(logits)
     softmax = softmax_forward(vocab, torch.float32, aligned=shift == 0)
     dtypes = (logits.dtype, torch.int64, torch.float32, torch.float32, torch.float32, torch.int64)
     scalars = rows, row_stride // unit, ignore_index
@@ -244,24 +248,33 @@ def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[t
     """The loss from the kernels; None where eager must compute it."""
     if is_dynamo_compiling() or not isinstance(target, torch.Tensor) or not are_plain(logits, target):
         return None
+    needs_grad = is_grad_enabled() and logits.requires_grad
     try:
         # The address decides where ATen's vectors begin.
         shift = logits.data_ptr() % 16
-        key = (logits.shape, logits.stride(), logits.dtype, logits.device, shift, ignore_index, reduction)
+        key = (logits.shape, logits.stride(), logits.dtype, logits.device, shift, ignore_index, reduction, needs_grad)
         key += target.shape, target.stride(), target.dtype, target.device
         call = _calls.get(key, UNSEEN)
     except (RuntimeError, TypeError):
         return None
     if call is UNSEEN:
-        call = None
-        if _outside(logits, target, ignore_index, reduction) is None:
-            call = _Call(logits, ignore_index, reduction)
-        remember(_calls, key, call)
+        call = remember(_calls, key, _resolve(logits, target, ignore_index, reduction, needs_grad))
     if call is None:
         return None
-    if is_grad_enabled() and logits.requires_grad:
+    if needs_grad:
         return _apply(call, logits, target)
     return call(logits, target)[0]
+
+
+def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_Call]:
+    """The call for these tensors, None if they lie outside the domain or the kernels are not proved."""
+    reason = _outside(logits, target, ignore_index, reduction)
+    if reason is not None:
+        proof.outside(functional.cross_entropy, reason)
+        return None
+    if not _proved(logits) or (needs_grad and not _proved(logits, reduction)):
+        return None
+    return _Call(logits, ignore_index, reduction)
 
 
 # Of CUDA's grid, along x.
@@ -311,3 +324,54 @@ class CrossEntropy(torch.autograd.Function):
 
 
 _apply = apply_of(CrossEntropy)
+
+
+# Proof
+
+
+def _proved(logits, reduction: Optional[str] = None) -> bool:
+    """Of the kernels for this vocabulary and rows that lie in memory like these; with `reduction` of loss and gradient."""
+    dense, unit, shift, vocab = _is_dense(logits), _access_unit(logits), _alignment(logits), logits.shape[1]
+    what = "log-probabilities" if reduction is None else f"{reduction} and gradient"
+    return proof.admits(
+        ("cross entropy", reduction, logits.dtype, vocab, dense, unit, shift, logits.device),
+        proof.Subject(functional.cross_entropy, logits.device, f"{logits.dtype}, {vocab} classes, {what}"),
+        functools.partial(_comparisons, logits.dtype, vocab, dense, unit, shift, logits.device, reduction),
+    )
+
+
+# A sum in another order shows in more than half of the rows. Of very long ones there are fewer.
+_PROOF_ROWS = 64
+_PROOF_ELEMENTS = 1 << 26
+
+
+def _comparisons(dtype, vocab, dense, unit, shift, device, reduction):
+    """Of every alignment that rows can have. Half of them have a sum of exponentials in [1, 1.5), of which the logarithm shows
+    every bit; rows without log-probabilities, and some that do not count, are among the others."""
+    rows, source = max(min(_PROOF_ROWS, _PROOF_ELEMENTS // vocab), 16), proof.generator(device, vocab)
+    row_stride = vocab if dense else vocab + unit
+    there = torch.zeros(shift + rows * row_stride, dtype=dtype, device=device)
+    logits = there[shift:].view(rows, row_stride)[:, :vocab]
+    logits.copy_(torch.randn(rows, vocab, device=device, generator=source))
+    peaks = logits[: rows // 2].float().logsumexp(1) + 1.0 + torch.rand(rows // 2, device=device, generator=source)
+    target = torch.randint(vocab, (rows,), device=device, generator=source)
+    logits[: rows // 2].scatter_(1, target[: rows // 2, None], peaks.to(dtype)[:, None])
+    logits[-1, 0], logits[-2, vocab - 1], logits[-3], logits[-4] = math.nan, math.inf, -math.inf, -math.inf
+    # The loss would be NaN with them.
+    target[-6:], target[rows // 4] = -100, -100
+    call = _Call(logits, -100, reduction or "mean")
+    if reduction is None:
+        _, maxima, log_sums, _ = call(logits, torch.where(target < 0, 0, target))
+        h = logits.float()
+        found = (h - maxima[:, None]) - log_sums[:, None]
+        # The maximum may be either zero.
+        yield "the log-probabilities", found + 0.0, functional.log_softmax(h, -1) + 0.0
+        return
+    logits.requires_grad_()
+    loss, maxima, log_sums, count = call(logits.detach(), target)
+    with torch.enable_grad():
+        expected = _eager(logits, target, -100, reduction)
+        d_loss = torch.full((), 0.7, device=device)
+        (gradient,) = torch.autograd.grad(expected, logits, d_loss)
+    yield "the loss", loss, expected.detach()
+    yield "the gradient", call.gradient(logits.detach(), target, maxima, log_sums, d_loss, count), gradient
