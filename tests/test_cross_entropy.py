@@ -268,6 +268,17 @@ def test_logits_must_not_change_before_the_backward_pass(kernel):
 
 
 @interpreted
+def test_hooks_may_give_saved_logits_back_with_other_strides(kernel, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, target = torch.randn(4, 60, generator=generator), torch.tensor([1, IGNORE, 2, 49])
+    gradients = []
+    for unpack in (lambda saved: saved, lambda saved: saved.contiguous()):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+            gradients.append(gradients_of(lambda x: kernel.cross_entropy(x[:, :50], target), x)[1])
+    torch.testing.assert_close(*gradients)
+
+
+@interpreted
 def test_gradients_can_be_differentiated(kernel, seed):
     generator = torch.Generator().manual_seed(seed)
     x, target = torch.randn(4, 50, generator=generator), torch.tensor([1, IGNORE, 2, 49])

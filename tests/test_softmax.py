@@ -3,6 +3,9 @@
 import aten_model
 import pytest
 import torch
+import triton
+import triton.language as tl
+from bits import assert_bits_equal, bits_equal
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
@@ -77,3 +80,30 @@ def test_the_model_takes_every_element_once(misaligned):
     for size in (2, 31, 33, 1000, 2048, 2049, 9216, 9217, 9220, 12252, 12256, 12259, 32000, 50257):
         taken = torch.cat(aten_model.softmax_steps(size, misaligned))
         assert torch.equal(taken[taken >= 0].sort().values, torch.arange(size))
+
+
+@triton.jit
+def sum_of_block(x_ptr, out_ptr, WARPS: tl.constexpr):
+    lanes = tl.load(x_ptr + tl.arange(0, WARPS * 32))
+    tl.store(out_ptr + tl.arange(0, 1), blocks_in_sequence(lanes, WARPS))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs it")
+@pytest.mark.parametrize("warps", [1, 4, 16])
+def test_a_block_is_added_up_in_sequence(module, seed, warps):
+    """First the lanes of each warp, then the warps: as the loop kernel for gradients does."""
+    global blocks_in_sequence  # Triton finds functions among a kernel's globals.
+    blocks_in_sequence = module("kernels_src.summation").blocks_in_sequence
+    rows, generator = 8, torch.Generator().manual_seed(seed)
+    x, found = torch.randn(rows, warps * 32, generator=generator), torch.empty(rows)
+    for row in range(rows):
+        sum_of_block[(1,)](x[row], found[row:], warps)
+    by_warp = torch.zeros(rows, warps)
+    for lane in range(32):
+        by_warp = by_warp + x.view(rows, warps, 32)[:, :, lane]
+    expected = torch.zeros(rows)
+    for warp in range(warps):
+        expected = expected + by_warp[:, warp]
+    assert_bits_equal(found, expected)
+    halved = aten_model._halving_sum(aten_model._halving_sum(x.view(rows, warps, 32), dim=2), dim=1)
+    assert not bits_equal(found, halved)

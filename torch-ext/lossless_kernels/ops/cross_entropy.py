@@ -214,10 +214,11 @@ def _access_unit(logits) -> int:
 class _Call:
     """All that follows from the logits' layout, dtype and device, and from what else was asked."""
 
-    __slots__ = ("forward", "backward", "reduction", "ignore_index", "statistics", "targets", "dx")
+    __slots__ = ("forward", "backward", "strides", "reduction", "ignore_index", "statistics", "targets", "dx")
 
     def __init__(self, logits, ignore_index: int, reduction: str, plan: Optional[Plan] = None):
         plan = plan or launch_plan(logits.shape[1], logits.element_size())
+        self.strides = logits.stride()
         self.reduction = reduction
         self.ignore_index = ignore_index
         rows, vocab = logits.shape
@@ -317,7 +318,8 @@ class CrossEntropy(torch.autograd.Function):
             return None, None, None
         logits, target, maxima, log_sums, count = ctx.saved_tensors
         call = ctx.call
-        if is_grad_enabled() or not are_plain(d_loss, logits):  # Somebody differentiates the gradient, or watches.
+        # Somebody differentiates the gradient or watches, or hooks on saved tensors gave back rows that lie otherwise.
+        if is_grad_enabled() or not are_plain(d_loss, logits) or logits.stride() != call.strides:
             formula = functools.partial(_eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
             return None, *gradients_apart(formula, (logits,), d_loss), None
         return None, call.gradient(logits, target, maxima, log_sums, d_loss, count), None
