@@ -126,18 +126,20 @@ class Plan:
     num_warps: int
     unroll: int
     programs_per_multiprocessor: Optional[int]
-    block: int = 2048
+    block: int = 1024
     backward_warps: int = 4
 
 
-# Found on an H200 with rows of 64 KB, 256 KB and 300 KB.
-_MANY_BYTES = 1 << 17
-_SHORT_ROWS = Plan(num_warps=8, unroll=4, programs_per_multiprocessor=None)
-_LONG_ROWS = Plan(num_warps=16, unroll=2, programs_per_multiprocessor=2)
+# For rows of so many bytes and more, as found on an H200 with rows of 18 to 512 KB.
+_PLANS = {
+    384 << 10: Plan(num_warps=32, unroll=4, programs_per_multiprocessor=2),
+    128 << 10: Plan(num_warps=16, unroll=4, programs_per_multiprocessor=2),
+    0: Plan(num_warps=8, unroll=4, programs_per_multiprocessor=None),
+}
 
 
 def launch_plan(vocab: int, element_size: int) -> Plan:
-    return _SHORT_ROWS if vocab * element_size < _MANY_BYTES else _LONG_ROWS
+    return next(plan for least_bytes, plan in _PLANS.items() if vocab * element_size >= least_bytes)
 
 
 # Of the forward kernel of short rows.
@@ -298,7 +300,7 @@ def _outside(logits, target, ignore_index, reduction) -> Optional[str]:
         return "no rows, or a vocabulary of less than two"
     if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
         return "logits whose last dimension is not contiguous"
-    if rows * -(-vocab // _SHORT_ROWS.block) > _MAX_PROGRAMS:
+    if rows * -(-vocab // launch_plan(vocab, logits.element_size()).block) > _MAX_PROGRAMS:
         return "too many rows"
     return None
 
