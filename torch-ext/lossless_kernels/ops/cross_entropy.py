@@ -11,14 +11,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import launch, plans, proof
+from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
-    UNSEEN,
     allocator,
     are_plain,
     check_floating,
     gradients_apart,
-    remember,
     runs_kernels,
 )
 from ..core.softmax import LOOP, WARP, next_power_of_two, softmax_forward
@@ -244,40 +243,20 @@ class _Call:
         return dx
 
 
-_calls = {}
-
-
 def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[torch.Tensor]:
     """The loss from the kernels; None where eager must compute it."""
-    if is_dynamo_compiling() or not isinstance(target, torch.Tensor) or not are_plain(logits, target):
+    if is_dynamo_compiling() or not isinstance(target, torch.Tensor):
         return None
+    if not are_plain(logits, target):
+        return proof.outside(functional.cross_entropy, proof.NOT_PLAIN)
     needs_grad = is_grad_enabled() and logits.requires_grad
-    try:
-        # The address decides where ATen's vectors begin.
-        shift = logits.data_ptr() % 16
-        key = (logits.shape, logits.stride(), logits.dtype, logits.device, shift, ignore_index, reduction, needs_grad)
-        key += target.shape, target.stride(), target.dtype, target.device
-        call = _calls.get(key, UNSEEN)
-    except (RuntimeError, TypeError):
-        return None
-    if call is UNSEEN:
-        call = remember(_calls, key, _resolve(logits, target, ignore_index, reduction, needs_grad))
+    arguments = ignore_index, reduction, needs_grad
+    # The address decides where ATen's vectors begin.
+    facts = logits.data_ptr() % 16, *arguments
+    call = _calls.find(functional.cross_entropy, facts, (logits, target), *arguments)
     if call is None:
         return None
-    if needs_grad:
-        return _apply(call, logits, target)
-    return call(logits, target)[0]
-
-
-def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_Call]:
-    """The call for these tensors, None if they lie outside the domain or the kernels are not proved."""
-    reason = _outside(logits, target, ignore_index, reduction)
-    if reason is not None:
-        proof.outside(functional.cross_entropy, reason)
-        return None
-    if not _proved(logits) or (needs_grad and not _proved(logits, reduction)):
-        return None
-    return _Call(logits, ignore_index, reduction)
+    return _apply(call, logits, target) if needs_grad else call(logits, target)[0]
 
 
 # Of CUDA's grid, along x.
@@ -285,24 +264,28 @@ _MAX_PROGRAMS = (1 << 31) - 1
 _MAX_VOCABULARY = 1 << 24
 
 
-def _outside(logits, target, ignore_index, reduction) -> Optional[str]:
-    """Why no kernel takes these tensors, None if one may."""
+def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_Call]:
     if logits.dtype not in FLOAT_DTYPES or not runs_kernels(logits.device):
-        return f"logits {logits.dtype} on {logits.device}"
+        raise Outside(f"logits {logits.dtype} on {logits.device}")
     if reduction not in _REDUCTIONS:
-        return "no reduction"
+        raise Outside("no reduction")
     if logits.dim() != 2 or target.dim() != 1 or target.shape[0] != logits.shape[0]:
-        return "logits or targets of more dimensions"
+        raise Outside("logits that are not [tokens, vocabulary], or targets that are not [tokens]")
     if target.dtype != torch.int64 or target.device != logits.device or not target.is_contiguous():
-        return "targets that are no int64, not contiguous or on another device"
+        raise Outside("targets that are no int64, not contiguous or on another device")
     rows, vocab = logits.shape
     if rows == 0 or not 2 <= vocab <= _MAX_VOCABULARY or not -(1 << 63) <= ignore_index < 1 << 63:
-        return "no rows, or a vocabulary of less than two"
+        raise Outside("no tokens, a vocabulary of one or too large, or an ignored index beyond int64")
     if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
-        return "logits whose last dimension is not contiguous"
+        raise Outside("logits whose last dimension is not contiguous, or whose rows overlap")
     if rows * -(-vocab // launch_plan(vocab, logits.element_size()).block) > _MAX_PROGRAMS:
-        return "too many rows"
-    return None
+        raise Outside("too many tokens")
+    if not _proved(logits) or (needs_grad and not _proved(logits, reduction)):
+        return None
+    return _Call(logits, ignore_index, reduction)
+
+
+_calls = Calls(_resolve)
 
 
 class CrossEntropy(torch.autograd.Function):
