@@ -2,6 +2,7 @@
 
 from . import layers
 from .core.proof import LosslessProofError
+from .loss import attach_loss
 from .mapping import kernel_mapping, name_layers
 from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
 from .ops.cross_entropy import causal_lm_loss, cross_entropy
@@ -15,6 +16,7 @@ from .warm_up import warmup
 __all__ = [
     "LosslessProofError",
     "apply_rotary_pos_emb",
+    "attach_loss",
     "causal_lm_loss",
     "cross_entropy",
     "fast_gelu",

@@ -10,6 +10,7 @@ from typing import Callable, Optional
 import torch
 
 from .core import inspection, proof
+from .loss import has_our_loss
 from .mapping import LEVELS
 
 _PACKAGE = __package__
@@ -102,6 +103,10 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
         if _name(module) in LEVELS["decoder"] or _source(module)
     )
     layers = [_layer_report(layer, source, count) for (layer, source), count in counts.items()]
+    losses = sum(map(has_our_loss, model.modules()))
+    if losses:
+        entry = LayerReport("loss_function", losses, "original")
+        layers.append(_with_verdicts(entry, torch.nn.functional.cross_entropy))
     for entry in layers:
         if entry.path == "another kernel":
             warnings.warn(
@@ -163,6 +168,11 @@ def _layer_report(layer, source, count) -> LayerReport:
         entry.path = "another kernel"
         entry.reasons.append(source)
         return entry
+    return _with_verdicts(entry, original)
+
+
+def _with_verdicts(entry: LayerReport, original: Callable) -> LayerReport:
+    """The entry with what is known of the forward function that its layer replaces."""
     verdicts, outside = proof.known(original)
     admitted = [verdict.subject for verdict in verdicts if verdict and verdict.subject.formula]
     entry.formulas = sorted({subject.formula for subject in admitted})

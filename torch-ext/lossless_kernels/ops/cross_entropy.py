@@ -89,6 +89,15 @@ def causal_lm_loss(
 
     The kernels run where those of `cross_entropy` do.
     """
+    return _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+
+
+def eager_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
+    """`causal_lm_loss` in torch operations."""
+    return _causal_lm_loss(_eager, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+
+
+def _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels):
     if shift_labels is None:
         labels = functional.pad(labels, (0, 1), value=ignore_index)
         shift_labels = labels[..., 1:].contiguous()

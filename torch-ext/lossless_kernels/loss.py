@@ -1,0 +1,88 @@
+"""The loss of transformers' causal language models, from the kernels: `attach_loss`."""
+
+from typing import Callable
+
+import torch
+
+from .core import proof
+from .ops.cross_entropy import causal_lm_loss, eager_causal_lm_loss
+
+_ORIGINAL = ("transformers.loss.loss_utils", "ForCausalLMLoss")
+
+
+def attach_loss(model: torch.nn.Module) -> list[str]:
+    """Makes `causal_lm_loss` the loss function of every causal language model in `model`.
+
+    Sets `loss_function`, the property of transformers' models, where its value is `ForCausalLMLoss` and where both functions
+    return the same loss and gradient on small fp32 and bf16 logits, bit for bit. Losses and gradients stay eager's; the fp32
+    copies of the logits are not made. `replacement_report` shows the loss, and
+    `module.loss_function = transformers.loss.loss_utils.ForCausalLMLoss` gives the original back.
+
+    Args:
+        model: a model of transformers, or a module that holds one, as PEFT's does.
+
+    Returns:
+        The names of the modules whose loss is `causal_lm_loss` now, as in `named_modules()`; "" for the model itself.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`.
+        ValueError: no module of `model` has the loss of a causal language model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    attached, others = [], set()
+    for name, module in model.named_modules():
+        if not isinstance(getattr(type(module), "loss_function", None), property) or not _has_head(module):
+            continue
+        function = module.loss_function
+        if function is not causal_lm_loss:
+            if not _is_original(function):
+                others.add(getattr(function, "__qualname__", type(function).__name__))
+                continue
+            module.loss_function = causal_lm_loss
+        attached.append(name)
+    if not attached:
+        found = f"the loss functions {', '.join(sorted(others))}" if others else "none with a head and a loss function"
+        raise ValueError(f"model: expected a causal language model with the loss {_ORIGINAL[1]}, found {found}")
+    return attached
+
+
+def has_our_loss(module: torch.nn.Module) -> bool:
+    """Whether the module's loss is `causal_lm_loss`."""
+    return vars(module).get("_loss_function") is causal_lm_loss
+
+
+def _has_head(module) -> bool:
+    embeddings = getattr(module, "get_output_embeddings", None)
+    return embeddings is not None and embeddings() is not None
+
+
+def _is_original(function: Callable) -> bool:
+    """Whether this is transformers' function, and computes what ours does."""
+    if (getattr(function, "__module__", None), getattr(function, "__name__", None)) != _ORIGINAL:
+        return False
+    subject = proof.Subject(function, torch.device("cpu"), "fp32 and bf16", "cross-entropy of logits.float()")
+    candidates = {True: lambda: _comparisons(function)}
+    return bool(proof.recognize(("formula of causal_lm_loss", function), subject, candidates))
+
+
+def _comparisons(function):
+    source = proof.generator(torch.device("cpu"), 7)
+    labels = torch.randint(31, (2, 9), generator=source)
+    every, labels = labels.clone(), labels.index_fill(1, torch.arange(4), -100)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(2, 9, 31, generator=source).to(dtype)
+        for arguments in (
+            {"labels": labels},
+            {"labels": labels, "num_items_in_batch": 11},
+            {"labels": labels, "num_items_in_batch": torch.tensor(7)},
+            {"labels": labels, "shift_labels": labels.flip(1)},
+            {"labels": every, "ignore_index": int(every[1, 3])},
+        ):
+            results = []
+            for compute in (eager_causal_lm_loss, function):
+                leaf = logits.clone().requires_grad_()
+                with torch.enable_grad():
+                    loss = compute(leaf, vocab_size=31, **arguments)
+                results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+            yield from zip(("the loss", "the gradient"), *results)
