@@ -21,7 +21,7 @@ def cpu_kernels(package):
         return python_module(package, name)
 
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
-    rotary, variants, products = module("rotary"), module("variants").BY_NAME.values(), []
+    rotary, variants, products = module("rotary_formulas"), module("variants").BY_NAME.values(), []
 
     def variant_of(constants, x, weight, out):
         scale, fused = constants["SCALE"], constants.get("FUSED", False)

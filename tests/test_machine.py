@@ -141,7 +141,7 @@ COMPILE = """
                 q, k = (torch.empty(2, 3, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
                 for table_dtype in {dtype, torch.float32}:
                     cos, sin = torch.empty(2, 1, 3, head_dim, dtype=table_dtype)
-                    for variant in rotary._VARIANTS.values():
+                    for variant in rotary.VARIANTS.values():
                         outs = rotary.replacement(q, k, cos, sin, 1, variant.eager)
                         for apart in (False, True):
                             with torch.no_grad():

@@ -26,7 +26,7 @@ from ..core.domain import (
     runs_kernels,
     under_transform,
 )
-from ..core.layout import Output, contiguous_strides, is_dense, is_same_order, rows_in_memory
+from ..core.layout import Output, contiguous_strides, is_dense
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .activation import (
     BLOCK,
@@ -36,12 +36,12 @@ from .activation import (
     NUM_WARPS,
     SILU,
     Activation,
-    access_unit,
     all_inputs,
     by_value,
     forward_of,
     original_of,
 )
+from .gated_layout import NOTHING, Layout
 
 if launch.AVAILABLE:
     from ..kernels_src.activation import gated_activation_backward, gated_activation_forward
@@ -147,64 +147,12 @@ def _packed_eager_gradient(activation, dy, packed):
 # Calls
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How gate and up lie in memory: rows `row_stride` apart, or one row if they are dense.
-
-    Args:
-        order: as `rows_in_memory` names it; None for one row.
-        packed: up's rows begin where gate's end.
-    """
-
-    rows: int
-    columns: int
-    row_stride: int
-    order: Optional[tuple[int, ...]] = None
-    packed: bool = False
-
-    @classmethod
-    def of(cls, gate, up) -> Optional["_Layout"]:
-        """The layout that both have, None if no kernel walks it."""
-        shape, strides = gate.shape, gate.stride()
-        if is_dense(shape, strides):
-            return cls(1, gate.numel(), gate.numel()) if is_same_order(shape, strides, up.stride()) else None
-        rows = rows_in_memory(shape, strides)
-        if rows is None or rows_in_memory(shape, up.stride()) != rows:
-            return None
-        return cls(rows[0], shape[-1], rows[1], rows[2])
-
-    @classmethod
-    def of_packed(cls, packed) -> Optional["_Layout"]:
-        rows = rows_in_memory(packed.shape, packed.stride())
-        return rows and cls(rows[0], packed.shape[-1] // 2, rows[1], rows[2], packed=True)
-
-    def fits(self, shape, strides, gate_strides) -> bool:
-        """Whether dense memory with these strides has the elements in the order of gate's."""
-        if self.order is None:
-            return is_same_order(shape, strides, gate_strides)
-        return rows_in_memory(shape, strides) == (self.rows, shape[-1], self.order)
-
-    def programs(self, block):
-        return self.rows * -(-self.columns // block)
-
-    def unit(self, dtype):
-        return access_unit(self.columns, self.row_stride, dtype)
-
-    def kind(self, dtype) -> dict:
-        """What a kernel is compiled for."""
-        return {"PACKED": self.packed, "ONE_ROW": self.order is None, "UNIT": self.unit(dtype)}
-
-
-# Of gate and up without elements.
-_NOTHING = _Layout(0, 0, 0)
-
-
 def _forward_block(activation) -> int:
     # At 8192x14336 (bf16, H200) GELU's takes 0.1645 ms instead of 0.1700 with more elements a thread; SiLU's gains nothing.
     return BLOCK if activation is SILU else 2 * BLOCK
 
 
-def _bound(kernel, activation, dtype, layout: _Layout, device, constants) -> launch.Launch:
+def _bound(kernel, activation, dtype, layout: Layout, device, constants) -> launch.Launch:
     constants = {"ACTIVATION": activation.name, **constants}
     unit, programs = constants["UNIT"], layout.programs(constants["BLOCK"])
     scalars = layout.columns // unit, layout.row_stride // unit, programs // layout.rows
@@ -212,13 +160,13 @@ def _bound(kernel, activation, dtype, layout: _Layout, device, constants) -> lau
     return launch.bind(kernel, constants, NUM_WARPS, device, (dtype,) * 5, programs, *scalars)
 
 
-def _forward(activation, dtype, layout: _Layout, device) -> launch.Launch:
+def _forward(activation, dtype, layout: Layout, device) -> launch.Launch:
     """The launch of the forward kernel, to be called with gate, out and up, or with the packed tensor and out."""
     constants = {**layout.kind(dtype), "BLOCK": _forward_block(activation)}
     return _bound(gated_activation_forward, activation, dtype, layout, device, constants)
 
 
-def _backward(activation, dtype, layout: _Layout, device, with_up: bool) -> launch.Launch:
+def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launch.Launch:
     """The launch of the backward kernel, to be called with dy, gate, its gradient, up and, if `with_up`, its gradient.
 
     Or with dy, the packed tensor and its gradient.
@@ -392,21 +340,21 @@ def _resolve(gate, up, subject, activation, needs):
         raise Outside("gradients of up alone")
     gradients = {(False, False): None, (True, False): _GATES, (True, True): _BOTH}[needs]
     # An empty tensor needs no layout.
-    layout = _Layout.of(gate, up) if gate.numel() else _NOTHING
+    layout = Layout.of(gate, up) if gate.numel() else NOTHING
     return _resolved(_Forward, _Training, subject, activation, gate, up, layout, gradients)
 
 
 def _resolve_packed(packed, activation, needs_grad):
     gate, up = _halves(packed)
     _check(gate, up)
-    layout = _Layout.of_packed(packed) if gate.numel() else _NOTHING
+    layout = Layout.of_packed(packed) if gate.numel() else NOTHING
     gradients = _BOTH if needs_grad else None
     return _resolved(_PackedForward, _PackedTraining, activation.forward, activation, gate, up, layout, gradients)
 
 
 def _resolved(forward, training, subject, activation, gate, up, layout, gradients):
     out = Output.of(functools.partial(_eager, activation), gate, up)
-    if layout is _NOTHING:
+    if layout is NOTHING:
         if gradients:
             raise Outside("gradients of nothing")
         return forward(None, out)
@@ -452,16 +400,13 @@ def gradients(
 
 def _resolve_gradients(dy, gate, up, activation, with_up):
     _check(gate, up)
-    layout = _Layout.of(gate, up) if gate.numel() else None
+    layout = Layout.of(gate, up) if gate.numel() else None
     if layout is None or dy.dtype != gate.dtype or not is_dense(dy.shape, dy.stride()):
         raise Outside(_OTHER_GRADIENTS)
-    outputs = [
-        Output.of(lambda *tensors, which=which: _eager_gradients(activation, *tensors)[which], dy, gate, up)
-        for which in range(2)
-    ]
-    if not all(
-        layout.fits(dy.shape, strides, gate.stride()) for strides in (dy.stride(), *(o.strides for o in outputs))
-    ):
+    formula = functools.partial(_eager_gradients, activation)
+    outputs = [Output.of(lambda *tensors, which=which: formula(*tensors)[which], dy, gate, up) for which in range(2)]
+    strides = dy.stride(), *(out.strides for out in outputs)
+    if not all(layout.fits(dy.shape, each, gate.stride()) for each in strides):
         raise Outside(_OTHER_GRADIENTS)
     empty_gate, empty_up = (out.empty for out in outputs)
     launch = _backward(activation, gate.dtype, layout, gate.device, with_up)
@@ -488,7 +433,7 @@ def packed_gradient(activation: Activation, dy: torch.Tensor, packed: torch.Tens
 
 def _resolve_packed_gradient(dy, packed, activation):
     _check(*_halves(packed))
-    layout = _Layout.of_packed(packed) if packed.numel() else None
+    layout = Layout.of_packed(packed) if packed.numel() else None
     if layout is None or dy.dtype != packed.dtype or not is_dense(dy.shape, dy.stride()):
         raise Outside(_OTHER_GRADIENTS)
     # Zeros of the whole shape, to which eager adds, are contiguous whatever the tensor is. So the rows must follow one another
@@ -597,8 +542,8 @@ def _proof_inputs(dtype, kind, device):
     gate[:, :columns], up[:, :columns] = numbers.view(rows, columns), shuffled.view(rows, columns)
     if one_row:
         gate, up = gate.contiguous(), up.clone()
-        return _Layout(1, gate.numel(), gate.numel()), both, gate, up
-    return _Layout(rows, columns + unit, 2 * (columns + unit), (0,), packed), both, gate, up
+        return Layout(1, gate.numel(), gate.numel()), both, gate, up
+    return Layout(rows, columns + unit, 2 * (columns + unit), (0,), packed), both, gate, up
 
 
 def _comparisons(subject, activation, dtype, kind, device):
@@ -699,7 +644,7 @@ def _compiled(gate, up, subject, activation):
         return None
     if gate.dtype not in FLOAT_DTYPES or (up.dtype, up.shape) != (gate.dtype, gate.shape):
         return None
-    training = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    training = is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     if not _proved_for_compile(subject, activation.name, gate.dtype, gate.device.index or 0, training):
         return None
     return _gated_activation_op(activation.name, up, gate)

@@ -25,6 +25,7 @@ from ..core.domain import (
 from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from .rotary_formulas import PLAIN, VARIANTS, Variant
 from .rotary_layout import launch_plan, place_of, walk_of
 
 
@@ -79,78 +80,6 @@ def apply_rotary_pos_emb(
                 ) from None
     out = replacement(q, k, cos, sin, unsqueeze_dim, PLAIN.eager)
     return PLAIN.eager(q, k, cos, sin, unsqueeze_dim) if out is None else out
-
-
-# Eager
-
-
-def _rotate(x, cos, sin):
-    straight = x * cos
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    return straight + torch.cat((-second, first), dim=-1) * sin
-
-
-def _rotate_widened(x, cos, sin):
-    return _rotate(x, cos.to(torch.float32), sin.to(torch.float32)).to(x.dtype)
-
-
-def _eager_function(rotate):
-    def eager(q, k, cos, sin, unsqueeze_dim=1):
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-
-    eager.__qualname__ = "apply_rotary_pos_emb"
-    return eager
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One of the formulas.
-
-    Attributes:
-        name: for operators.
-        formula: for people.
-        rotate: one tensor in torch operations, by cos and sin that are unsqueezed.
-        eager: both.
-        keeps_dtype: computed in fp32, the output is rounded to the dtype of q.
-    """
-
-    name: str
-    formula: str
-    rotate: Callable
-    eager: Callable
-    keeps_dtype: bool
-
-    @classmethod
-    def of(cls, name, formula, rotate, keeps_dtype):
-        return cls(name, formula, rotate, _eager_function(rotate), keeps_dtype)
-
-    def gradients(self, dy, cos, sin, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """What eager sends into an input of this dtype, in the order of arrival: through the halves, and x * cos.
-
-        The gradients of the halves, padded with zeros, arrive one by one. No other order of these sums has other bits:
-        a sum with zeros has no sign but that of its other terms, or plus.
-
-        Args:
-            dy: the gradient of the output.
-            cos: unsqueezed, as is sin.
-        """
-        if self.keeps_dtype:
-            dy, cos, sin = (tensor.to(torch.float32) for tensor in (dy, cos, sin))
-        halves = (dy * sin).to(dtype)
-        size = halves.shape[-1]
-        pad = functools.partial(torch.ops.aten.slice_backward, input_sizes=halves.shape, dim=-1, step=1)
-        second = pad(-halves[..., : size // 2], start=size // 2, end=size)
-        first = pad(halves[..., size // 2 :], start=0, end=size // 2)
-        return second + first, (dy * cos).to(dtype)
-
-
-PLAIN = Variant.of("plain", "x * cos + rotate_half(x) * sin", _rotate, keeps_dtype=False)
-WIDENED = Variant.of(
-    "widened", "(x.float() * cos + rotate_half(x).float() * sin).to(dtype)", _rotate_widened, keeps_dtype=True
-)
-_VARIANTS = {variant.name: variant for variant in (PLAIN, WIDENED)}
 
 
 # From a call's tensors to a kernel
@@ -376,27 +305,26 @@ def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: 
     # The kernel rotates one tensor if it is given twice.
     first = dk_embed if dq_embed is None else dq_embed
     second = dq_embed if dk_embed is None else dk_embed
-    tensors = first, second, cos, sin
+    tensors, facts = (first, second, cos, sin), (one, unsqueeze_dim, dtype, apart)
     call = None
-    recent = None if is_grad_enabled() else _gradient_calls.recent.get(variant)
-    if recent is not None:
-        same, *facts, compute = recent
+    if not is_grad_enabled():
+        recent = _gradient_calls.recent.get(variant)
         if (
-            are_dense(first, second)
+            recent is not None
+            and recent[1:-1] == facts
+            and are_dense(first, second)
             and are_dense(cos, sin)
-            and same(first, second, cos, sin)
-            and facts == [one, unsqueeze_dim, dtype, apart]
+            and recent[0](*tensors)
             and forward_ad._current_level < 0
             and not dispatch_modes()
         ):
-            call = compute
-    if call is None and not is_grad_enabled() and are_plain(first, second) and are_plain(cos, sin):
-        facts = one, unsqueeze_dim, dtype, apart
-        call = _gradient_calls.find(variant.eager, (variant, *facts), tensors, variant, *facts)
-        if call is not None:
-            _gradient_calls.recognise(variant, call, facts, tensors)
+            call = recent[-1]
+        elif are_plain(first, second) and are_plain(cos, sin):
+            call = _gradient_calls.find(variant.eager, (variant, *facts), tensors, variant, *facts)
+            if call is not None:
+                _gradient_calls.recognise(variant, call, facts, tensors)
     if call is not None:
-        dq, dk = call(first, second, cos, sin)
+        dq, dk = call(*tensors)
         return _UNUSED if dq_embed is None else dq, _UNUSED if dk_embed is None else dk
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
 
@@ -439,7 +367,7 @@ _gradient_calls = Calls(_resolve_gradients)
 
 def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) -> Optional[Variant]:
     """The formula that has the bits of the function, and of its gradients."""
-    for variant in _VARIANTS.values():
+    for variant in VARIANTS.values():
         if function is variant.eager:
             return variant
     case = (unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
@@ -448,7 +376,7 @@ def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) 
     if verdict is not None:
         return verdict.chosen
     where = f"query {dtype}, cos {cos_dtype}, unsqueeze_dim {unsqueeze_dim}, in {function.__module__}"
-    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in _VARIANTS.values()}
+    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in VARIANTS.values()}
     variant = proof.recognize(key, proof.Subject(function, device, where), candidates)
     if variant is not None:
         proof.relies(function, variant.eager)
@@ -503,8 +431,8 @@ def _proved(variant, dtype, cos_dtype, head_dim, unit, device, gradients=False) 
     )
 
 
-def _sample(dtype, cos_dtype, head_dim, unit, device, contiguous_outs=False):
-    """States as from one projection of q and k, cos and sin; how to walk them; tensors for the outputs, all NaN.
+def _sample(dtype, cos_dtype, head_dim, unit, device):
+    """q and k as from one projection, cos and sin.
 
     All rows lie `unit` elements further apart than they are long, or more, and the last program of a token has one head.
     """
@@ -566,7 +494,7 @@ def _gradient_comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
 def _rotary_op(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    eager = _VARIANTS[variant].eager
+    eager = VARIANTS[variant].eager
     with torch.no_grad():
         out = replacement(q, k, cos, sin, unsqueeze_dim, eager)
     return eager(q, k, cos, sin, unsqueeze_dim) if out is None else out
@@ -574,7 +502,7 @@ def _rotary_op(
 
 @_rotary_op.register_fake
 def _(q, k, cos, sin, unsqueeze_dim, variant):
-    return _VARIANTS[variant].eager(q, k, cos, sin, unsqueeze_dim)
+    return VARIANTS[variant].eager(q, k, cos, sin, unsqueeze_dim)
 
 
 # The paths are added up in here: Inductor would add 16-bit gradients without rounding in between.
@@ -583,7 +511,7 @@ def _rotary_backward_op(
     dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str, dtype: torch.dtype
 ) -> torch.Tensor:
     with torch.no_grad():
-        (dx, _), _ = gradients(_VARIANTS[variant], dy, None, cos, sin, unsqueeze_dim, dtype, apart=False)
+        (dx, _), _ = gradients(VARIANTS[variant], dy, None, cos, sin, unsqueeze_dim, dtype, apart=False)
     return dx
 
 
@@ -648,11 +576,9 @@ def _compiled(q, k, cos, sin, unsqueeze_dim, subject):
         return None
     if not 0 <= place_of(unsqueeze_dim, cos.dim()) < cos.dim():
         return None
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+    if is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return None
-    index = 0 if q.device.index is None else q.device.index
-    name = _proved_for_compile(
-        subject, unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device.type, index, training
-    )
+    training = is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    kind = unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device.type, q.device.index or 0, training
+    name = _proved_for_compile(subject, *kind)
     return None if name is None else _rotary_op(q, k, cos, sin, unsqueeze_dim, name)

@@ -1,0 +1,76 @@
+"""The formulas of rotary position embedding that transformers' models write, and what their gradients are made of."""
+
+import functools
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+
+
+def _rotate(x, cos, sin):
+    straight = x * cos
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return straight + torch.cat((-second, first), dim=-1) * sin
+
+
+def _rotate_widened(x, cos, sin):
+    return _rotate(x, cos.to(torch.float32), sin.to(torch.float32)).to(x.dtype)
+
+
+def _eager_function(rotate):
+    def eager(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    eager.__qualname__ = "apply_rotary_pos_emb"
+    return eager
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the formulas.
+
+    Attributes:
+        name: for operators.
+        formula: for people.
+        rotate: one tensor in torch operations, by cos and sin that are unsqueezed.
+        eager: both.
+        keeps_dtype: computed in fp32, the output is rounded to the dtype of q.
+    """
+
+    name: str
+    formula: str
+    rotate: Callable
+    eager: Callable
+    keeps_dtype: bool
+
+    @classmethod
+    def of(cls, name, formula, rotate, keeps_dtype):
+        return cls(name, formula, rotate, _eager_function(rotate), keeps_dtype)
+
+    def gradients(self, dy, cos, sin, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """What eager sends into an input of this dtype, in the order of arrival: through the halves, and x * cos.
+
+        The gradients of the halves, padded with zeros, arrive one by one. No other order of these sums has other bits:
+        a sum with zeros has no sign but that of its other terms, or plus.
+
+        Args:
+            dy: the gradient of the output.
+            cos: unsqueezed, as is sin.
+        """
+        if self.keeps_dtype:
+            dy, cos, sin = (tensor.to(torch.float32) for tensor in (dy, cos, sin))
+        halves = (dy * sin).to(dtype)
+        size = halves.shape[-1]
+        pad = functools.partial(torch.ops.aten.slice_backward, input_sizes=halves.shape, dim=-1, step=1)
+        second = pad(-halves[..., : size // 2], start=size // 2, end=size)
+        first = pad(halves[..., size // 2 :], start=0, end=size // 2)
+        return second + first, (dy * cos).to(dtype)
+
+
+PLAIN = Variant.of("plain", "x * cos + rotate_half(x) * sin", _rotate, keeps_dtype=False)
+WIDENED = Variant.of(
+    "widened", "(x.float() * cos + rotate_half(x).float() * sin).to(dtype)", _rotate_widened, keeps_dtype=True
+)
+VARIANTS = {variant.name: variant for variant in (PLAIN, WIDENED)}
