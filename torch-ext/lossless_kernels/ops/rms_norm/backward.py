@@ -131,6 +131,9 @@ class Plan:
     sum_warps: int = 4
 
 
+# The ops whose plans may come from a file.
+TUNING = {"rms_norm_backward": Plan, "add_rms_norm_backward": Plan}
+
 # Beyond this tile the sums of a chain leave the registers (H200).
 _MAX_FUSED_TILE = 8192
 # Beyond this one a row is streamed.
@@ -160,11 +163,10 @@ def launch_plan(
         element_size: bytes of an element of the activations.
         edges: one of `edges_of`.
     """
-    tuned = plans.tuned(gpu, op_of(edges), hidden_size, rows, element_size)
-    if tuned is not None:
-        plan = Plan(**tuned)
-        if not plan.fused or (columns is not None and plan.rows_per_program <= columns.height):
-            return plan
+    op = "add_rms_norm_backward" if edges == "added" else "rms_norm_backward"
+    plan = plans.tuned(Plan, gpu, op, hidden_size, rows, element_size)
+    if plan and (not plan.fused or (columns is not None and plan.rows_per_program <= columns.height)):
+        return plan
     return default_plan(rows, hidden_size, columns, multiprocessors, element_size, edges)
 
 
@@ -503,11 +505,6 @@ def resolve(
     if copies_dy:
         backward.empty_dy = allocator(x.shape, dy_strides, dy.dtype, x.device)
     return backward
-
-
-def op_of(edges: str) -> str:
-    """The name of the op in files of plans."""
-    return "add_rms_norm_backward" if edges == "added" else "rms_norm_backward"
 
 
 def edges_of(dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
