@@ -270,7 +270,8 @@ class Kernels:
 
     def columns(self, point: Point, device, rows: int):
         """ATen's order of dweight's sum over so many rows."""
-        return self.config.column_reduction(rows, point.case.hidden_size, *self.backward._multiprocessors(device))
+        gpu = self.plans.gpu(device)
+        return self.config.column_reduction(rows, point.case.hidden_size, gpu.multiprocessors, gpu.threads)
 
     def threads(self, point: Point, device) -> Optional[tuple[int, int]]:
         """How many threads share a column in a block of dweight's sum, and how many there are at the point's fewest rows.
@@ -287,7 +288,7 @@ class Kernels:
         case, size = point.case, point.element_size
         with self.planned(None):
             if point.sums_rows:
-                multiprocessors, _ = self.backward._multiprocessors(device)
+                multiprocessors = self.plans.gpu(device).multiprocessors
                 columns = self.columns(point, device, case.rows)
                 edges = "added" if point.adds else "one"
                 plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, edges)

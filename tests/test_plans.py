@@ -64,7 +64,7 @@ def write(plans, tmp_path, monkeypatch):
 def test_files_that_ship_are_valid_and_say_how_they_were_found(kernel, plans, read, path):
     capability, found, entries = read(path)
     assert all(found.values()) and entries
-    classes, gpu = plan_files.plan_classes(kernel), plans.Gpu("the tuned one", capability, 132, 227 << 10)
+    classes, gpu = plan_files.plan_classes(kernel), plans.Gpu(capability, 227 << 10)
     for entry in entries:
         at = entry.op, entry.hidden_size, entry.least_rows, entry.element_size
         assert plans.tuned(classes[entry.op], gpu, *at) == classes[entry.op](**entry.plan)
@@ -73,14 +73,14 @@ def test_files_that_ship_are_valid_and_say_how_they_were_found(kernel, plans, re
 def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
     assert FILES
     for capability, expected in ((9, True), (8, False), (10, False), (None, False)):
-        gpu = plans.Gpu("GPU", capability, 132, 227 << 10)
+        gpu = plans.Gpu(capability, 227 << 10)
         assert bool(plans.turning_points(gpu, "rms_norm", 4096, 2)) is expected
 
 
 def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
     other = {**PLAN, "rows_per_program": 4, "num_warps": 1}
     write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, "plan": other})
-    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)
     default = rms_norm.default_plan(16, 128)
     first, second = rms_norm.Plan(8, 2), rms_norm.Plan(4, 1)
     assert default not in (first, second)
@@ -92,7 +92,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
         (1 << 40, 128, 2, hopper, second),
         (16, 128, 4, hopper, default),
         (16, 256, 2, hopper, rms_norm.default_plan(16, 256)),
-        (16, 128, 2, plans.Gpu("GPU", 8, 132, 227 << 10), default),
+        (16, 128, 2, plans.Gpu(8, 227 << 10), default),
         (16, 128, 2, plans.UNKNOWN, default),
     ):
         assert rms_norm.launch_plan(rows, hidden_size, element_size, gpu) == expected
@@ -102,7 +102,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
 
 def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
     write(ENTRY, {**ENTRY, "op": "add_rms_norm", "least_rows": 50, "plan": {**PLAN, "num_warps": 8}})
-    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)
     assert rms_norm.launch_plan(60, 128, 2, hopper) == rms_norm.Plan(8, 2)
     assert rms_norm.launch_plan(60, 128, 2, hopper, added=True) == rms_norm.Plan(8, 8)
     assert rms_norm.launch_plan(40, 128, 2, hopper, added=True) == rms_norm.default_plan(40, 128)
@@ -163,25 +163,25 @@ def test_rows_ahead_are_so_many_bytes(module):
 
 def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
     write({**ENTRY, "op": "rms_norm_backward", "most_rows": None, "plan": FUSED})
-    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu(9, 227 << 10)
     for rows, both, fits in ((16, True, False), (4096, True, True), (4096, False, False)):
         columns = config.column_reduction(rows, 128, 132, 2048) if both else None
         assert columns is None or (columns.height >= 4) is fits
-        plan = backward.launch_plan(rows, 128, columns, 132, 2, gpu)
+        plan = backward.launch_plan(rows, 128, columns, 2, gpu)
         expected = backward.Plan(**FUSED) if fits else backward.default_plan(rows, 128, columns, 132)
         assert plan == expected
 
 
 def test_a_residuals_gradient_has_plans_of_its_own(module, plans, write):
     write({**ENTRY, "op": "add_rms_norm_backward", "plan": FUSED, "most_rows": None})
-    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu(9, 227 << 10)
     columns = config.column_reduction(4096, 128, 132, 2048)
     for edges, expected in (
         ("added", backward.Plan(**FUSED)),
         ("one", backward.default_plan(4096, 128, columns, 132)),
         ("two", backward.default_plan(4096, 128, columns, 132)),
     ):
-        assert backward.launch_plan(4096, 128, columns, 132, 2, gpu, edges) == expected
+        assert backward.launch_plan(4096, 128, columns, 2, gpu, edges) == expected
 
 
 def test_no_more_rows_are_on_their_way_than_fit(module, plans):
@@ -189,7 +189,7 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
     plan = backward.Plan(True, 2, 8, stages=4)
     # 32 KiB a stage, and some to exchange sums.
     for shared_memory, stages in ((227 << 10, 4), (99 << 10, 3), (64 << 10, 2), (48 << 10, 1), (0, 1)):
-        gpu = plans.Gpu("GPU", 9, 132, shared_memory)
+        gpu = plans.Gpu(9, shared_memory)
         assert backward._fitting(plan, order, [2, 2], gpu) == dataclasses.replace(plan, stages=stages)
         for other in (dataclasses.replace(plan, fused=False), dataclasses.replace(plan, streamed=True)):
             assert backward._fitting(other, order, [2, 2], gpu) == other
@@ -245,7 +245,7 @@ def test_wrong_entries_are_named_and_disturb_no_other(module, plans, read, write
     with pytest.raises(plan_files.PlanError, match=named):
         read(path)
     plan_class = module("rms_norm_plan").Plan
-    hopper = plans.Gpu("GPU", 9, 132, 227 << 10)
+    hopper = plans.Gpu(9, 227 << 10)
     assert plans.tuned(plan_class, hopper, "rms_norm", 128, 16, 2) == plan_class(**PLAN)
 
 
@@ -272,7 +272,7 @@ def test_wrong_entries_are_named_and_disturb_no_other(module, plans, read, write
 )
 def test_what_is_malformed_counts_as_missing(module, plans, write, change):
     """An entry, and in any other file whatever it holds."""
-    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)
     write({**ENTRY, **change} if isinstance(change, dict) else change)
     assert rms_norm.launch_plan(16, 128, 2, hopper) == rms_norm.default_plan(16, 128)
     assert min(rms_norm.planned_rows(128, 2, hopper)) == 1
@@ -308,7 +308,7 @@ def test_a_file_that_is_no_json_is_named_and_disturbs_no_call(module, plans, rea
     path = write(ENTRY)
     path.write_text('{"plans": [')
     plans._entries.cache_clear()
-    hopper = plans.Gpu("GPU", 9, 132, 227 << 10)
+    hopper = plans.Gpu(9, 227 << 10)
     assert plans.tuned(module("rms_norm_plan").Plan, hopper, "rms_norm", 128, 16, 2) is None
     with pytest.raises(plan_files.PlanError, match=r"plans\.json: expected JSON, found"):
         read(path)
@@ -339,7 +339,7 @@ def test_tuned_plans_have_the_bits_of_the_default_ones(kernel, module, plans, wr
         "through_triton",
         lambda self, *arguments: (launchers.append(self), through_triton(self, *arguments))[1],
     )
-    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu("GPU", 9, 132, 227 << 10))
+    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu(9, 227 << 10))
     everywhere = {**ENTRY, "least_rows": 1, "most_rows": None}
     for fused in (True, False):
         write(

@@ -104,7 +104,7 @@ def test_only_many_rows_are_prefetched_and_where_a_gpu_can(kernel, monkeypatch):
         (8, many, {False}),
         (None, many, {False}),
     ):
-        monkeypatch.setattr(kernels.plans, "gpu", lambda device, at=capability: kernels.plans.Gpu("GPU", at, 132, 0))
+        monkeypatch.setattr(kernels.plans, "gpu", lambda device, at=capability: kernels.plans.Gpu(at, 0))
         (first,) = kernels.candidates(point, torch.device("cpu"))
         assert {fields["prefetch"] for fields in first} == expected
         assert all(fields["rows_per_program"] <= tune.MOST_PREFETCHED for fields in first if fields["prefetch"])

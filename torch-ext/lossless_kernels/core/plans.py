@@ -20,20 +20,22 @@ FOLDER = Path(__file__).parent.parent / "plans"
 
 @dataclass(frozen=True)
 class Gpu:
-    """What plans are chosen by.
+    """What plans are chosen by, and how many programs run at once.
 
     Args:
         compute_capability: the major one; None where there is none, as on ROCm and in Triton's interpreter.
         shared_memory: bytes, the most that a program can have.
+        multiprocessors: those of an H200 by default, for Triton's interpreter, as `threads`.
+        threads: of a multiprocessor, at most.
     """
 
-    name: str
     compute_capability: Optional[int]
-    multiprocessors: int
     shared_memory: int
+    multiprocessors: int = 132
+    threads: int = 2048
 
 
-UNKNOWN = Gpu("unknown", None, 1, 0)
+UNKNOWN = Gpu(None, 0)
 
 
 @functools.cache
@@ -46,7 +48,8 @@ def gpu(device: torch.device) -> Gpu:
     capability = properties.major if torch.version.hip is None else None
     # What a program may ask for; without asking, every GPU has so much.
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
-    return Gpu(properties.name, capability, properties.multi_processor_count, shared_memory)
+    threads = properties.max_threads_per_multi_processor
+    return Gpu(capability, shared_memory, properties.multi_processor_count, threads)
 
 
 def tuned(plan_class: type, gpu: Gpu, op: str, hidden_size: Optional[int], rows: int, element_size: int):
