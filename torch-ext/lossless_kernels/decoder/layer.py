@@ -10,13 +10,12 @@ from torch.compiler import is_dynamo_compiling
 from ..core import LAYERS_MODULE, inspection, proof
 from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
 from ..ops.rms_norm import add as add_rms_norm
+from ..ops.rms_norm.formulas import EPS_NAMES
 from .attention import attend
 
 # All that the forward of a known decoder layer asks for.
 _MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
 _FORMULA = "norm, attention, sum and norm, MLP, sum"
-# By their layer names the norms that the sum is fused with, and where they have their eps.
-_EPS_BY_LAYER_NAME = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
 
 
 def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
@@ -65,7 +64,7 @@ def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
 def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
     """The same from one kernel, where the norm is one that it knows."""
     owner = type(norm)
-    name = _EPS_BY_LAYER_NAME.get(getattr(owner, "kernel_layer_name", None))
+    name = EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
     if name is not None and is_bare(norm) and keeps_its_saved_tensors(norm):
         eps = norm.__dict__.get(name)
         weight = norm._parameters.get("weight")
