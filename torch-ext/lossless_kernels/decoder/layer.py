@@ -2,15 +2,17 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..core import LAYERS_MODULE, inspection, proof
+from ..core.calls import Outside
 from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
 from ..ops.rms_norm import add as add_rms_norm
 from ..ops.rms_norm.formulas import EPS_NAMES
+from .attention import admitted as admitted_attention
 from .attention import attend
 
 # All that the forward of a known decoder layer asks for.
@@ -72,6 +74,21 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
         if added is not None:
             return added
     return apart(hidden_states, residual, norm)
+
+
+def warmup_part(layer) -> tuple[torch.nn.Module, Callable]:
+    """The norm after the layer's attention, whose weight the layer's own kernel takes, and that kernel as the norm's forward."""
+    self_attn, norm = map(layer._modules.get, ("self_attn", "post_attention_layernorm"))
+    if self_attn is None or norm is None:
+        raise Outside("no self_attn or no post_attention_layernorm")
+    return norm, functools.partial(_sum_and_norm, type(layer), type(self_attn))
+
+
+def _sum_and_norm(layer_class, attention_class, norm, hidden_states, residual):
+    admitted_attention(attention_class, hidden_states)
+    if not admits(layer_class, hidden_states) or not is_bare(norm):
+        return hidden_states  # The sum is computed apart.
+    return fused(hidden_states, residual, norm)
 
 
 # Proof

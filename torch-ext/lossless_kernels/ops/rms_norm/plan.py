@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from ...core import launch, plans
+from ...core.calls import Outside
 from ...core.reduction import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
 from . import backward as rms_norm_backward
-from .formulas import Variant
+from .formulas import Variant, in_domain
 
 if launch.AVAILABLE:
     from ...kernels_src.rms_norm import rms_norm_forward
@@ -105,6 +106,24 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
             forwards = (launch_plan(rows, hidden_size, size, gpu, added) for added in (False, True))
             found.setdefault((*forwards, *proofs), rows)
     return tuple(found.values())
+
+
+# Stays away from what a model has in memory: no call of a warmup is larger.
+_MAX_WARMUP_ELEMENTS = 1 << 28
+
+
+def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, int]]:
+    """The inputs of a norm that `warmup` calls: with so many `rows`, or of all that is compiled and proved apart."""
+    if weight is None:
+        raise Outside("a norm without a weight does not tell its hidden size")
+    hidden_size = weight.shape[-1]
+    if rows is None and in_domain(dtype, weight.dtype, hidden_size):
+        if training:
+            rows = training_rows(hidden_size, dtype, device, weight.requires_grad)
+        else:
+            rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
+        rows = [count for count in rows if count * hidden_size <= _MAX_WARMUP_ELEMENTS]
+    return [(count, hidden_size) for count in rows or (1,)]
 
 
 def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False) -> Plan:
