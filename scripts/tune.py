@@ -49,6 +49,7 @@ from typing import Any, Callable, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import plan_files  # noqa: E402
 from cases import DTYPES, OPS, Case, shape_text  # noqa: E402
 from peers import BenchError, driver_version, load_kernel, positive, progress_bar  # noqa: E402
 from report import Result, quartiles  # noqa: E402
@@ -255,12 +256,13 @@ class Kernels:
             module(f"ops.rms_norm.{name}") for name in ("plan", "backward", "add", "formulas")
         )
         self.activation = module("ops.activation")
+        self.allowed = plan_files.allowed_values(kernel)
 
     @contextlib.contextmanager
     def planned(self, fields: Optional[Fields]):
         """The package finds these plans and no others; with None those that it computes."""
         tuned = self.plans.tuned
-        self.plans.tuned = lambda *_: fields
+        self.plans.tuned = lambda plan_class, *_: fields and plan_class(**fields)
         try:
             yield
         finally:
@@ -268,7 +270,8 @@ class Kernels:
 
     def columns(self, point: Point, device, rows: int):
         """ATen's order of dweight's sum over so many rows."""
-        return self.config.column_reduction(rows, point.case.hidden_size, *self.backward._multiprocessors(device))
+        gpu = self.plans.gpu(device)
+        return self.config.column_reduction(rows, point.case.hidden_size, gpu.multiprocessors, gpu.threads)
 
     def threads(self, point: Point, device) -> Optional[tuple[int, int]]:
         """How many threads share a column in a block of dweight's sum, and how many there are at the point's fewest rows.
@@ -285,7 +288,7 @@ class Kernels:
         case, size = point.case, point.element_size
         with self.planned(None):
             if point.sums_rows:
-                multiprocessors, _ = self.backward._multiprocessors(device)
+                multiprocessors = self.plans.gpu(device).multiprocessors
                 columns = self.columns(point, device, case.rows)
                 edges = "added" if point.adds else "one"
                 plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, edges)
@@ -298,7 +301,7 @@ class Kernels:
     def candidates(self, point: Point, device) -> list[list[Fields]]:
         """What may be faster than the default, stage by stage, if this GPU can do it."""
         stages = CANDIDATES[point.case.op](point, self.default(point, device), self.threads(point, device))
-        if (self.plans.gpu(device).compute_capability or 0) >= self.plans.LEAST_PREFETCHING:
+        if (self.plans.gpu(device).compute_capability or 0) >= plan_files.LEAST_PREFETCHING:
             return stages
         return [[fields for fields in stage if not fields.get("prefetch")] for stage in stages]
 
@@ -753,11 +756,9 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
             console.print("interrupted: what was measured until now is written")
     found, entries = how(gpu), [result.entry() for result in results if result.better and not result.error]
     if before is not None:
-        found, entries = updated(
-            kernels, before, [result.point for result in results if not result.error], found, entries
-        )
+        found, entries = updated(before, [result.point for result in results if not result.error], found, entries)
     write(options.output, capability, found, entries)
-    kernels.plans.read(options.output)
+    plan_files.read(options.output, kernels.allowed)
     return results
 
 
@@ -770,10 +771,10 @@ def earlier(
         BenchError: they are not valid, or were measured on another GPU or with other versions than those of `now`.
     """
     try:
-        its_capability, found, entries = kernels.plans.read(path)
+        its_capability, found, entries = plan_files.read(path, kernels.allowed)
     except FileNotFoundError:
         return None
-    except kernels.plans.PlanError as error:
+    except plan_files.PlanError as error:
         raise BenchError(f"--update: {error}") from None
     for name in ("gpu", "torch", "triton"):
         if found[name] != now[name]:
@@ -783,13 +784,11 @@ def earlier(
     return found, entries
 
 
-def updated(
-    kernels: Kernels, before: tuple, measured: list[Point], found: dict[str, str], entries: list[dict]
-) -> tuple:
+def updated(before: tuple, measured: list[Point], found: dict[str, str], entries: list[dict]) -> tuple:
     """What a file becomes whose entries stay but for those that share rows with what was measured: how all were found, and
     they in the order of ops and sizes."""
     its_found, its_entries = before
-    ranges = [kernels.plans.Entry(*point.kind, plan={}, measured=None) for point in measured]
+    ranges = [plan_files.Entry(*point.kind, plan={}, measured=None) for point in measured]
     kept = [dataclasses.asdict(entry) for entry in its_entries if not any(entry.overlaps(each) for each in ranges)]
     found = {**found, "command": f"{its_found['command']}; {found['command']}"}
     order = {op: number for number, op in enumerate(CANDIDATES)}

@@ -145,8 +145,8 @@ def test_backward_plans_can_be_launched(module, chooser):
         order = config.row_reduction(rows, hidden_size)
         columns = config.column_reduction(rows, hidden_size, *gpu)
         for needed in (columns, None):
-            plan = backward.launch_plan(rows, hidden_size, needed, gpu[0])
-            assert plan == backward.launch_plan(rows, hidden_size, needed, gpu[0])
+            plan = backward.launch_plan(rows, hidden_size, needed, 2, module("plans").Gpu(None, 0, *gpu))
+            assert plan == backward.launch_plan(rows, hidden_size, needed, 2, module("plans").Gpu(None, 0, *gpu))
             assert is_power_of_two(plan.rows_per_program)
             assert plan.rows_per_program * order.columns << order.log2_steps <= MOST_ELEMENTS
             assert is_power_of_two(plan.num_warps) and plan.num_warps <= MOST_WARPS

@@ -452,7 +452,8 @@ def test_a_weights_gradient_alone_has_the_plan_it_is_proved_with(module, monkeyp
 def test_several_blocks_share_a_column(module, monkeypatch, seed, multiprocessors):
     """Fewer on a small GPU than on a large one."""
     rms_norm, gpu = module("rms_norm_backward"), aten_model.Device(multiprocessors, 512)
-    monkeypatch.setattr(rms_norm, "_multiprocessors", lambda device: (gpu.sms, gpu.threads_per_sm))
+    plans = module("plans")
+    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu(None, 0, gpu.sms, gpu.threads_per_sm))
     inputs = given(torch.Generator().manual_seed(seed), (2100, 64), *DTYPES)
     assert 1 < aten_model.column_tree(2100, 64, gpu).ctas < aten_model.column_tree(2100, 64).ctas
     assert_gradients_equal_the_model(rms_norm, *inputs, gpu)

@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 COMPILE = """
-    import importlib, json, os, sys, traceback
+    import dataclasses, importlib, json, os, sys, traceback
     from pathlib import Path
 
     os.environ["LOSSLESS_PROOF"] = "off"
@@ -82,7 +82,7 @@ COMPILE = """
     launch.Launcher.through_triton = compile_instead
     domain._KERNEL_DEVICE = "cpu"
     plans = module("plans")
-    plans.gpu = lambda device: plans.Gpu(f"sm_{arch}", arch // 10, 132, json.loads(sys.argv[2])[str(arch)])
+    plans.gpu = lambda device: plans.Gpu(arch // 10, json.loads(sys.argv[2])[str(arch)])
     for arch, hidden_sizes in json.loads(sys.argv[1]):
         for dtype in (torch.bfloat16, torch.float32):
             for hidden_size in hidden_sizes:
@@ -108,11 +108,12 @@ COMPILE = """
                         add_rms_norm._gradients(LLAMA, x, x, weight, rstd, True, True, residual)
                     if rows == 16 and hidden_size == 32768 and dtype == torch.bfloat16:
                         # Long rows are streamed if there are enough for all multiprocessors: here for fewer.
-                        gpu, backward._multiprocessors = backward._multiprocessors, lambda device: (1, 2048)
+                        gpu, small = plans.gpu, dataclasses.replace(plans.gpu(None), multiprocessors=1)
+                        plans.gpu = lambda device: small
                         for edges in ("one", "added"):
                             streamed = backward.resolve(LLAMA, x, x, weight, rstd, True, True, edges)
                             streamed(x, x, weight, rstd, residual if edges == "added" else None)
-                        backward._multiprocessors = gpu
+                        plans.gpu = gpu
             x, dy = torch.empty(2, 4096, dtype=dtype)
             for function in activation._ACTIVATIONS.values():
                 activation._activate(x, function)

@@ -1,8 +1,10 @@
 """Launch plans as data: the files that ship are valid, wrong ones are named, and a plan is chosen by what it is for."""
 
 import dataclasses
+import functools
 import json
 
+import plan_files
 import pytest
 import torch
 from bits import assert_bits_equal
@@ -15,6 +17,12 @@ FILES = sorted((ROOT / "torch-ext/lossless_kernels/plans").glob("*.json"))
 @pytest.fixture
 def plans(module):
     return module("plans")
+
+
+@pytest.fixture
+def read(kernel):
+    """The checker of `scripts/plan_files.py`, with what this kernel declares."""
+    return functools.partial(plan_files.read, allowed=plan_files.allowed_values(kernel))
 
 
 PLAN = {
@@ -53,25 +61,26 @@ def write(plans, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_files_that_ship_are_valid_and_say_how_they_were_found(plans, path):
-    capability, found, entries = plans.read(path)
+def test_files_that_ship_are_valid_and_say_how_they_were_found(kernel, plans, read, path):
+    capability, found, entries = read(path)
     assert all(found.values()) and entries
+    classes, gpu = plan_files.plan_classes(kernel), plans.Gpu(capability, 227 << 10)
     for entry in entries:
-        gpu = plans.Gpu("the tuned one", capability, 132, 227 << 10)
-        assert plans.tuned(gpu, *entry.kind[:2], entry.least_rows, entry.element_size) == entry.plan
+        at = entry.op, entry.hidden_size, entry.least_rows, entry.element_size
+        assert plans.tuned(classes[entry.op], gpu, *at) == classes[entry.op](**entry.plan)
 
 
 def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
     assert FILES
     for capability, expected in ((9, True), (8, False), (10, False), (None, False)):
-        gpu = plans.Gpu("GPU", capability, 132, 227 << 10)
+        gpu = plans.Gpu(capability, 227 << 10)
         assert bool(plans.turning_points(gpu, "rms_norm", 4096, 2)) is expected
 
 
 def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
     other = {**PLAN, "rows_per_program": 4, "num_warps": 1}
     write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, "plan": other})
-    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)
     default = rms_norm.default_plan(16, 128)
     first, second = rms_norm.Plan(8, 2), rms_norm.Plan(4, 1)
     assert default not in (first, second)
@@ -83,7 +92,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
         (1 << 40, 128, 2, hopper, second),
         (16, 128, 4, hopper, default),
         (16, 256, 2, hopper, rms_norm.default_plan(16, 256)),
-        (16, 128, 2, plans.Gpu("GPU", 8, 132, 227 << 10), default),
+        (16, 128, 2, plans.Gpu(8, 227 << 10), default),
         (16, 128, 2, plans.UNKNOWN, default),
     ):
         assert rms_norm.launch_plan(rows, hidden_size, element_size, gpu) == expected
@@ -93,7 +102,7 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
 
 def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
     write(ENTRY, {**ENTRY, "op": "add_rms_norm", "least_rows": 50, "plan": {**PLAN, "num_warps": 8}})
-    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)
     assert rms_norm.launch_plan(60, 128, 2, hopper) == rms_norm.Plan(8, 2)
     assert rms_norm.launch_plan(60, 128, 2, hopper, added=True) == rms_norm.Plan(8, 8)
     assert rms_norm.launch_plan(40, 128, 2, hopper, added=True) == rms_norm.default_plan(40, 128)
@@ -117,29 +126,32 @@ FUSED = {
 }
 
 
-def test_a_gpu_without_such_requests_prefetches_nothing(plans, write):
+def test_a_gpu_without_such_requests_prefetches_nothing(read, write):
     path = write({**ENTRY, "plan": {**PLAN, "prefetch": True}}, compute_capability=8)
-    with pytest.raises(plans.PlanError, match="plan, prefetch: expected false below compute capability 9, found True"):
-        plans.read(path)
-    assert plans.tuned(plans.Gpu("GPU", 8, 108, 163 << 10), "rms_norm", 128, 16, 2) is None
+    with pytest.raises(
+        plan_files.PlanError, match="plan, prefetch: expected false below compute capability 9, found True"
+    ):
+        read(path)
 
 
-def test_rows_are_loaded_by_lane_unless_they_are_streamed(plans, write):
+def test_rows_are_loaded_by_lane_unless_they_are_streamed(read, write):
     by_lane = {**PLAN, "by_lane": True}
     for op in ("rms_norm", "add_rms_norm"):
-        assert len(plans.read(write({**ENTRY, "op": op, "plan": by_lane}))[2]) == 1
-    with pytest.raises(plans.PlanError, match="plan, by_lane: expected false for rows that are streamed, found True"):
-        plans.read(write({**ENTRY, "plan": {**by_lane, "streamed": True}}))
+        assert len(read(write({**ENTRY, "op": op, "plan": by_lane}))[2]) == 1
+    with pytest.raises(
+        plan_files.PlanError, match="plan, by_lane: expected false for rows that are streamed, found True"
+    ):
+        read(write({**ENTRY, "plan": {**by_lane, "streamed": True}}))
 
 
 @pytest.mark.parametrize("wrong", [{"by_lane": False}, {"rows_per_program": 2}, {"prefetch": True}], ids=str)
-def test_programs_share_single_rows_by_lane(plans, write, wrong):
+def test_programs_share_single_rows_by_lane(read, write, wrong):
     shared = {**PLAN, "rows_per_program": 1, "by_lane": True, "programs_per_row": 4}
-    assert len(plans.read(write({**ENTRY, "plan": shared}))[2]) == 1
+    assert len(read(write({**ENTRY, "plan": shared}))[2]) == 1
     with pytest.raises(
-        plans.PlanError, match="plan, programs_per_row: expected 1 but for single rows by lane, .* found 4"
+        plan_files.PlanError, match="plan, programs_per_row: expected 1 but for single rows by lane, .* found 4"
     ):
-        plans.read(write({**ENTRY, "plan": {**shared, **wrong}}))
+        read(write({**ENTRY, "plan": {**shared, **wrong}}))
 
 
 def test_rows_ahead_are_so_many_bytes(module):
@@ -151,25 +163,25 @@ def test_rows_ahead_are_so_many_bytes(module):
 
 def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
     write({**ENTRY, "op": "rms_norm_backward", "most_rows": None, "plan": FUSED})
-    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu(9, 227 << 10)
     for rows, both, fits in ((16, True, False), (4096, True, True), (4096, False, False)):
         columns = config.column_reduction(rows, 128, 132, 2048) if both else None
         assert columns is None or (columns.height >= 4) is fits
-        plan = backward.launch_plan(rows, 128, columns, 132, 2, gpu)
+        plan = backward.launch_plan(rows, 128, columns, 2, gpu)
         expected = backward.Plan(**FUSED) if fits else backward.default_plan(rows, 128, columns, 132)
         assert plan == expected
 
 
 def test_a_residuals_gradient_has_plans_of_its_own(module, plans, write):
     write({**ENTRY, "op": "add_rms_norm_backward", "plan": FUSED, "most_rows": None})
-    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu("GPU", 9, 132, 227 << 10)
+    backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu(9, 227 << 10)
     columns = config.column_reduction(4096, 128, 132, 2048)
     for edges, expected in (
         ("added", backward.Plan(**FUSED)),
         ("one", backward.default_plan(4096, 128, columns, 132)),
         ("two", backward.default_plan(4096, 128, columns, 132)),
     ):
-        assert backward.launch_plan(4096, 128, columns, 132, 2, gpu, edges) == expected
+        assert backward.launch_plan(4096, 128, columns, 2, gpu, edges) == expected
 
 
 def test_no_more_rows_are_on_their_way_than_fit(module, plans):
@@ -177,7 +189,7 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
     plan = backward.Plan(True, 2, 8, stages=4)
     # 32 KiB a stage, and some to exchange sums.
     for shared_memory, stages in ((227 << 10, 4), (99 << 10, 3), (64 << 10, 2), (48 << 10, 1), (0, 1)):
-        gpu = plans.Gpu("GPU", 9, 132, shared_memory)
+        gpu = plans.Gpu(9, shared_memory)
         assert backward._fitting(plan, order, [2, 2], gpu) == dataclasses.replace(plan, stages=stages)
         for other in (dataclasses.replace(plan, fused=False), dataclasses.replace(plan, streamed=True)):
             assert backward._fitting(other, order, [2, 2], gpu) == other
@@ -186,7 +198,7 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"op": "rms_nrom"}, r"plans\[1\], op: expected one of rms_norm, .* found 'rms_nrom'"),
+        ({"op": "rms_nrom"}, r"plans\[1\], op: expected one of .*rms_norm, .* found 'rms_nrom'"),
         (
             {"plan": {**PLAN, "rows_per_program": 3}},
             "plan, rows_per_program: expected one of 1, 2, .* found 3",
@@ -228,11 +240,55 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_entries_are_named_and_disturb_no_call(plans, write, change, named):
+def test_wrong_entries_are_named_and_disturb_no_other(module, plans, read, write, change, named):
     path = write(ENTRY, {**ENTRY, "least_rows": 100, "most_rows": None, **change})
-    with pytest.raises(plans.PlanError, match=named):
-        plans.read(path)
-    assert plans.tuned(plans.Gpu("GPU", 9, 132, 227 << 10), "rms_norm", 128, 16, 2) == ENTRY["plan"]
+    with pytest.raises(plan_files.PlanError, match=named):
+        read(path)
+    plan_class = module("rms_norm_plan").Plan
+    hopper = plans.Gpu(9, 227 << 10)
+    assert plans.tuned(plan_class, hopper, "rms_norm", 128, 16, 2) == plan_class(**PLAN)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": 1},
+        {"plan": {**PLAN, "rows_per_program": "8"}},
+        {"plan": {**PLAN, "rows_per_program": True}},
+        {"plan": {**PLAN, "num_warps": 2.0}},
+        {"plan": {**PLAN, "stages": 3}},
+        {"plan": {"rows_per_program": 8, "num_warps": 2}},
+        {"op": ["rms_norm"]},
+        {"hidden_size": "128"},
+        {"element_size": None},
+        {"least_rows": "16"},
+        {"least_rows": 0},
+        {"least_rows": 100},
+        {"most_rows": 15.5},
+        "rms_norm",
+        None,
+    ],
+    ids=str,
+)
+def test_what_is_malformed_counts_as_missing(module, plans, write, change):
+    """An entry, and in any other file whatever it holds."""
+    rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)
+    write({**ENTRY, **change} if isinstance(change, dict) else change)
+    assert rms_norm.launch_plan(16, 128, 2, hopper) == rms_norm.default_plan(16, 128)
+    assert min(rms_norm.planned_rows(128, 2, hopper)) == 1
+    path = write({**ENTRY, **change} if isinstance(change, dict) else change, ENTRY)
+    for name, text in (
+        ("list", json.dumps([change])),
+        ("one", "9"),
+        ("nothing", ""),
+        ("bytes", b"\xff"),
+        ("deep", "[" * 100_000),
+        ("keys", "{}"),
+        ("number", '{"compute_capability": 9, "plans": 9}'),
+    ):
+        path.with_name(f"{name}.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.with_name("folder.json").mkdir()
+    assert rms_norm.launch_plan(16, 128, 2, hopper) == rms_norm.Plan(8, 2)
 
 
 @pytest.mark.parametrize(
@@ -243,18 +299,19 @@ def test_wrong_entries_are_named_and_disturb_no_call(plans, write, change, named
         ({"plans": {}}, "plans: expected a list, found {}"),
     ],
 )
-def test_wrong_files_are_named(plans, write, change, named):
-    with pytest.raises(plans.PlanError, match=named):
-        plans.read(write(ENTRY, **change))
+def test_wrong_files_are_named(read, write, change, named):
+    with pytest.raises(plan_files.PlanError, match=named):
+        read(write(ENTRY, **change))
 
 
-def test_a_file_that_is_no_json_is_named_and_disturbs_no_call(plans, write):
+def test_a_file_that_is_no_json_is_named_and_disturbs_no_call(module, plans, read, write):
     path = write(ENTRY)
     path.write_text('{"plans": [')
     plans._entries.cache_clear()
-    assert plans.tuned(plans.Gpu("GPU", 9, 132, 227 << 10), "rms_norm", 128, 16, 2) is None
-    with pytest.raises(plans.PlanError, match=r"plans\.json: expected JSON, found"):
-        plans.read(path)
+    hopper = plans.Gpu(9, 227 << 10)
+    assert plans.tuned(module("rms_norm_plan").Plan, hopper, "rms_norm", 128, 16, 2) is None
+    with pytest.raises(plan_files.PlanError, match=r"plans\.json: expected JSON, found"):
+        read(path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
@@ -282,7 +339,7 @@ def test_tuned_plans_have_the_bits_of_the_default_ones(kernel, module, plans, wr
         "through_triton",
         lambda self, *arguments: (launchers.append(self), through_triton(self, *arguments))[1],
     )
-    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu("GPU", 9, 132, 227 << 10))
+    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu(9, 227 << 10))
     everywhere = {**ENTRY, "least_rows": 1, "most_rows": None}
     for fused in (True, False):
         write(

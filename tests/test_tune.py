@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import plan_files
 import pytest
 import torch
 import tune
@@ -42,18 +43,16 @@ def default_of(point):
 
 
 def test_candidates_are_valid_plans(kernel):
-    plans = python_module(kernel, "plans")
-    number = 0
+    allowed, number = plan_files.allowed_values(kernel), 0
     for point in every_point():
         for stage in tune.CANDIDATES[point.case.op](point, default_of(point), (4, 264)):
             number += len(stage)
             for changes in stage:
                 for name, value in changes.items():
-                    assert value in plans.FIELDS[point.case.op][name], (point, name, value)
-                if set(changes) == set(plans.FIELDS[point.case.op]):
-                    plans._entry(
-                        str(point), {**dict(zip(plans._ENTRY, point.kind)), "plan": changes, "measured": None}, 9
-                    )
+                    assert value in allowed[point.case.op][name], (point, name, value)
+                if set(changes) == set(allowed[point.case.op]):
+                    entry = {**dict(zip(plan_files._ENTRY, point.kind)), "plan": changes, "measured": None}
+                    plan_files.checked_entry(str(point), entry, 9, allowed)
     assert 800 < number < 5400, "a default run is to be quick"
 
 
@@ -105,14 +104,13 @@ def test_only_many_rows_are_prefetched_and_where_a_gpu_can(kernel, monkeypatch):
         (8, many, {False}),
         (None, many, {False}),
     ):
-        monkeypatch.setattr(kernels.plans, "gpu", lambda device, at=capability: kernels.plans.Gpu("GPU", at, 132, 0))
+        monkeypatch.setattr(kernels.plans, "gpu", lambda device, at=capability: kernels.plans.Gpu(at, 0))
         (first,) = kernels.candidates(point, torch.device("cpu"))
         assert {fields["prefetch"] for fields in first} == expected
         assert all(fields["rows_per_program"] <= tune.MOST_PREFETCHED for fields in first if fields["prefetch"])
 
 
 def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
-    plans = python_module(kernel, "plans")
     (point,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64)])
     default = dataclasses.asdict(tune.Kernels(kernel).rms_norm.Plan(1, 4))
     best = {**default, "rows_per_program": 2, "num_warps": 8}
@@ -120,7 +118,7 @@ def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
     found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
     for count in (0, 1):
         tune.write(tmp_path / "new/plans.json", 9, found, [measured.entry()] * count)
-        capability, how, entries = plans.read(tmp_path / "new/plans.json")
+        capability, how, entries = plan_files.read(tmp_path / "new/plans.json", plan_files.allowed_values(kernel))
         assert (capability, how, len(entries)) == (9, found, count)
     assert entries[0].plan == best and entries[0].measured == {"shape": [65536, 128], "ms": 0.1, "default_ms": 0.2}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plans.json"]
@@ -141,12 +139,12 @@ def test_an_update_keeps_what_was_not_measured(kernel, tmp_path):
     tune.write(path, 9, found, [first, second])
     before = tune.earlier(kernels, path, 9, found)
     again = {**second, "plan": {**plan, "num_warps": 16}}
-    changed, entries = tune.updated(kernels, before, [results[1].point], {**found, "command": "more"}, [again])
+    changed, entries = tune.updated(before, [results[1].point], {**found, "command": "more"}, [again])
     assert entries == [first, again] and changed == {**found, "command": "text; more"}
     # One whose default is the fastest now has no entry any more, nor one for some of the rows that were measured.
-    assert tune.updated(kernels, before, [results[1].point], found, [])[1] == [first]
+    assert tune.updated(before, [results[1].point], found, [])[1] == [first]
     (wide,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(20, 600)])
-    assert tune.updated(kernels, before, [wide], found, [])[1] == []
+    assert tune.updated(before, [wide], found, [])[1] == []
     with pytest.raises(tune.BenchError, match="for compute capability 9, found 8"):
         tune.earlier(kernels, path, 8, found)
     with pytest.raises(tune.BenchError, match="with torch text, found 2.0"):
@@ -245,7 +243,7 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     for result in activations:
         assert result.best["num_warps"] == 1 < result.default["num_warps"] and result.best_ms < result.default_ms
     assert backward.best["sum_warps"] == added.best["sum_warps"] == 4
-    _, _, entries = python_module(kernel, "plans").read(output)
+    _, _, entries = plan_files.read(output, plan_files.allowed_values(kernel))
     assert {entry.op for entry in entries} >= {"silu", "silu_backward"} and "rms_norm" not in {e.op for e in entries}
     assert tune.tell(options, results, Console(file=open(tmp_path / "table", "w"), width=200)) == 0
 

@@ -130,6 +130,24 @@ def test_what_cannot_be_warmed_up_is_told(fresh, monkeypatch, capsys):
         assert any("ZeroDivisionError" in text for text in fresh.warmup(layers, rows=[4]).skipped)
 
 
+def test_what_families_offer_is_for_layers_that_there_are(kernel, module):
+    warmup = module("warmup")
+    for name in {*warmup._SHAPES, *warmup._PARTS}:
+        assert "forward" in vars(getattr(kernel.layers, name))
+    norms = {
+        name for name in vars(kernel.layers) if "RMSNorm" in name and isinstance(getattr(kernel.layers, name), type)
+    }
+    assert norms < {*warmup._SHAPES}
+
+
+def test_a_norm_without_a_weight_is_skipped(fresh, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    layers = model(fresh)
+    layers[0].weight = None
+    report = fresh.warmup(layers, rows=[4])
+    assert report.skipped == ["LlamaRMSNorm: a norm without a weight does not tell its hidden size"]
+
+
 @pytest.mark.parametrize(
     "error, arguments, message",
     [

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import inspect
 import os
 import sys
@@ -16,12 +15,11 @@ from typing import Callable, Optional
 
 import torch
 
-from .core import launch, plans, proof
-from .core.domain import FLOAT_DTYPES, is_bare, runs_kernels
-from .decoder import attention
+from .core import launch, proof
+from .core.calls import Outside
+from .core.domain import FLOAT_DTYPES, runs_kernels
 from .decoder import layer as decoder
-from .ops.rms_norm.formulas import in_domain
-from .ops.rms_norm.plan import planned_rows, training_rows
+from .ops.rms_norm import plan as rms_norm
 from .report import replaced
 
 
@@ -54,10 +52,16 @@ class WarmupReport:
         return "\n".join(lines)
 
 
-# Stays away from what a model has in memory: no call is larger.
-_MAX_ELEMENTS = 1 << 28
-# An activation's kernel is the same for every size that 16 bytes divide.
-_ACTIVATION_SHAPE = (16, 4096)
+# What families offer, by the layer whose forward a module carries: the part of the module that is called and its forward, and
+# the shapes of its inputs.
+_PARTS = {"LlamaDecoderLayer": decoder.warmup_part}
+_SHAPES = {
+    "LlamaDecoderLayer": rms_norm.warmup_shapes,
+    "LlamaRMSNorm": rms_norm.warmup_shapes,
+    "RMSNormZeroCentered": rms_norm.warmup_shapes,
+    "RMSNormGated": rms_norm.warmup_shapes,
+    "TorchRMSNorm": rms_norm.warmup_shapes,
+}
 # What a gated MLP calls beside its activation; in a warmup nothing.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -224,18 +228,6 @@ class _Call:
         return layer
 
 
-def _sum_and_norm(layer_class, attention_class) -> Callable:
-    """A decoder layer's own kernel as the forward of the norm after its attention, which is what has a weight."""
-
-    def forward(norm, hidden_states, residual):
-        attention.admitted(attention_class, hidden_states)
-        if not decoder.admits(layer_class, hidden_states) or not is_bare(norm):
-            return hidden_states  # The sum is computed apart.
-        return decoder.fused(hidden_states, residual, norm)
-
-    return forward
-
-
 def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
     """What the model's layers need; why layers were left out goes into `skipped`."""
     layers = [(module, replaced(module)) for module in model.modules() if replaced(module) is not None]
@@ -249,40 +241,36 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
     usual = tuple(dict.fromkeys(weight.dtype for weight in weights)) or (
         (example.dtype,) if example is not None else ()
     )
-    seen, sums = set(), {}
+    seen = set()
     for module, forward in layers:
-        if forward.__qualname__ == "LlamaDecoderLayer.forward":
-            parts = [module._modules.get(name) for name in ("self_attn", "post_attention_layernorm")]
-            if None in parts:
-                skipped[f"{type(module).__name__}: no self_attn or no post_attention_layernorm"] = None
-                continue
-            kinds = type(module), type(parts[0])
-            if kinds not in sums:
-                sums[kinds] = _sum_and_norm(*kinds)
-            forward, module = sums[kinds], parts[1]
-        weight = next((weight for weight in module._parameters.values() if weight is not None), None)
-        tensor = example if weight is None else weight
-        name = type(module).__name__
-        if tensor is None or not runs_kernels(tensor.device):
-            where = "a model without parameters" if tensor is None else f"on {tensor.device}"
-            skipped[f"{name}: no kernel runs there, {where}"] = None
-            continue
-        if weight is None and forward.__qualname__.startswith(("LlamaRMSNorm", "RMSNorm")):
-            skipped[f"{name}: a norm without a weight does not tell its hidden size"] = None
-            continue
-        own = (weight.dtype,) if weight is not None else usual
-        for dtype in dtypes or own:
-            if dtype not in FLOAT_DTYPES:
-                skipped[f"{name}: {dtype} has no kernel"] = None
-                continue
-            key = (type(module), forward, dtype, *_told_apart(module), tensor.device)
-            if key not in seen:
+        layer, kind = forward.__qualname__.split(".")[0], forward
+        try:
+            if layer in _PARTS:
+                module, forward = _PARTS[layer](module)
+                kind = forward.args
+            weight = next((weight for weight in module._parameters.values() if weight is not None), None)
+            tensor = example if weight is None else weight
+            if tensor is None or not runs_kernels(tensor.device):
+                where = "a model without parameters" if tensor is None else f"on {tensor.device}"
+                raise Outside(f"no kernel runs there, {where}")
+            for dtype in dtypes or ((weight.dtype,) if weight is not None else usual):
+                if dtype not in FLOAT_DTYPES:
+                    skipped[f"{type(module).__name__}: {dtype} has no kernel"] = None
+                    continue
+                key = (type(module), kind, dtype, *_told_apart(module), tensor.device)
+                if key in seen:
+                    continue
                 seen.add(key)
-                make = functools.partial(_Call, module, forward, tensor.device, dtype)
-                for shape in _shapes(weight, dtype, tensor.device, rows, training=False):
-                    yield make(shape, False)
-                for shape in _shapes(weight, dtype, tensor.device, rows, training=True) if training else ():
-                    yield make(shape, True)
+                for of_training in (False, True)[: 1 + training]:
+                    for shape in _SHAPES.get(layer, _any_shape)(weight, dtype, tensor.device, rows, of_training):
+                        yield _Call(module, forward, tensor.device, dtype, shape, of_training)
+        except Outside as reason:
+            skipped[f"{type(module).__name__}: {reason}"] = None
+
+
+def _any_shape(*_) -> list[tuple[int, int]]:
+    """Of layers without a weight: an activation's kernel is the same for every size that 16 bytes divide."""
+    return [(16, 4096)]
 
 
 def _told_apart(module):
@@ -290,19 +278,6 @@ def _told_apart(module):
     parameters = ((name, p.shape, p.dtype, p.requires_grad) for name, p in module._parameters.items() if p is not None)
     plain = (float, int, bool, str)
     return (*parameters, *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
-
-
-def _shapes(weight, dtype, device, rows, training):
-    if weight is None:
-        return [_ACTIVATION_SHAPE]
-    hidden_size = weight.shape[-1]
-    if rows is None and in_domain(dtype, weight.dtype, hidden_size):
-        if training:
-            rows = training_rows(hidden_size, dtype, device, weight.requires_grad)
-        else:
-            rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
-        rows = [count for count in rows if count * hidden_size <= _MAX_ELEMENTS]
-    return [(count, hidden_size) for count in rows or (1,)]
 
 
 def _compile(compilations, progress) -> None:

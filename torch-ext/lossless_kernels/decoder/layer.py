@@ -2,21 +2,22 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..core import LAYERS_MODULE, inspection, proof
+from ..core.calls import Outside
 from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
 from ..ops.rms_norm import add as add_rms_norm
+from ..ops.rms_norm.formulas import EPS_NAMES
+from .attention import admitted as admitted_attention
 from .attention import attend
 
 # All that the forward of a known decoder layer asks for.
 _MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
 _FORMULA = "norm, attention, sum and norm, MLP, sum"
-# By their layer names the norms that the sum is fused with, and where they have their eps.
-_EPS_BY_LAYER_NAME = {"RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
 
 
 def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
@@ -65,7 +66,7 @@ def apart(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
 def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
     """The same from one kernel, where the norm is one that it knows."""
     owner = type(norm)
-    name = _EPS_BY_LAYER_NAME.get(getattr(owner, "kernel_layer_name", None))
+    name = EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
     if name is not None and is_bare(norm) and keeps_its_saved_tensors(norm):
         eps = norm.__dict__.get(name)
         weight = norm._parameters.get("weight")
@@ -73,6 +74,21 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
         if added is not None:
             return added
     return apart(hidden_states, residual, norm)
+
+
+def warmup_part(layer) -> tuple[torch.nn.Module, Callable]:
+    """The norm after the layer's attention, whose weight the layer's own kernel takes, and that kernel as the norm's forward."""
+    self_attn, norm = map(layer._modules.get, ("self_attn", "post_attention_layernorm"))
+    if self_attn is None or norm is None:
+        raise Outside("no self_attn or no post_attention_layernorm")
+    return norm, functools.partial(_sum_and_norm, type(layer), type(self_attn))
+
+
+def _sum_and_norm(layer_class, attention_class, norm, hidden_states, residual):
+    admitted_attention(attention_class, hidden_states)
+    if not admits(layer_class, hidden_states) or not is_bare(norm):
+        return hidden_states  # The sum is computed apart.
+    return fused(hidden_states, residual, norm)
 
 
 # Proof

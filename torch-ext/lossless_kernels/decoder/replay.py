@@ -24,6 +24,7 @@ from ..ops import gated_activation, rotary
 from ..ops.rms_norm import add as add_rms_norm
 from ..ops.rms_norm.call import NO_GRADIENTS
 from ..ops.rms_norm.call import call_of as norm_call_of
+from ..ops.rms_norm.formulas import EPS_NAMES
 from . import attention, mlp
 from . import layer as decoder
 
@@ -35,9 +36,8 @@ _PARTS_OF_MLP = itemgetter("gate_proj", "up_proj", "down_proj", "act_fn")
 # Of a class.
 _FORWARD_AND_CALL = attrgetter("forward", "__call__")
 
-# The forwards of this package's layers that are known here; for norms, the attribute that eps is from.
-_EPS_NAMES = {"LlamaRMSNorm.forward": "variance_epsilon", "RMSNormZeroCentered.forward": "eps"}
-_MLPS = frozenset(("LlamaMLP.forward", "GeGLUMLP.forward"))
+# The layers of this package that are known here beside norms.
+_MLPS = frozenset(("LlamaMLP", "GeGLUMLP"))
 
 
 class _Unknown(Exception):
@@ -58,9 +58,9 @@ def _is_watched() -> bool:
 
 
 def _layer_of_ours(module: nn.Module) -> Optional[str]:
-    """The name of this package's forward that the module has."""
+    """The name of this package's layer whose forward the module has."""
     function = _own_forward(module)
-    return function.__qualname__ if getattr(function, "__module__", None) == LAYERS_MODULE else None
+    return function.__qualname__.split(".")[0] if getattr(function, "__module__", None) == LAYERS_MODULE else None
 
 
 def _own_forward(module: nn.Module):
@@ -107,7 +107,7 @@ class Call:
             *inspection.code_of(self.owner).helpers,
             *inspection.helpers_of(inspection.function_behind(type(others[-1]).forward)),
         )
-        self.eps_names = [_EPS_NAMES[_layer_of_ours(norm)] for norm in norms]
+        self.eps_names = [EPS_NAMES[_layer_of_ours(norm)] for norm in norms]
         self.eps = [norm.__dict__[name] for norm, name in zip(norms, self.eps_names)]
         self.head_dim = self_attn.__dict__["head_dim"]
         weights = [each for module in (*norms, *linears) for each in module._parameters.values() if each is not None]

@@ -255,9 +255,13 @@ class Plan:
     num_warps: int = NUM_WARPS
 
 
+# The ops whose plans may come from a file.
+TUNING = {name + direction: Plan for name in _ACTIVATIONS for direction in ("", "_backward")}
+
+
 def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:
     """The tuned plan for an activation or its "_backward", or the default one."""
-    return Plan(**(plans.tuned(gpu, op, None, 1, element_size) or {}))
+    return plans.tuned(Plan, gpu, op, None, 1, element_size) or Plan()
 
 
 def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:

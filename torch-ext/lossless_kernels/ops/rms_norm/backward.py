@@ -131,6 +131,9 @@ class Plan:
     sum_warps: int = 4
 
 
+# The ops whose plans may come from a file.
+TUNING = {"rms_norm_backward": Plan, "add_rms_norm_backward": Plan}
+
 # Beyond this tile the sums of a chain leave the registers (H200).
 _MAX_FUSED_TILE = 8192
 # Beyond this one a row is streamed.
@@ -148,7 +151,6 @@ def launch_plan(
     rows: int,
     hidden_size: int,
     columns: Optional[ColumnReduction],
-    multiprocessors: int,
     element_size: int = 2,
     gpu: plans.Gpu = plans.UNKNOWN,
     edges: str = "one",
@@ -160,12 +162,11 @@ def launch_plan(
         element_size: bytes of an element of the activations.
         edges: one of `edges_of`.
     """
-    tuned = plans.tuned(gpu, op_of(edges), hidden_size, rows, element_size)
-    if tuned is not None:
-        plan = Plan(**tuned)
-        if not plan.fused or (columns is not None and plan.rows_per_program <= columns.height):
-            return plan
-    return default_plan(rows, hidden_size, columns, multiprocessors, element_size, edges)
+    op = "add_rms_norm_backward" if edges == "added" else "rms_norm_backward"
+    plan = plans.tuned(Plan, gpu, op, hidden_size, rows, element_size)
+    if plan and (not plan.fused or (columns is not None and plan.rows_per_program <= columns.height)):
+        return plan
+    return default_plan(rows, hidden_size, columns, gpu.multiprocessors, element_size, edges)
 
 
 def default_plan(
@@ -223,21 +224,21 @@ def proof_class(
     Args:
         both: whether both gradients are needed.
     """
-    gpu = _multiprocessors(device)
-    columns = column_reduction(rows, hidden_size, *gpu)
+    gpu = plans.gpu(device)
+    columns = column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads)
     least = row_class(rows)
     while True:
-        found = column_reduction(least, hidden_size, *gpu)
+        found = column_reduction(least, hidden_size, gpu.multiprocessors, gpu.threads)
         if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
             planned = columns if both else None
-            return least, launch_plan(rows, hidden_size, planned, gpu[0], element_size, plans.gpu(device), edges)
+            return least, launch_plan(rows, hidden_size, planned, element_size, gpu, edges)
         least *= 2
 
 
 def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:
     """`fewer` if the compiled kernels of `rows` rows take so few as well, otherwise `rows`."""
-    gpu = _multiprocessors(device)
-    heights = {column_reduction(count, hidden_size, *gpu).height for count in (rows, fewer)}
+    gpu = plans.gpu(device)
+    heights = {column_reduction(count, hidden_size, gpu.multiprocessors, gpu.threads).height for count in (rows, fewer)}
     return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
 
 
@@ -305,15 +306,6 @@ def _bind_sum_blocks(
     }
     dtypes = torch.float32, torch.float32, weight_dtype
     return launch.bind(rms_norm_sum_blocks, constants, plan.sum_warps, device, dtypes, programs, *scalars)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of the GPU and threads per multiprocessor; an H200's for Triton's interpreter."""
-    if device.type == "cpu":
-        return 132, 2048
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.max_threads_per_multi_processor
 
 
 # From a call's tensors to launches
@@ -449,15 +441,14 @@ def resolve(
         return tuple(offset // unit for offset in offsets)
 
     walk = (inner, middle, *in_units(dy_offsets), *in_units(x_offsets), *rstd_offsets)
-    multiprocessors, threads = _multiprocessors(x.device)
+    gpu = plans.gpu(x.device)
     dtypes = (dy.dtype, x.dtype, weight.dtype)
     # Of all parts the plan that the whole has been proved with.
     planned_rows = rows if like_rows is None else like_rows
     planned = None
     if needs_dx and needs_dweight:
-        planned = column_reduction(planned_rows, hidden_size, multiprocessors, threads)
-    gpu = plans.gpu(x.device)
-    plan = launch_plan(planned_rows, hidden_size, planned, multiprocessors, x.dtype.itemsize, gpu, edges)
+        planned = column_reduction(planned_rows, hidden_size, gpu.multiprocessors, gpu.threads)
+    plan = launch_plan(planned_rows, hidden_size, planned, x.dtype.itemsize, gpu, edges)
     element_sizes = [dy.element_size(), x.element_size(), *[x.element_size()] * (edges == "added")]
     plan = _fitting(plan, row_reduction(rows, hidden_size), element_sizes, gpu)
     parts = []
@@ -465,7 +456,7 @@ def resolve(
     product_size = dy.element_size() if variant.scale == "after_cast" else torch.float32.itemsize
     ranges = split_rows(rows, hidden_size, product_size)
     for index, (first_row, count) in enumerate(ranges):
-        columns = column_reduction(count, hidden_size, multiprocessors, threads)
+        columns = column_reduction(count, hidden_size, gpu.multiprocessors, gpu.threads)
         dx = sum_chains = sum_blocks = None
         left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:
@@ -503,11 +494,6 @@ def resolve(
     if copies_dy:
         backward.empty_dy = allocator(x.shape, dy_strides, dy.dtype, x.device)
     return backward
-
-
-def op_of(edges: str) -> str:
-    """The name of the op in files of plans."""
-    return "add_rms_norm_backward" if edges == "added" else "rms_norm_backward"
 
 
 def edges_of(dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:

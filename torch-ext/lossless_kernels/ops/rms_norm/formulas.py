@@ -101,6 +101,8 @@ def _eager_layer(variant: Variant) -> type:
 
 # Layers that compute a variant in torch operations.
 EAGER = {variant: _eager_layer(variant) for variant in BY_NAME.values()}
+# The attribute that holds eps: of the modules that a layer of this package replaces, and of the classes with a layer name.
+EPS_NAMES = {"LlamaRMSNorm": "variance_epsilon", "RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
 
 
 MIN_HIDDEN_SIZE = 64

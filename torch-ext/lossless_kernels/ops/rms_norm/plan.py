@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from ...core import launch, plans
+from ...core.calls import Outside
 from ...core.reduction import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
 from . import backward as rms_norm_backward
-from .formulas import Variant
+from .formulas import Variant, in_domain
 
 if launch.AVAILABLE:
     from ...kernels_src.rms_norm import rms_norm_forward
@@ -56,8 +57,8 @@ _MAX_PROGRAMS_PER_ROW = 8
 _BYTES_AHEAD = 4 << 20
 
 
-# By whether the rows are those of a residual's sum.
-_OPS = {False: "rms_norm", True: "add_rms_norm"}
+# The ops whose plans may come from a file.
+TUNING = {"rms_norm": Plan, "add_rms_norm": Plan}
 
 
 def launch_plan(
@@ -69,14 +70,14 @@ def launch_plan(
         element_size: bytes of an element of the activations.
         added: whether they are rows of the sum with a residual.
     """
-    tuned = plans.tuned(gpu, _OPS[added], hidden_size, rows, element_size)
-    return default_plan(rows, hidden_size, element_size, added) if tuned is None else Plan(**tuned)
+    tuned = plans.tuned(Plan, gpu, "add_rms_norm" if added else "rms_norm", hidden_size, rows, element_size)
+    return tuned or default_plan(rows, hidden_size, element_size, added)
 
 
 def planned_rows(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
     """The fewest rows of every `row_class` and plan, those of a residual's sum included: a proof for each is a proof for any
     number of rows."""
-    turns = {rows for op in _OPS.values() for rows in plans.turning_points(gpu, op, hidden_size, element_size)}
+    turns = {rows for op in TUNING for rows in plans.turning_points(gpu, op, hidden_size, element_size)}
     return tuple(sorted({*ROW_CLASSES, *turns}))
 
 
@@ -93,7 +94,7 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
     """
     gpu, size = plans.gpu(device), dtype.itemsize
     every_edges = rms_norm_backward.edges_of(dtype), "added"
-    ops = [*_OPS.values(), *map(rms_norm_backward.op_of, every_edges)]
+    ops = *TUNING, *rms_norm_backward.TUNING
     turns = {rows for op in ops for rows in plans.turning_points(gpu, op, hidden_size, size)}
     powers = (1 << power for power in range(_MOST_TRAINING_ROWS.bit_length()))
     found = {}
@@ -102,9 +103,27 @@ def training_rows(hidden_size: int, dtype: torch.dtype, device: torch.device, bo
             proofs = (
                 rms_norm_backward.proof_class(rows, hidden_size, device, both, size, edges) for edges in every_edges
             )
-            forwards = (launch_plan(rows, hidden_size, size, gpu, added) for added in _OPS)
+            forwards = (launch_plan(rows, hidden_size, size, gpu, added) for added in (False, True))
             found.setdefault((*forwards, *proofs), rows)
     return tuple(found.values())
+
+
+# Stays away from what a model has in memory: no call of a warmup is larger.
+_MAX_WARMUP_ELEMENTS = 1 << 28
+
+
+def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, int]]:
+    """The inputs of a norm that `warmup` calls: with so many `rows`, or of all that is compiled and proved apart."""
+    if weight is None:
+        raise Outside("a norm without a weight does not tell its hidden size")
+    hidden_size = weight.shape[-1]
+    if rows is None and in_domain(dtype, weight.dtype, hidden_size):
+        if training:
+            rows = training_rows(hidden_size, dtype, device, weight.requires_grad)
+        else:
+            rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
+        rows = [count for count in rows if count * hidden_size <= _MAX_WARMUP_ELEMENTS]
+    return [(count, hidden_size) for count in rows or (1,)]
 
 
 def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False) -> Plan:

@@ -11,10 +11,10 @@ from ...core import proof
 from ...core.inspection import functions_of
 from ...core.reduction import ROW_CLASSES, row_class
 from . import backward as rms_norm_backward
-from .formulas import EAGER, FUSED, FUSED_UNWEIGHTED, UNWEIGHTED, WEIGHTED, Variant
+from .formulas import EAGER, EPS_NAMES, FUSED, FUSED_UNWEIGHTED, UNWEIGHTED, WEIGHTED, Variant
 from .plan import forward, plan_of, stride_unit
 
-_EPS_NAMES = frozenset(("variance_epsilon", "eps"))
+_EPS_NAMES = frozenset(EPS_NAMES.values())
 
 
 def calls_torch(owner: type) -> bool:
