@@ -464,7 +464,10 @@ def _compiler(source: Path, target: tuple):
 
     driver.set_active(Target())
     kernel = load_kernel(source)
-    modules = [importlib.import_module(f"{kernel.__name__}.kernels_src.{name}") for name in ("rms_norm", "activation")]
+    modules = [
+        importlib.import_module(f"{kernel.__name__}.kernels_src.{name}")
+        for name in ("rms_norm", "rms_norm_backward", "activation")
+    ]
     return {name: member for module in modules for name, member in vars(module).items()}, target
 
 

@@ -147,7 +147,8 @@ COMPILE = """
                         for apart in (False, True):
                             with torch.no_grad():
                                 rotary.gradients(variant, *outs, cos, sin, 1, dtype, apart)
-    sources = [module(f"kernels_src.{name}") for name in ("rms_norm", "activation", "rotary", "cross_entropy")]
+    sources = [module(f"kernels_src.{name}") for name in
+               ("rms_norm", "rms_norm_backward", "activation", "rotary", "cross_entropy")]
     names = [name for source in sources for name, member in vars(source).items()
              if isinstance(member, triton.JITFunction) and member.fn.__module__ == source.__name__ and name[0] != "_"]
     json.dump((names, compiled), report)

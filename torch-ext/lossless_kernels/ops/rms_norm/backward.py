@@ -16,7 +16,7 @@ from ...core.torch_internals import dispatch_modes, forward_ad
 from .formulas import EAGER, Variant, eager_rstd
 
 if launch.AVAILABLE:
-    from ...kernels_src.rms_norm import (
+    from ...kernels_src.rms_norm_backward import (
         rms_norm_backward,
         rms_norm_backward_streamed,
         rms_norm_sum_blocks,
