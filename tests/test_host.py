@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import threading
 import warnings
 from types import MethodType, SimpleNamespace
@@ -703,6 +704,97 @@ def test_a_call_never_gets_what_another_resolved_to(module, kernel, proof_off, c
     for call, ours in zip(calls, found):
         forget_calls(module)
         assert_same(ours, answers(*call))
+
+
+@pytest.fixture
+def recognised(module, monkeypatch):
+    """By table of calls what was kept: `(subject, facts, tensors, key)`, with the key that the call was found by."""
+    calls, kept, keys = module("calls").Calls, {}, {}
+    find, recognise = calls.find, calls.recognise
+
+    def found(self, original, facts, tensors, *arguments):
+        keys[id(self)] = (facts, *[(each.dtype, each.shape, each.stride(), each.device) for each in tensors])
+        return find(self, original, facts, tensors, *arguments)
+
+    def recorded(self, subject, call, facts, tensors):
+        recognise(self, subject, call, facts, tensors)
+        kept.setdefault(self, []).append((subject, facts, tensors, keys[id(self)], self.recent[subject]))
+
+    monkeypatch.setattr(calls, "find", found)
+    monkeypatch.setattr(calls, "recognise", recorded)
+    forget_calls(module)
+    yield kept
+    forget_calls(module)
+
+
+def every_kind_of_call(kernel, module, chooser):
+    """One call of every op, forward and backward, with arguments at random."""
+    dtype, rows = chooser.choice(DTYPES[:2]), chooser.choice((1, 3))
+    x, residual, dy = (torch.randn(rows, 2, 64).to(dtype) for _ in range(3))
+    if chooser.random() < 0.3:
+        x, residual, dy = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (x, residual, dy))
+    x.requires_grad_(chooser.random() < 0.7)
+    residual.requires_grad_(chooser.random() < 0.3)
+    weight = torch.randn(64).to(chooser.choice((dtype, torch.float32))).requires_grad_(chooser.random() < 0.5)
+    eager, formulas = module("variants").EAGER, module("variants")
+    owner = chooser.choice((eager[formulas.LLAMA], modeling_llama.LlamaRMSNorm, eager[formulas.ONE_PLUS_WEIGHT]))
+    eps = chooser.choice((EPS_OF_CALLS[0], EPS_OF_CALLS[1], 1))
+    activation = module("activation")
+    which = chooser.choice((activation.SILU, activation.GELU, activation.GELU_TANH))
+    subject = chooser.choice((which.forward, activation.SILU.forward))
+    q, k = (
+        torch.randn(2, heads, 4, 16).to(dtype).requires_grad_(x.requires_grad) for heads in (2, chooser.choice((1, 2)))
+    )
+    cos, sin = torch.randn(2, 2, 4, 16).to(chooser.choice((dtype, torch.float32)))
+    rotary, unsqueeze_dim, sole = module("rotary"), chooser.choice((1, -3)), chooser.random() < 0.5
+    logits, target = torch.randn(5, 40).to(dtype).requires_grad_(x.requires_grad), torch.randint(40, (5,))
+    with torch.set_grad_enabled(chooser.random() < 0.7):
+        outs = [
+            module("rms_norm").replacement(x, weight, eps, owner),
+            module("rms_norm").replacement(x, None, eps, eager[formulas.UNWEIGHTED]),
+            module("rms_norm").replacement(x, weight.to(dtype), 1e-6, torch.nn.RMSNorm, "eps", fused=True),
+            *(module("add_rms_norm").replacement(x, residual, weight, eps, owner) or ()),
+            activation.replacement(x, subject, which),
+            module("gated_activation").replacement(x, residual, subject, which),
+            module("gated_activation").packed_replacement(x, which),
+            *(rotary.replacement(q, k, cos, sin, unsqueeze_dim, rotary.PLAIN.eager, sole) or ()),
+            module("cross_entropy").replacement(
+                logits, target, chooser.choice((-100, 3)), chooser.choice(("mean", "sum"))
+            ),
+        ]
+    for out in outs:
+        if out is not None and out.requires_grad:
+            leaves = [leaf for leaf in (x, residual, weight, q, k, logits) if leaf.requires_grad]
+            gradient = (
+                torch.randn_like(out) if chooser.random() < 0.5 else torch.ones((), dtype=out.dtype).expand_as(out)
+            )
+            torch.autograd.grad(out, leaves, gradient, retain_graph=True, allow_unused=True)
+
+
+EPS_OF_CALLS = 1e-5, 0.5
+
+
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="on a CPU kernels run in the interpreter only, which a GPU's machine does not use"
+)
+def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recognised, proof_off, chooser):
+    """In every table: where a call would be recognised by what another left, both have one key."""
+    for _ in range(40):
+        every_kind_of_call(kernel, module, chooser)
+    tables = {id(each) for each in module("calls").Calls.every if each.resolved}
+    without = {id(module("cross_entropy")._calls)}  # A loss is computed once a step: nothing is kept.
+    assert tables - without == {id(table) for table in recognised}
+    compared = 0
+    for table, kept in recognised.items():
+        assert len({key for *_, key, _ in kept}) > 3, table._resolve
+        for (subject, facts, _, key, (guard, *_)), (other, their_facts, tensors, their_key, _) in itertools.product(
+            kept, repeat=2
+        ):
+            if subject == other and all(map(operator.is_, facts, their_facts)) and guard(*tensors):
+                assert key == their_key, (table._resolve, facts)
+                compared += key is not their_key
+    assert compared > 100
 
 
 # Proof
