@@ -727,7 +727,7 @@ def recognised(module, monkeypatch):
     forget_calls(module)
 
 
-def every_kind_of_call(kernel, module, chooser):
+def every_kind_of_call(module, chooser, weights):
     """One call of every op, forward and backward, with arguments at random."""
     dtype, rows = chooser.choice(DTYPES[:2]), chooser.choice((1, 3))
     x, residual, dy = (torch.randn(rows, 2, 64).to(dtype) for _ in range(3))
@@ -735,7 +735,7 @@ def every_kind_of_call(kernel, module, chooser):
         x, residual, dy = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (x, residual, dy))
     x.requires_grad_(chooser.random() < 0.7)
     residual.requires_grad_(chooser.random() < 0.3)
-    weight = torch.randn(64).to(chooser.choice((dtype, torch.float32))).requires_grad_(chooser.random() < 0.5)
+    weight = chooser.choice(weights)
     eager, formulas = module("variants").EAGER, module("variants")
     owner = chooser.choice((eager[formulas.LLAMA], modeling_llama.LlamaRMSNorm, eager[formulas.ONE_PLUS_WEIGHT]))
     eps = chooser.choice((EPS_OF_CALLS[0], EPS_OF_CALLS[1], 1))
@@ -778,10 +778,13 @@ EPS_OF_CALLS = 1e-5, 0.5
 @pytest.mark.skipif(
     not INTERPRETED, reason="on a CPU kernels run in the interpreter only, which a GPU's machine does not use"
 )
-def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recognised, proof_off, chooser):
+def test_whatever_decides_is_a_fact_or_seen_by_the_guard(module, recognised, proof_off, chooser):
     """In every table: where a call would be recognised by what another left, both have one key."""
+    # Norms look for what their weight's last call left.
+    weights = [torch.randn(64).to(dtype) for dtype in DTYPES[:2]]
+    weights.append(torch.randn(64).requires_grad_())
     for _ in range(40):
-        every_kind_of_call(kernel, module, chooser)
+        every_kind_of_call(module, chooser, weights)
     tables = {id(each) for each in module("calls").Calls.every if each.resolved}
     without = {id(module("cross_entropy")._calls)}  # A loss is computed once a step: nothing is kept.
     assert tables - without == {id(table) for table in recognised}
@@ -794,7 +797,7 @@ def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recogni
             if subject == other and all(map(operator.is_, facts, their_facts)) and guard(*tensors):
                 assert key == their_key, (table._resolve, facts)
                 compared += key is not their_key
-    assert compared > 100
+    assert compared > 50, compared
 
 
 # Proof
