@@ -11,7 +11,6 @@ The command finds the Hub in HF_ENDPOINT. `huggingface_hub` reads that variable 
 """
 
 import argparse
-import asyncio
 import base64
 import contextlib
 import fcntl
@@ -27,9 +26,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional, Union
+from typing import Callable, Optional, Union
 from urllib.parse import unquote
 
 # PYTHONSAFEPATH leaves out the folder of the script.
@@ -430,105 +429,15 @@ class _Unquoted(Route):
         return match, child
 
 
-# Faults, for tests
+class _Recorded:
+    """Passes requests on and keeps a record of them."""
 
-
-@dataclass
-class Fault:
-    """Something that goes wrong with the requests whose `"<METHOD> <path>"` matches a pattern.
-
-    Args:
-        where: regular expression, searched in method and path as sent.
-        what: an HTTP status to answer with, or one of
-            `reset` (the connection is reset before an answer),
-            `truncate` (the body breaks off in the middle of what was announced),
-            `shorten` (the body ends early and Content-Length agrees),
-            `tamper` (one byte of the body is another),
-            `no-etag`, `wrong-etag` (the header is missing, or is that of no file),
-            `slow` (`seconds` pass before the request is served), `late` (or before the answer to a served request).
-        times: how many requests it meets; all of them if not given.
-        seconds: for `slow` and `late`.
-
-    `met` counts the requests it met, `served` those among them that the Hub has carried out.
-    """
-
-    where: str
-    what: Union[int, str]
-    times: Optional[int] = None
-    seconds: float = 30.0
-    met: int = field(default=0, init=False)
-    served: int = field(default=0, init=False)
-
-    def meets(self, request: str) -> bool:
-        if re.search(self.where, request) and (self.times is None or self.met < self.times):
-            self.met += 1
-            return True
-        return False
-
-
-class _Faulty:
-    """Passes requests on, with the faults of a list, and keeps a record of them."""
-
-    def __init__(self, app, faults: list, requests: list):
-        self.app, self.faults, self.requests = app, faults, requests
+    def __init__(self, app, requests: list):
+        self.app, self.requests = app, requests
 
     async def __call__(self, scope, receive, send):
-        request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"
-        self.requests.append(request)
-        fault = next((fault for fault in self.faults if fault.meets(request)), None)
-        if fault is None:
-            return await self.app(scope, receive, send)
-        if isinstance(fault.what, int):
-            return await _refusal(HubError(fault.what, "injected fault"))(scope, receive, send)
-        if fault.what == "reset":
-            return _reset(send)
-        if fault.what == "slow":
-            await asyncio.sleep(fault.seconds)
-            return await self.app(scope, receive, send)
-        answer = []
-
-        async def keep(message):
-            answer.append(message)
-
-        await self.app(scope, receive, keep)
-        fault.served += 1
-        await _send_spoiled(fault, answer, send)
-
-
-async def _send_spoiled(fault: Fault, answer: list, send) -> None:
-    headers = dict(answer[0]["headers"])
-    body = b"".join(message.get("body", b"") for message in answer[1:])
-    half = len(body) // 2
-    if fault.what == "late":
-        await asyncio.sleep(fault.seconds)
-    elif fault.what == "shorten":
-        body = body[:half]
-        headers[b"content-length"] = str(half).encode()
-    elif fault.what == "tamper":
-        body = body[:half] + bytes([body[half] ^ 1]) + body[half + 1 :] if body else body
-    elif fault.what == "no-etag":
-        headers.pop(b"etag", None)
-    elif fault.what == "wrong-etag":
-        headers[b"etag"] = b'"' + b"0" * 40 + b'"'
-    await send({**answer[0], "headers": list(headers.items())})
-    if fault.what == "truncate" and body:
-        await send({"type": "http.response.body", "body": body[:half], "more_body": True})
-        # Let the half be sent before the connection is cut.
-        await asyncio.sleep(0.05)
-        return _transport(send).close()
-    await send({"type": "http.response.body", "body": body})
-
-
-def _transport(send):
-    # The innermost `send` is a method of uvicorn's record of this request.
-    return send.__self__.transport
-
-
-def _reset(send) -> None:
-    transport = _transport(send)
-    # With no time to linger a close is a reset, as from a machine that went down.
-    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    transport.abort()
+        self.requests.append(f"{scope['method']} {scope['raw_path'].decode('ascii')}")
+        await self.app(scope, receive, send)
 
 
 # Serving
@@ -541,24 +450,25 @@ class LocalHub:
     Attributes:
         url: its address, for HF_ENDPOINT.
         repositories: what it holds.
-        faults: what shall go wrong; may be changed at any time.
         requests: `"<METHOD> <path>"` of every request so far.
     """
 
     url: str
     repositories: Repositories
-    faults: list[Fault]
     requests: list[str]
 
 
 @contextlib.contextmanager
-def serve(root: Path, trusted: Union[list, set, tuple] = (), port: int = 0) -> Iterator[LocalHub]:
+def serve(
+    root: Path, trusted: Union[list, set, tuple] = (), port: int = 0, around: Callable = lambda app: app
+) -> Iterator[LocalHub]:
     """Serve the repositories below `root` on the loopback interface, in a thread, until the block ends.
 
     Args:
         root: folder of the repositories; made if missing.
         trusted: the organisations that count as trusted kernel publishers.
         port: the port to listen on; by default one that is free.
+        around: what is served in the place of the application that it is given.
 
     Raises:
         OSError: the port is taken, or another Hub serves the folder.
@@ -568,9 +478,9 @@ def serve(root: Path, trusted: Union[list, set, tuple] = (), port: int = 0) -> I
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         port = listener.getsockname()[1]
-        hub = LocalHub(f"http://127.0.0.1:{port}", Repositories(root), [], [])
+        hub = LocalHub(f"http://127.0.0.1:{port}", Repositories(root), [])
         config = uvicorn.Config(
-            _Faulty(_OwnPages(_RawPaths(_application(hub, set(trusted))), port), hub.faults, hub.requests),
+            _Recorded(around(_OwnPages(_RawPaths(_application(hub, set(trusted))), port)), hub.requests),
             log_level="critical",
             http="h11",
             ws="none",

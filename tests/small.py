@@ -3,9 +3,10 @@
 import contextlib
 import json
 
+import hub as hubs
 import huggingface_hub
 import pytest
-from hub import client, local_hub
+from hub import client
 from huggingface_hub import CommitOperationAdd, constants
 from huggingface_hub.utils import _http
 from kernels import _rust
@@ -71,5 +72,5 @@ def endpoint(url):
 @contextlib.contextmanager
 def serve(folder):
     """A Hub at which commands of this process arrive."""
-    with local_hub.serve(folder, trusted=["org"]) as hub, endpoint(hub.url):
+    with hubs.serve(folder, trusted=["org"]) as hub, endpoint(hub.url):
         yield hub

@@ -17,7 +17,7 @@ from bits import assert_bits_equal, bits_equal
 from torch.nn import functional
 
 pytestmark = [
-    pytest.mark.usefixtures("proof_off"),
+    pytest.mark.usefixtures("proof_off", "small_gpu"),
     # numpy, which the interpreter computes with, warns of the infinities and NaNs that some tests are about.
     pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value|divide by zero|All-NaN):RuntimeWarning"),
 ]
@@ -28,6 +28,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Every kernel of ATen's, both sides of where the next one begins, and vocabularies of language models.
 SHORT = (2, 3, 31, 32, 33, 1000, 1024, 1025, 2048, 2049, 4100, 9216, 9217, 9220, 12252, 12253, 12256)
 LONG = (32000, 50257, 50304, 128256, 151936, 248320)
+
+
+@pytest.fixture
+def small_gpu(module, monkeypatch):
+    """In the interpreter one multiprocessor, so that a program takes several long rows."""
+    if not torch.cuda.is_available():
+        plans = module("plans")
+        monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu(None, 0, multiprocessors=1))
 
 
 def numpy_exp(x):

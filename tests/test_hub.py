@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from hub import ORGANISATION, client, local_hub, release_of, upload
+from hub import ORGANISATION, Fault, client, local_hub, release_of, upload
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from projects import PACKAGE, REPO_ID, ROOT, commit, contents, run, script
 from verify import main as verify
@@ -296,7 +296,7 @@ def test_faults_while_kernels_fetches(published, tmp_path):
             )
         for name, (where, what, _) in CLIENT_FAULTS.items():
             place = where if name == "untrusted" else where.replace(".*", f".*/{name}.*", 1)
-            hub.faults.append(local_hub.Fault(place, what, times=1))
+            hub.faults.append(Fault(place, what, times=1))
         environment = {**local_hub.environment(hub), "KERNELS_CACHE": tmp_path / "cache"}
         output = python(FETCH, ORGANISATION, *CLIENT_FAULTS, **environment)
         results = json.loads(output.splitlines()[-1])

@@ -15,7 +15,7 @@ import build_kernel
 import httpx2
 import pytest
 from command import one_line
-from hub import Published, client, local_hub, publish, release_of, upload, upload_process
+from hub import Fault, Published, client, local_hub, publish, release_of, serve, upload, upload_process
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from projects import PACKAGE, REPO_ID, ROOT, SMALL, commit, contents, export, git, run, script
 from test_build import UNSEEN
@@ -54,7 +54,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture
 def empty(tmp_path):
-    with local_hub.serve(tmp_path / "empty-hub") as hub:
+    with serve(tmp_path / "empty-hub") as hub:
         yield hub
 
 
@@ -489,7 +489,7 @@ def test_no_hub(project):
 
 
 def test_kernel_repositories_may_not_be_created(published, empty):
-    empty.faults.append(local_hub.Fault("POST /api/repos/create", 403))
+    empty.faults.append(Fault("POST /api/repos/create", 403))
     with pytest.raises(publish.CommandError, match="does not let this token create a kernel repository .HTTP 403"):
         upload(empty, published.release)
     assert publish.remote_branches(client(empty), REPO_ID) is None
@@ -508,7 +508,7 @@ def test_kernel_repositories_may_not_be_created(published, empty):
     ],
 )
 def test_a_failing_request_loses_nothing(published, empty, where, what):
-    empty.faults.append(local_hub.Fault(f"POST .*{where}", what, times=1))
+    empty.faults.append(Fault(f"POST .*{where}", what, times=1))
     with pytest.raises((httpx2.HTTPError, publish.CommandError)) as caught:
         upload(empty, published.release)
     assert "\n" not in one_line(caught.value)
@@ -530,7 +530,7 @@ def test_a_failing_request_loses_nothing(published, empty, where, what):
 )
 def test_killed(published, empty, tmp_path, where, what, there):
     """kill -9 while a request is under way: the branch is the old one or the new one, and the next run completes it."""
-    fault = local_hub.Fault(where, what, seconds=600)
+    fault = Fault(where, what, seconds=600)
     empty.faults.append(fault)
     process = upload_process(empty, published.release, tmp_path)
     deadline = time.monotonic() + 60

@@ -23,7 +23,7 @@ import publish as publish_command
 import pytest
 import vendor
 import verify
-from hub import client, local_hub
+from hub import Fault, client, local_hub
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.utils import _http
 from projects import ROOT, contents, run, script
@@ -180,7 +180,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("where", "what", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_damaged_download_reaches_no_cache(hub, cache, tmp_path, capsys, no_waiting, where, what, message):
-    hub.faults.append(local_hub.Fault(where, what))
+    hub.faults.append(Fault(where, what))
     assert_refused(cache, tmp_path, capsys, message)
 
 
@@ -291,7 +291,7 @@ def test_a_wrong_answer_reaches_no_cache(hub, cache, tmp_path, capsys, no_waitin
 def test_a_silent_hub_is_not_waited_for(hub, cache, tmp_path, capsys, monkeypatch, no_waiting, where):
     monkeypatch.setattr(command, "TIMEOUT_S", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    hub.faults.append(local_hub.Fault(where, "slow", seconds=600))
+    hub.faults.append(Fault(where, "slow", seconds=600))
     start = time.monotonic()
     assert_refused(cache, tmp_path, capsys, "timed out")
     assert time.monotonic() - start < 60
@@ -301,7 +301,7 @@ def test_no_request_is_without_a_limit(hub, monkeypatch, no_waiting):
     """Those of publishing too."""
     monkeypatch.setattr(command, "TIMEOUT_S", 0.2)
     api = command.hub_client()
-    hub.faults.append(local_hub.Fault(".*", "slow", seconds=600))
+    hub.faults.append(Fault(".*", "slow", seconds=600))
     operations = [CommitOperationAdd("a.txt", b"a")]
     for ask in (
         lambda: api.list_repo_refs(REPO_ID, repo_type="kernel"),
@@ -317,7 +317,7 @@ def test_no_request_is_without_a_limit(hub, monkeypatch, no_waiting):
 
 def test_publish_and_verify_ask_with_limits(published, hub, cache, monkeypatch, capsys):
     monkeypatch.setattr(command, "TIMEOUT_S", 0.2)
-    hub.faults.append(local_hub.Fault("/refs", "slow", seconds=600))
+    hub.faults.append(Fault("/refs", "slow", seconds=600))
     monkeypatch.setattr(publish_command, "ROOT", published.project)
     monkeypatch.setattr(sys, "argv", ["publish", "--build", str(published.release.build)])
     for main, arguments in ((publish_command.main, ()), (verify.main, [[REPO_ID, "--online", "--cache", str(cache)]])):
@@ -326,7 +326,7 @@ def test_publish_and_verify_ask_with_limits(published, hub, cache, monkeypatch, 
 
 
 def test_publish_names_a_conflict(published, hub, monkeypatch, capsys):
-    hub.faults.append(local_hub.Fault("POST .*/repos/create", 409))
+    hub.faults.append(Fault("POST .*/repos/create", 409))
     monkeypatch.setattr(publish_command, "ROOT", published.project)
     monkeypatch.setattr(sys, "argv", ["publish", "--build", str(published.release.build)])
     assert publish_command.main() == 1
@@ -348,7 +348,7 @@ def test_a_password_in_the_address_is_sent_and_never_shown(
             assert outputs[0][0] == 0
             assert {each.get("Authorization", each.get("authorization")) for each in seen} == {"Basic dXNlcjpzZS9jcmV0"}
             for where, what in (("/refs", 500), ("/tree/", 500), (LAYERS, 500), ("/tree/", 409), (".*", "reset")):
-                hub.faults[:] = [local_hub.Fault(where, what)]
+                hub.faults[:] = [Fault(where, what)]
                 outputs.append(fetch(tmp_path / "other", capsys))
                 assert verify.main([REPO_ID, "--online", "--cache", str(cache)]) == 1 or where == LAYERS
                 outputs.append(capsys.readouterr())
@@ -415,7 +415,7 @@ def test_nothing_is_written_through_a_link(hub, released, cache, tmp_path, capsy
 
 def test_what_a_killed_process_left_is_removed(hub, tmp_path, capsys):
     output = tmp_path / "new"
-    hub.faults.append(local_hub.Fault("GET .*layers.py", "slow", seconds=600))
+    hub.faults.append(Fault("GET .*layers.py", "slow", seconds=600))
     arguments = [sys.executable, ROOT / "scripts/vendor.py", REPO_ID, "--version", "1", "--output", output]
     process = subprocess.Popen(arguments, env=local_hub.environment(hub), stderr=subprocess.DEVNULL)
     while not any(fault.met for fault in hub.faults):
