@@ -1,39 +1,49 @@
-"""Facts of SUITE.md about eager's CUDA arithmetic, each held against an emulation bit by bit.
+"""Eager's CUDA arithmetic for kernels to come: each fact is held against an emulation, bit by bit.
 
-    OUT=folder python suite_facts.py                      on the GPU, under 4 minutes
-    python suite_facts.py --small --device cpu            only: does every path run?
-    python suite_facts.py --only layer_norm,group_norm    some items
+    python tests/aten_facts.py --json facts.json              on the GPU: half a minute on an H200
+    python tests/aten_facts.py --only layer_norm,group_norm   some items
+    python tests/aten_facts.py --small --device cpu           shows only that every path runs
 
-Each item compares eager's result with the stated arithmetic, and with other plausible ones. "OK" says that the stated one
-has the same bits in every case; "told apart" counts the cases in which another one has other bits (a test that tells nothing apart
-proves nothing). "DIFF" says which other one has the bits instead.
+The formulas come from ATen's kernels, read from the machine code of torch 2.11. docs/log/atens_arithmetic.md has what
+an H200 showed. Each item compares eager's result with the stated formula and with alternatives:
+
+    OK            the stated formula has eager's bits in every case
+    told apart    a/b: the alternative has other bits in a of b cases. 0/b: the cases do not show the difference
+    DIFF          the stated formula has other bits in some cases; the alternatives that have eager's bits there follow
+    INFO          nothing is compared: the item prints notes
+
+On a CPU items may end in DIFF, because the formulas are CUDA's. The exit status is 1 if an item raised an exception.
+On a GPU it is 1 too if an item ended in DIFF, or did not start for lack of time.
 """
 
 import argparse
 import itertools
 import json
 import math
-import os
 import sys
 import time
 import traceback
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--device", default="cuda")
-parser.add_argument("--small", action="store_true")
-parser.add_argument("--only", default="")
-parser.add_argument("--seed", type=int, default=None)
-parser.add_argument("--budget", type=float, default=225.0, help="seconds for everything")
-args = parser.parse_args()
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The module's docstring as it is, and every argument's default."""
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+parser.add_argument("--device", default="cuda", help="where eager and the emulations run: cuda, cuda:N or cpu")
+parser.add_argument("--small", action="store_true", help="a few small shapes an item; proves nothing about a GPU")
+parser.add_argument("--only", default="", metavar="NAMES", help="items to run, with commas; an unknown name prints all")
+parser.add_argument("--seed", type=int, default=int(time.time()), help="of the random inputs; the default is the time")
+parser.add_argument("--budget", type=float, default=225.0, help="seconds after which no case starts")
+parser.add_argument("--json", metavar="FILE", help="write every case with its counts of differing elements here")
+args = parser.parse_args()
 DEV = torch.device(args.device)
 CUDA = DEV.type == "cuda"
-SMALL = args.small
-SEED = int(time.time()) if args.seed is None else args.seed
+if CUDA and not torch.cuda.is_available():
+    parser.error("no CUDA device here: --small --device cpu shows only that every path runs")
 START = time.time()
 BF, HF, FP = torch.bfloat16, torch.float16, torch.float32
 GIB2 = 2**31 - 1
@@ -44,21 +54,13 @@ if CUDA:
     PROPS = torch.cuda.get_device_properties(0)
     SMS, THREADS_PER_SM = PROPS.multi_processor_count, PROPS.max_threads_per_multi_processor
 else:
-    SMS, THREADS_PER_SM = 132, 2048
-
-try:
-    if not CUDA:
-        raise ImportError("no GPU asked for")
-    import triton
-    import triton.language as tl
-
-    HAVE_TRITON = True
-except ImportError:
-    HAVE_TRITON = False
+    SMS, THREADS_PER_SM = 132, 2048  # An H200's.
 
 # ------------------------------------------------------------------ the device's FMA and logf
 
-if HAVE_TRITON:
+if CUDA:
+    import triton
+    import triton.language as tl
 
     @triton.jit
     def _fma1(a, b, c):
@@ -133,11 +135,8 @@ def fma_by_fp64(a, b, c):
     return torch.where(to_odd, neighbour, bits).view(torch.float64).float()
 
 
-FMA_ON_DEVICE = HAVE_TRITON
-
-
 def fma(a, b, c):
-    if not FMA_ON_DEVICE:
+    if not CUDA:
         return fma_by_fp64(a, b, c)
     a, b, c = (t.contiguous() for t in torch.broadcast_tensors(a, b, c))
     out = torch.empty_like(a)
@@ -164,7 +163,7 @@ def scalar(value, dtype=FP):
 
 
 def logf(x, variant=0):
-    if FMA_ON_DEVICE:
+    if CUDA:
         out = torch.empty_like(x)
         _logf_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), VARIANT=variant, BLOCK=1024, num_warps=4)
         return out
@@ -201,10 +200,6 @@ def differences(a, b):
     return count if count == 0 else int((differ & ~(a.isnan() & b.isnan())).sum())
 
 
-class Skip(Exception):
-    pass
-
-
 class Item:
     def __init__(self, name, limit):
         self.name, self.limit, self.start = name, limit, time.time()
@@ -220,15 +215,16 @@ class Item:
         print(f"    {self.name}: {text}", flush=True)
 
     def case(self, label, actual, candidates, power=True):
-        """`candidates`: name -> function or tensor, the stated one first. The rest is tried for power, or as an explanation."""
-        found = {}
+        """Compares `actual` with `candidates`: name -> tensor, or function that makes it, the stated one first.
+
+        Without `power` the alternatives are tried only where the stated one differs.
+        """
+        stated, found = next(iter(candidates)), {}
         for i, (name, candidate) in enumerate(candidates.items()):
             if i and found[stated] == 0 and not power:
                 break
             if i and self.late():
                 break
-            if i == 0:
-                stated = name
             try:
                 value = candidate() if callable(candidate) else candidate
                 found[name] = differences(actual, value)
@@ -247,41 +243,49 @@ class Item:
             )
             print(text[:700], flush=True)
 
+    def failed(self):
+        return [case for case in self.cases if case["differences"][case["stated"]] != 0]
+
     def line(self):
-        failed = [c for c in self.cases if c["differences"][c["stated"]] != 0]
-        others = {}
-        if not failed:
-            for c in self.cases:
-                for name, count in c["differences"].items():
-                    if name != c["stated"]:
-                        n, k = others.get(name, (0, 0))
-                        others[name] = (n + 1, k + (count != 0))
-            weakest = sorted(others.items(), key=lambda o: o[1][1] / o[1][0])
-            told = ", ".join(f"{name} {k}/{n}" for name, (n, k) in weakest[:7]) + (
-                f", {len(weakest) - 7} more" if len(weakest) > 7 else ""
-            )
-            text = f"OK {len(self.cases)} cases" + (f"; told apart: {told}" if told else "")
-            if not self.cases:
-                text = "INFO, see notes"
+        if not self.cases:
+            text = "INFO, see notes"
+        elif self.failed():
+            text = self._what_matches_instead()
         else:
-            for c in failed:
-                same = [name for name, count in c["differences"].items() if count == 0] or ["nothing tried"]
-                for name in same:
-                    others[name] = others.get(name, 0) + 1
-            text = f"DIFF {len(failed)} of {len(self.cases)}, there matches: " + ", ".join(
-                f"{k} ({v})" for k, v in sorted(others.items(), key=lambda o: -o[1])[:8]
-            )
+            text = self._what_is_told_apart()
         if self.cut:
             text += " [cut short: out of time]"
         return f"{self.name}: {text} ({self.seconds:.1f} s)"
+
+    def _what_matches_instead(self):
+        failed, matches = self.failed(), {}
+        for case in failed:
+            for name in [name for name, count in case["differences"].items() if count == 0] or ["nothing tried"]:
+                matches[name] = matches.get(name, 0) + 1
+        most = sorted(matches.items(), key=lambda match: -match[1])[:8]
+        there = ", ".join(f"{name} ({count})" for name, count in most)
+        return f"DIFF {len(failed)} of {len(self.cases)}, there matches: {there}"
+
+    def _what_is_told_apart(self):
+        tried = {}
+        for case in self.cases:
+            for name, count in case["differences"].items():
+                if name != case["stated"]:
+                    apart, cases = tried.get(name, (0, 0))
+                    tried[name] = (apart + (count != 0), cases + 1)
+        weakest = sorted(tried.items(), key=lambda one: one[1][0] / one[1][1])
+        told = [f"{name} {apart}/{cases}" for name, (apart, cases) in weakest]
+        return f"OK {len(self.cases)} cases" + (f"; told apart: {', '.join(told)}" if told else "")
 
 
 ITEMS = []
 
 
-def item(name, limit=30):
+def item(title, limit):
+    """Registers `item_NAME`: `--only NAME` runs it, for at most about `limit` seconds."""
+
     def register(function):
-        ITEMS.append((name, limit, function))
+        ITEMS.append((function.__name__[len("item_") :], title, limit, function))
         return function
 
     return register
@@ -299,7 +303,15 @@ def rand(*shape, dtype=FP):
 
 
 def pick(full, small):
-    return small if SMALL else full
+    return small if args.small else full
+
+
+def numbers(text):
+    return tuple(map(int, text.split()))
+
+
+def shapes_of(text):
+    return tuple(tuple(map(int, shape.split("x"))) for shape in text.split())
 
 
 # ------------------------------------------------------------------ Reduce.cuh
@@ -369,7 +381,7 @@ def chain(values, chains, dim):
     return sums
 
 
-def _rows_of_one_shift(values, vec, total_rows, shift, tree, lanes_tree):
+def _rows_of_one_shift(values, vec, shift, tree, lanes_tree):
     rows, n = values.shape
     width, height, warps, ctas = tree
     lanes = width * warps * ctas
@@ -416,9 +428,7 @@ def row_sums(values, vec=4, total_rows=None, offset=0, share_blocks=True, lanes_
     period = vec // math.gcd(n, vec) if n >= 128 else 1
     out = torch.empty(rows, device=values.device)
     for j in range(min(period, rows)):
-        out[j::period] = _rows_of_one_shift(
-            values[j::period], vec, total_rows, (offset + j * n) % vec, tree, lanes_tree
-        )
+        out[j::period] = _rows_of_one_shift(values[j::period], vec, (offset + j * n) % vec, tree, lanes_tree)
     return out
 
 
@@ -526,7 +536,7 @@ def softmax_sum(values, kind, threads=1024, vec=4, shifted=True, tree=block_tree
 
 
 def forward_kind(in_dtype, out_dtype, V):
-    """Table 2.1, the pointers aligned: (kind, vec)."""
+    """The forward kernel and its vector length by row length, aligned pointers (SoftMax.cu): (kind, vec)."""
     if in_dtype == FP:
         if V <= 2048:
             return "warp", 0
@@ -545,7 +555,7 @@ def forward_kind(in_dtype, out_dtype, V):
 
 
 def backward_kind(itemsize, V):
-    """Table below 2.1: (kind, vec, threads)."""
+    """The backward kernel by row length (SoftMax.cu): (kind, vec, threads)."""
     if V <= 1024:
         return "warp", 0, 32
     vec = 16 // itemsize
@@ -587,7 +597,8 @@ def sum_candidates(expected, V, values, finish, threads=1024, tree=block_tree, o
 
 
 @item("self_check", 10)
-def self_check(it):
+def item_self_check(it):
+    """The tools: the emulated FMA, division, the formula of logf, and one sum whose order is known."""
     n = pick(2_000_000, 20_000)
     a, b, c = randn(n), randn(n), randn(n)
     c[: n // 4] = -(a * b)[: n // 4]
@@ -601,28 +612,9 @@ def self_check(it):
         a / x,
         {"fp64": (a.double() / x.double()).float(), "times reciprocal": a * (1 / x)},
     )
-    values = [
-        np.float32(v)
-        for v in (
-            -0.13018857,
-            0.14084610,
-            -0.12148628,
-            0.13980611,
-            -0.16684236,
-            0.20012300,
-            -0.24999669,
-            0.33333182,
-            -0.5,
-        )
-    ]
-    it.case(
-        "the design's coefficients of log are the ones used",
-        torch.from_numpy(np.array(LOG_COEFFICIENTS, np.float32)),
-        {"decimals of 2.3": torch.from_numpy(np.array(values, np.float32))},
-    )
     close = (logf(x).double() - x.double().log()).abs() / (x.double().log().abs() + 1e-3)
     it.note(f"logf's formula against fp64 log: largest relative error {close.max().item():.2e} (fp32 ulp 1.2e-07)")
-    # Is the arithmetic of a small row known here? [64, 1024] fp32 is proven ground (NUMERICS, section 2).
+    # tests/aten_model.py has this reduction order, and golden vectors of an H200 show it.
     v = randn(64, 1024)
     it.case(
         "known ground: fp32 row sums [64, 1024]",
@@ -631,8 +623,9 @@ def self_check(it):
     )
 
 
-@item("4 logf, all positive fp32", 30)
+@item("logf, all positive fp32", 30)
 def item_log(it):
+    """torch.log of fp32 is CUDA's logf: every pattern of bits from 0 to infinity, the sign bit clear."""
     end = pick(0x7F800000 + 1, 1 << 16)
     chunk = pick(1 << 27, 1 << 14)
     starts = list(range(0, end, chunk))
@@ -665,8 +658,9 @@ def item_log(it):
     it.case("0, -0, inf, -inf, NaN, -1, -1e-40", torch.log(special), {"formula": lambda: logf(special)})
 
 
-@item("6 cuBLAS rows by M", 40)
+@item("cuBLAS rows by M", 40)
 def item_cublas(it):
+    """bf16 matmuls of the first and of the last M rows against those rows of the whole product; F.linear's calls."""
     if not CUDA:
         it.note("GPU only: small shapes, to run the path")
     for hidden, vocab in pick(((4096, 128256), (2048, 151936)), ((64, 256),)):
@@ -686,7 +680,8 @@ def item_cublas(it):
             equal = [m for m, (a, b) in table.items() if a == b == 0]
             unequal = {m: round(max(a, b) / (m * full.shape[1]), 6) for m, (a, b) in table.items() if a or b}
             it.note(
-                f"{name}: repeated {'same bits' if same == 0 else f'{same} differ'}; same bits as M={whole} at M in {equal}; share of elements that differ: {unequal}"
+                f"{name}: repeated {'same bits' if same == 0 else f'{same} differ'}; "
+                f"same bits as M={whole} at M in {equal}; share of elements that differ: {unequal}"
             )
             it.cases.append(
                 {
@@ -724,42 +719,13 @@ def complex_formulas(a, b):
     return re, im
 
 
-def mixed(formulas, broadcast):
-    """The formulas, and one in the full blocks with another one in the remainder (contiguous shapes)."""
-    if broadcast:
-        return formulas
-    found = dict(formulas)
-    pairs = [p for p in itertools.permutations(formulas, 2) if "unfused" not in p[0] + p[1]]
-    for block in (256, 512, 1024, 2048):
-        for first, rest in pairs:
-
-            def blend(block=block, first=first, rest=rest):
-                a, b = formulas[first](), formulas[rest]()
-                full = a.numel() // block * block
-                return torch.where((torch.arange(a.numel(), device=DEV) < full).view(a.shape), a, b)
-
-            found[f"{first} in blocks of {block}, then {rest}"] = blend
-    return found
-
-
-@item("7 complex product", 20)
+@item("complex product", 20)
 def item_complex(it):
+    """A complex product (c10/util/complex.h) of a rotary embedding, and its gradient."""
     shapes = pick(
-        (
-            (1, 37, 1, 128, 1),
-            (2, 37, 1, 128, 2),
-            (2, 37, 1, 128, 1),
-            (1, 1, 1, 128, 1),
-            (1, 1, 4, 128, 1),
-            (1, 37, 2, 128, 1),
-            (1, 37, 4, 128, 1),
-            (2, 16, 8, 64, 2),
-            (2, 16, 8, 64, 1),
-            (1, 4096, 40, 128, 1),
-            (1, 4096, 1, 128, 1),
-            (2, 33, 16, 6, 2),
-            (1, 5, 3, 2, 1),
-            (1, 4096, 8, 128, 1),
+        shapes_of(
+            "1x37x1x128x1 2x37x1x128x2 2x37x1x128x1 1x1x1x128x1 1x1x4x128x1 1x37x2x128x1 1x37x4x128x1 "
+            "2x16x8x64x2 2x16x8x64x1 1x4096x40x128x1 1x4096x1x128x1 2x33x16x6x2 1x5x3x2x1 1x4096x8x128x1"
         ),
         ((1, 3, 1, 8, 1), (2, 3, 4, 8, 2)),
     )
@@ -775,32 +741,15 @@ def item_complex(it):
             g = randn(*out.shape)
             (dreal,) = torch.autograd.grad(out, real, g)
             label = f"x {[b, s, heads, dim // 2]}{' strided' if unaligned else ''} freqs {[fb, s, 1, dim // 2]}"
-            broadcast = heads > 1 or (fb != b)
             re, im = complex_formulas(xc.detach(), freqs[:, :, None, :])
-            if not broadcast:  # "the vectorised kernel of equal contiguous shapes contracts the other product in im"
-                im = dict(sorted(im.items(), key=lambda kv: kv[0] != "im fma(ai,br,ar bi)"))
-            it.case(label + " re", out[..., 0].detach(), mixed(re, broadcast))
-            it.case(label + " im", out[..., 1].detach(), mixed(im, broadcast))
+            it.case(label + " re", out[..., 0].detach(), re)
+            it.case(label + " im", out[..., 1].detach(), im)
             gc = torch.view_as_complex(g)
             re, im = complex_formulas(gc, freqs[:, :, None, :].conj().resolve_conj())
-            if not broadcast:
-                im = dict(sorted(im.items(), key=lambda kv: kv[0] != "im fma(ai,br,ar bi)"))
-            it.case(label + " grad re", dreal[..., 0], mixed(re, broadcast))
-            it.case(label + " grad im", dreal[..., 1], mixed(im, broadcast))
+            it.case(label + " grad re", dreal[..., 0], re)
+            it.case(label + " grad im", dreal[..., 1], im)
         if it.late():
             break
-    # Which one runs, by shape: said once in words.
-    for part in ("re", "im", "grad re", "grad im"):
-        by = {}
-        for c in it.cases:
-            if c["case"].endswith("] " + part):
-                by.setdefault(tuple(k for k, v in c["differences"].items() if v == 0)[:4], []).append(
-                    c["case"].rsplit("] ", 1)[0] + "]"
-                )
-        for names, labels in by.items():
-            it.note(
-                f"{part}: {names or 'no formula'} at {labels if len(labels) <= 12 else labels[:12] + ['...', len(labels)]}"
-            )
 
 
 def online(fused, divide=False):
@@ -879,8 +828,9 @@ def layer_norm_moments(x, fused=(True, True), mean_variant="fma(mA,nA,nB*mB)", m
     return mean[:, 0], m2[:, 0] / scalar(float(N))
 
 
-@item("8 LayerNorm", 40)
+@item("LayerNorm", 40)
 def item_layer_norm(it):
+    """native_layer_norm (layer_norm_kernel.cu): Welford in 128 threads with vectors of four elements."""
     rows, eps = pick(96, 5), 1e-5
     mean_names = ("fma(mA,nA,nB*mB)", "fma(nB,mB,nA*mA)", "unfused")
     m2_names = ("fma(nB,cA*(d*d),M2A+M2B)", "fma(d*d,cA*nB,..)", "unfused")
@@ -1005,19 +955,11 @@ def group_norm_moments(x, threads, m2_fused=True, combine_fused=(True, True), di
     return mean[:, 0], m2[:, 0] / scalar(float(n))
 
 
-@item("9 GroupNorm", 40)
+@item("GroupNorm", 40)
 def item_group_norm(it):
+    """native_group_norm (group_norm_kernel.cu): Welford in a warp or in 512 threads, then y by channel."""
     shapes = pick(
-        (
-            (2, 32, 64, 8),
-            (2, 64, 256, 32),
-            (2, 320, 1024, 32),
-            (1, 128, 4096, 32),
-            (3, 48, 35, 3),
-            (16, 32, 1, 8),
-            (16, 2048, 1, 4),
-            (4, 16, 7, 8),
-        ),
+        shapes_of("2x32x64x8 2x64x256x32 2x320x1024x32 1x128x4096x32 3x48x35x3 16x32x1x8 16x2048x1x4 4x16x7x8"),
         ((2, 32, 16, 8), (3, 16, 1, 4)),
     )
 
@@ -1051,7 +993,7 @@ def item_group_norm(it):
             return t.view(N, G, 1).expand(N, G, C // G).reshape(N, C)
 
         def result(rounded, b_fused, y_fused):
-            # In fp32 nothing is rounded; `rounded` is 2.11's way with 16 bits, the other one 2.13's.
+            # `rounded`: mean and rstd are stored in the dtype, as torch 2.11 does. torch 2.13 stores fp32.
             mm, rr = (m.to(dtype).float(), r.to(dtype).float()) if rounded else (m, r)
             M, S = per_channel(mm), per_channel(rr)
             W, B = w.float().expand(N, C), b.float().expand(N, C)
@@ -1098,8 +1040,9 @@ def item_group_norm(it):
             break
 
 
-@item("9b F.cross_entropy under autocast, trace", 10)
+@item("F.cross_entropy under autocast, trace", 10)
 def item_autocast(it):
+    """Which operations run, and in which dtypes."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Trace(TorchDispatchMode):
@@ -1109,7 +1052,7 @@ def item_autocast(it):
 
         def __torch_dispatch__(self, func, types, arguments=(), kwargs=None):
             out = func(*arguments, **(kwargs or {}))
-            flat = [a for a in torch.utils._pytree.tree_leaves((arguments, kwargs))]
+            flat = torch.utils._pytree.tree_leaves((arguments, kwargs))
             ins = ",".join(
                 str(a.dtype)[6:]
                 if isinstance(a, torch.Tensor)
@@ -1158,8 +1101,9 @@ def item_autocast(it):
             it.note(f"autocast bf16, {name}: {trace.seen}")
 
 
-@item("10 full sum", 45)
+@item("full sum", 45)
 def item_full_sum(it):
+    """Sum and mean of a whole tensor (Reduce.cuh), beyond 2 GiB too, where TensorIterator splits it."""
     v16 = 512 * 16 * SMS * 4  # where min(4 * SMs, ceil(v / 16)) changes hands
     v256 = 512 * 256 * SMS * 4  # from here ceil(v / 256) blocks
     sizes = pick(
@@ -1250,27 +1194,11 @@ def item_full_sum(it):
 
 @item("row sums of 16 bits, and odd rows", 25)
 def item_row_sums(it):
+    """Sums of rows by Reduce.cuh: vectors of 16 bytes, rows that start off their boundary."""
     shapes = pick(
-        (
-            (1, 4096),
-            (3, 1000),
-            (16, 128),
-            (16, 136),
-            (64, 768),
-            (64, 1024),
-            (256, 5120),
-            (4096, 4096),
-            (8, 127),
-            (5, 64),
-            (7, 1001),
-            (33, 2051),
-            (128, 151936),
-            (44, 151936),
-            (2, 200000),
-            (100, 50257),
-            (600, 131072),
-            (128, 128256),
-            (12, 262144),
+        shapes_of(
+            "1x4096 3x1000 16x128 16x136 64x768 64x1024 256x5120 4096x4096 8x127 5x64 7x1001 33x2051 "
+            "128x151936 44x151936 2x200000 100x50257 600x131072 128x128256 12x262144"
         ),
         ((3, 1000), (5, 64), (7, 1001)),
     )
@@ -1313,39 +1241,22 @@ def item_row_sums(it):
             break
         for dtype in (BF, HF, FP):
             check(rows, n, dtype)
-    # Column sums of 16 bits, proven ground: a check of this file's own helper.
+    # tests/aten_model.py has these: a check of this file's column_sums.
     for rows, n in pick(((37, 128), (1000, 4096), (8192, 1024)), ((9, 64),)):
         x = (rand(rows, n) * 2 - 0.7).to(BF)
-        it.case(f"columns {rows}x{n} bf16 to fp32", x.sum(0, dtype=FP), {"known": lambda: column_sums(x)}, power=False)
+        it.case(f"columns {rows}x{n} bf16 to fp32", x.sum(0, dtype=FP), {"known": column_sums(x)}, power=False)
 
 
 @item("softmax forward", 50)
 def item_softmax(it):
+    """softmax and log_softmax (SoftMax.cu, PersistentSoftmax.cuh): which kernel runs, and its reduction order."""
     plan = pick(
         (
             (
                 FP,
                 FP,
-                (
-                    1,
-                    7,
-                    100,
-                    128,
-                    1000,
-                    2048,
-                    2049,
-                    4100,
-                    9216,
-                    9217,
-                    9220,
-                    12252,
-                    12255,
-                    12256,
-                    16384,
-                    32000,
-                    50257,
-                    128256,
-                    151936,
+                numbers(
+                    "1 7 100 128 1000 2048 2049 4100 9216 9217 9220 12252 12255 12256 16384 32000 50257 128256 151936"
                 ),
             ),
             (BF, BF, (100, 1024, 2048, 2049, 4097, 9216, 9217, 9224, 24504, 24512, 32001, 128256)),
@@ -1418,29 +1329,12 @@ def item_softmax(it):
 
 @item("softmax and log_softmax backward", 50)
 def item_softmax_backward(it):
+    """The gradients of softmax and log_softmax (SoftMax.cu): kernel, reduction order, FMA."""
     plan = pick(
         (
             (
                 FP,
-                (
-                    8,
-                    100,
-                    1000,
-                    1024,
-                    1025,
-                    1028,
-                    1031,
-                    1032,
-                    2055,
-                    2056,
-                    4096,
-                    9217,
-                    12268,
-                    12272,
-                    32000,
-                    50257,
-                    128256,
-                ),
+                numbers("8 100 1000 1024 1025 1028 1031 1032 2055 2056 4096 9217 12268 12272 32000 50257 128256"),
             ),
             (BF, (100, 1024, 1025, 1032, 2049, 4096, 16384, 24536, 24544, 50257, 128256)),
         ),
@@ -1502,12 +1396,8 @@ def item_softmax_backward(it):
                 ),
             )
 
-        for V in (
-            1000,
-            1028,
-            4096,
-            9217,
-            50257,
+        for V in numbers(
+            "1000 1028 4096 9217 50257"
         ):  # fp16 in, fp32 gradient: vectors by the *output* (fp32: 4), dx in fp16
             if it.late():
                 break
@@ -1531,8 +1421,10 @@ def orders(edges, rounding=lambda t: t):
     return found
 
 
-@item("11 Cohere LayerNorm edges", 20)
+@item("Cohere LayerNorm edges", 20)
 def item_cohere(it):
+    """The gradients of transformers' CohereLayerNorm: in which order autograd adds those of its input."""
+
     def cohere(x, w, eps=1e-5):
         dtype = x.dtype
         h = x.to(torch.float32)
@@ -1612,6 +1504,8 @@ def item_cohere(it):
 
 @item("T5LayerNorm, two edges", 15)
 def item_t5(it):
+    """The gradients of transformers' T5LayerNorm: two edges into the input, each rounded to its dtype."""
+
     def t5(x, w, eps=1e-6):
         variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
         n = x * torch.rsqrt(variance + eps)
@@ -1668,6 +1562,8 @@ def item_t5(it):
 
 @item("vision rotary's gradient", 10)
 def item_vision(it):
+    """apply_rotary_pos_emb_vision of transformers, and the order in which autograd adds its gradient."""
+
     def rotate_half(x):
         return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
 
@@ -1720,6 +1616,8 @@ def item_vision(it):
 
 @item("DyT gradients", 20)
 def item_dyt(it):
+    """Dynamic tanh, gamma * tanh(alpha * x) + beta: its gradients, that of the scalar alpha too."""
+
     def check(shape, dtype, repeat):
         x = randn(*shape, dtype=dtype, scale=1.5).requires_grad_()
         alpha = torch.tensor([0.5 + 0.1 * repeat], device=DEV).to(dtype).requires_grad_()
@@ -1792,6 +1690,8 @@ def item_dyt(it):
 
 @item("kl_div", 30)
 def item_kl(it):
+    """F.kl_div (ATen/native/Loss.cpp): values, reductions, gradients of input and target."""
+
     def check(rows, V, idt, tdt, log_target):
         i = F.log_softmax(randn(rows, V, scale=2), -1).to(idt).requires_grad_()
         t0 = F.log_softmax(randn(rows, V, scale=2), -1)
@@ -1835,7 +1735,7 @@ def item_kl(it):
         def reduced(reduction, factor):
             loss = F.kl_div(i, t0, reduction=reduction, log_target=log_target)
 
-            def total(v, reduction=reduction, factor=factor):
+            def total(v):
                 s = full_sum(flat, v)
                 if reduction == "mean":
                     return (s * factor).to(out_dtype)
@@ -1910,6 +1810,8 @@ def item_kl(it):
 
 @item("TRL selective_log_softmax and entropy", 45)
 def item_trl(it):
+    """TRL's selective_log_softmax and entropy_from_logits, with their loops over sequences and chunks."""
+
     def selective(logits, index):
         if logits.dtype in (torch.float32, torch.float64):
             selected = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
@@ -2039,34 +1941,43 @@ def item_trl(it):
                 torch.cuda.empty_cache()
 
 
-# ------------------------------------------------------------------
+# ------------------------------------------------------------------ the run
+
+
+def chosen_items():
+    """The items of `--only`, all without it, each with its place in the whole list."""
+    names = [name for name, *_ in ITEMS]
+    wanted = [name.strip() for name in args.only.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        parser.error(f"--only: no item {', '.join(unknown)}; there are {', '.join(names)}")
+    return [(i, *entry) for i, entry in enumerate(ITEMS) if not wanted or entry[0] in wanted]
+
+
+def describe():
+    device = torch.cuda.get_device_name(DEV) if CUDA else "CPU"
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__ if CUDA else None,
+        "python": sys.version.split()[0],
+        "device": f"{device}, {SMS} SMs x {THREADS_PER_SM} threads",
+        "seed": args.seed,
+        "small": args.small,
+    }
 
 
 def main():
-    print(
-        f"torch {torch.__version__}, {torch.cuda.get_device_name(0) if CUDA else 'CPU'}, {SMS} SMs x {THREADS_PER_SM} threads,"
-        f" triton {triton.__version__ if HAVE_TRITON else 'none'}, python {sys.version.split()[0]}, seed {SEED}",
-        flush=True,
-    )
-    if CUDA:
-        global FMA_ON_DEVICE
-        try:
-            fma(torch.ones(4, device=DEV), torch.ones(4, device=DEV), torch.ones(4, device=DEV))
-            logf(torch.ones(4, device=DEV))
-        except Exception:
-            traceback.print_exc()
-            FMA_ON_DEVICE = False
-            print("Triton's kernels failed: FMA by fp64 instead", flush=True)
-    chosen = [s for s in args.only.split(",") if s]
-    lines, records = [], []
-    for number, (name, limit, function) in enumerate(ITEMS):
-        if chosen and not any(c in name or c in function.__name__ for c in chosen):
-            continue
+    items = chosen_items()
+    about = describe()
+    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    lines, records, status = [], [], 0
+    for number, name, title, limit, function in items:
         if time.time() - START > args.budget:
-            lines.append(f"{name}: SKIPPED, out of time")
+            lines.append(f"{title}: SKIPPED, out of time")
+            status |= CUDA
             continue
-        it = Item(name, limit)
-        GEN.manual_seed(SEED + number)
+        it = Item(title, limit)
+        GEN.manual_seed(args.seed + number)
         error = None
         try:
             function(it)
@@ -2076,22 +1987,32 @@ def main():
             error = traceback.format_exc()
             print(error, flush=True)
         it.seconds = time.time() - it.start
-        line = it.line() if error is None else it.line() + "; ENDED BY " + error.strip().splitlines()[-1][:200]
+        line = it.line()
+        if error is not None:
+            line += "; ENDED BY " + error.strip().splitlines()[-1][:200]
+        status |= error is not None or (CUDA and bool(it.failed()))
         lines.append(line)
         print(line, flush=True)
         records.append(
-            {"item": name, "line": line, "error": error, "notes": it.notes, "cases": it.cases, "seconds": it.seconds}
+            {
+                "name": name,
+                "item": title,
+                "line": line,
+                "error": error,
+                "notes": it.notes,
+                "cases": it.cases,
+                "seconds": it.seconds,
+            }
         )
         if CUDA:
             torch.cuda.empty_cache()
-        out = os.environ.get("OUT")
-        if out:
-            with open(os.path.join(out, "suite_facts.json"), "w") as file:
-                json.dump({"torch": torch.__version__, "seed": SEED, "items": records}, file, indent=1)
-    print(f"\n=== summary ({time.time() - START:.0f} s, seed {SEED})")
-    for line in lines:
-        print(line)
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump({**about, "items": records}, file, indent=1)
+    print(f"\n=== summary ({time.time() - START:.0f} s, seed {args.seed})")
+    print(*lines, sep="\n")
+    return int(status)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
