@@ -12,7 +12,7 @@ from .summation import fused_sum_of_squares, row_sum, sum_of_columns
 
 
 @triton.jit
-def factor_of(weight, SCALE: tl.constexpr):
+def _factor(weight, SCALE: tl.constexpr):
     """What a value is multiplied by, fp32."""
     factor = weight.to(tl.float32)
     if SCALE == "one_plus":
@@ -21,7 +21,7 @@ def factor_of(weight, SCALE: tl.constexpr):
 
 
 @triton.jit
-def columns_of_row(
+def _columns(
     LOG2_STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -38,7 +38,7 @@ def columns_of_row(
 
 
 @triton.jit
-def load_weight(weight_ptr, column, in_row, SCALE: tl.constexpr, EVICTION: tl.constexpr):
+def _load_weight(weight_ptr, column, in_row, SCALE: tl.constexpr, EVICTION: tl.constexpr):
     """As `column`; without a factor any tensor will do."""
     weight = column
     if SCALE != "none":
@@ -198,7 +198,7 @@ def _normalize(h, rstd, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr):
     if SCALE == "after_cast":
         out = out.to(input_dtype).to(tl.float32)
     if SCALE != "none":
-        out = factor_of(weight, SCALE)[None, :, :] * out
+        out = _factor(weight, SCALE)[None, :, :] * out
     return out
 
 
@@ -240,7 +240,7 @@ def rms_norm_forward(
         _prefetch_rows(x_ptr, rows, x_row_stride * STRIDE_UNIT, HIDDEN_SIZE, ROWS, AHEAD)
     row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    column = columns_of_row(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
     in_row = column < HIDDEN_SIZE
     mask = in_range[:, None, None] & in_row[None, :, :]
     start = row * x_row_stride * STRIDE_UNIT
@@ -253,7 +253,7 @@ def rms_norm_forward(
         )  # fmt: skip
     else:
         x = tl.load(x_ptr + x_offset, mask=mask, other=0.0)
-        weight = load_weight(weight_ptr, column, in_row, SCALE, "")
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
         if BY_LANE:
             mean = _mean_of_squares_by_lane(
                 x_ptr, x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
@@ -264,7 +264,7 @@ def rms_norm_forward(
     rstd = rsqrt(mean + eps)
     if STREAMED:
         h = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        weight = load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
     tl.store(rstd_ptr + row, rstd, mask=in_range & (store_rstd != 0))
     out = _normalize(h, rstd, weight, SCALE, x_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -302,7 +302,7 @@ def add_rms_norm_forward(
         _prefetch_rows(residual_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
     row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    column = columns_of_row(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
     in_row = column < HIDDEN_SIZE
     mask = in_range[:, None, None] & in_row[None, :, :]
     start = row * HIDDEN_SIZE
@@ -317,7 +317,7 @@ def add_rms_norm_forward(
         if not BY_LANE:
             tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
-        weight = load_weight(weight_ptr, column, in_row, SCALE, "")
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
         if BY_LANE:
             mean = _mean_of_squares_by_lane(
                 x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
@@ -331,7 +331,7 @@ def add_rms_norm_forward(
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")
         tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
-        weight = load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
+        weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
     tl.store(rstd_ptr + row, rstd, mask=in_range & (store_rstd != 0))
     out = _normalize(h, rstd, weight, SCALE, x_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .primitives import prefetch
-from .rms_norm import columns_of_row, factor_of, load_weight
+from .rms_norm import _columns, _factor, _load_weight
 from .summation import halves_sum, row_sum, sum_of_blocks, sum_of_columns, thread_sum
 
 
@@ -69,7 +69,7 @@ def _weight_gradient(dy, normalized, SCALE: tl.constexpr, input_dtype: tl.conste
 def _incoming(dy, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr, output_dtype: tl.constexpr):
     """The gradient of the normalised values, fp32."""
     if SCALE != "none":
-        dy = dy * factor_of(weight, SCALE)
+        dy = dy * _factor(weight, SCALE)
     if SCALE == "after_cast":
         dy = dy.to(output_dtype).to(input_dtype).to(tl.float32)
     return dy
@@ -173,11 +173,11 @@ def rms_norm_backward(
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     PARTS: tl.constexpr = THREADS // ROWS
-    column = columns_of_row(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
     in_row = column < HIDDEN_SIZE
     input_dtype = x_ptr.dtype.element_ty
     output_dtype = dy_ptr.dtype.element_ty
-    weight = load_weight(weight_ptr, column, in_row, SCALE, "")[None, :, :]
+    weight = _load_weight(weight_ptr, column, in_row, SCALE, "")[None, :, :]
     pointers = (dy_ptr, x_ptr, rstd_ptr)
     dy_strides = (dy_outer_stride, dy_middle_stride, dy_inner_stride)
     x_strides = (x_outer_stride, x_middle_stride, x_inner_stride)
@@ -305,7 +305,7 @@ def rms_norm_backward_streamed(
                 mask = offset < HIDDEN_SIZE
                 dy = tl.load(dy_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
                 h = tl.load(x_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-                weight = load_weight(weight_ptr, offset, mask, SCALE, "evict_last")
+                weight = _load_weight(weight_ptr, offset, mask, SCALE, "evict_last")
                 total += _incoming(dy, weight, SCALE, input_dtype, output_dtype) * h
                 if ADD and step == STEPS // 2:
                     # Not from the start: it would be in the way of what is waited for.
@@ -327,7 +327,7 @@ def rms_norm_backward_streamed(
                 mask = offset < HIDDEN_SIZE
                 dy = tl.load(dy_row + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 h = tl.load(x_row + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                weight = load_weight(weight_ptr, offset, mask, SCALE, "evict_last")
+                weight = _load_weight(weight_ptr, offset, mask, SCALE, "evict_last")
                 d_sum = dy
                 if ADD:
                     d_sum = tl.load(d_sum_ptr + dx_row + offset, mask=mask, other=0.0, eviction_policy="evict_first")
