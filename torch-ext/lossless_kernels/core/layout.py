@@ -104,6 +104,21 @@ def is_same_order(shape, strides, others) -> bool:
     return all(size == 1 or ours == other for size, ours, other in zip(shape, strides, others))
 
 
+# Of a tensor with dimensions of length 1 whose strides the CPU is asked for.
+_FEW_ELEMENTS = 1 << 18
+
+
+def stand_ins(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of these dtypes, shapes and strides, by which the strides of eager's results are found out.
+
+    They are on the meta device, where it costs nothing. But PyTorch's meta kernels keep strides of dimensions of length 1 that
+    those of the CPU and of CUDA do not: with such dimensions the tensors are on the CPU, unless they are large.
+    """
+    on_cpu = any(1 in tensor.shape for tensor in tensors) and max(each.numel() for each in tensors) <= _FEW_ELEMENTS
+    device = "cpu" if on_cpu else "meta"
+    return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device) for each in tensors]
+
+
 @dataclass(frozen=True)
 class Output:
     """Strides and dtype of what eager returns for a call's arguments, and memory for it."""
@@ -127,8 +142,6 @@ class Output:
             strides = first.stride()
         else:
             with no_modes(), torch.no_grad():
-                out = formula(
-                    *(torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in arguments)
-                )
+                out = formula(*stand_ins(*arguments))
             strides = out.stride()
         return cls(strides, dtype, allocator(first.shape, strides, dtype, first.device))

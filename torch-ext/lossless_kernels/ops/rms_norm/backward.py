@@ -10,7 +10,7 @@ import torch
 from ...core import launch, plans, proof
 from ...core.calls import Calls, Failed, Outside
 from ...core.domain import allocator, are_dense, are_plain, gradients_apart
-from ...core.layout import contiguous_strides, row_levels, rows_in_memory
+from ...core.layout import contiguous_strides, row_levels, rows_in_memory, stand_ins
 from ...core.reduction import ColumnReduction, RowReduction, column_reduction, row_class, row_reduction, split_rows
 from ...core.torch_internals import dispatch_modes, forward_ad
 from .formulas import EAGER, Variant, eager_rstd
@@ -316,14 +316,12 @@ def _layout(variant, dy, x, weight):
     if dy.stride() == x.stride() == contiguous_strides(x.shape):
         return x.stride(), x.stride()
     with proof.undisturbed(x.device), torch.enable_grad():
-        dy, x, weight = (
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (dy, x, weight)
-        )
+        dy, x, weight = stand_ins(dy, x, weight)
         (dx,) = torch.autograd.grad(variant.eager(x.requires_grad_(), weight, 0.0), x, dy)
         h, dy = x.detach().to(torch.float32), variant.incoming(dy)
         # In fp32: the meta device widens 16 bits before it multiplies, and lays out an expanded dy by that, which then decides
         # how the product lies.
-        dy = torch.empty_strided(dy.shape, dy.stride(), dtype=torch.float32, device="meta")
+        dy = torch.empty_strided(dy.shape, dy.stride(), dtype=torch.float32, device=h.device)
         return dx.stride(), (dy * (h * eager_rstd(h, 0.0))).stride()
 
 
