@@ -48,6 +48,9 @@ OPS = {
     "silu_backward": Op("SiLU backward", "silu", tensors=3, vectors=0, backward=True),
     "silu_and_mul": Op("SwiGLU forward", "silu_and_mul", tensors=3, vectors=0, inputs=2),
     "silu_and_mul_backward": Op("SwiGLU backward", "silu_and_mul", tensors=5, vectors=0, backward=True, inputs=2),
+    "softmax": Op("Softmax forward", "softmax", tensors=2, vectors=0),
+    # Read y and dy, write dx.
+    "softmax_backward": Op("Softmax backward", "softmax", tensors=3, vectors=0, backward=True),
     # Heads of queries and keys, four to one. The least that the gradients need is dy and dx.
     "rotary": Op("Rotary embedding of queries and keys", "rotary", tensors=2, vectors=0, tables=2),
     "rotary_backward": Op("Rotary embedding backward", "rotary", tensors=2, vectors=0, backward=True, tables=2),
@@ -134,6 +137,12 @@ BARS = {
     Case("silu_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_and_mul", (8192, 14336)): (Bar(1.03, FLOOR),),
     Case("silu_and_mul_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
+    # A router's experts, and attention scores.
+    **{
+        Case(op, shape): (Bar(1.0, EAGER), Bar(1.0, COMPILED))
+        for op in ("softmax", "softmax_backward")
+        for shape in ((65536, 128), (65536, 1024))
+    },
     Case("rotary", (8, 2048, 40, 128)): (Bar(1.15, FLOOR), *_FASTEST),
     Case("rotary_backward", (8, 2048, 40, 128)): (Bar(1.0, EAGER), Bar(1.0, COMPILED)),
     Case("host_inference", HOST_SHAPE): (Bar(1.0, NATIVE_BARE),),

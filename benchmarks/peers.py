@@ -7,7 +7,7 @@ what must move over the bandwidth of a copy measured in the same run. In every c
 with eager's, bit for bit. Peers that are not installed or fail are named with the reason.
 
 ops:
-  rms_norm, add_rms_norm, silu, silu_and_mul, each also with _backward       device times
+  rms_norm, add_rms_norm, silu, silu_and_mul, softmax, each also with _backward      device times
   rotary, rotary_backward                            device times; Liger works in place, on what it wrote before
   host                                               host time of an RMSNorm call, inference and training forward
   first_call                                         from import to the first result, with an empty and a full Triton cache,
@@ -92,7 +92,10 @@ def eager():
     def silu_and_mul(gate, up):
         return functional.silu(gate) * up
 
-    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu}
+    def softmax(x):
+        return functional.softmax(x, -1)
+
+    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
     return {**families, "silu_and_mul": silu_and_mul, "rotary": plain_rotary()}
 
 
@@ -126,6 +129,9 @@ def compiled():
     def silu_and_mul(gate, up):
         return torch.nn.functional.silu(gate) * up
 
+    def softmax(x):
+        return torch.nn.functional.softmax(x, -1)
+
     def rotary(q, k, cos, sin):
         def rotate(x):
             first, second = x.chunk(2, dim=-1)
@@ -133,7 +139,7 @@ def compiled():
 
         return rotate(q), rotate(k)
 
-    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, rotary)
+    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, softmax, rotary)
     return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
 
 
@@ -198,7 +204,7 @@ def ours(kernel):
     def add_rms_norm(x, residual, weight):
         return kernel.fused_add_rms_norm(x, residual, weight, EPS)
 
-    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu}
+    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu, "softmax": kernel.softmax}
     return {**families, "silu_and_mul": kernel.silu_and_mul, "rotary": kernel.apply_rotary_pos_emb}
 
 

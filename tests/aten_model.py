@@ -592,8 +592,9 @@ def quick_gelu_backward(dy: Tensor, x: Tensor, exp: Function = torch.exp) -> tup
     return _times(dy, s), _times(d_sigmoid, 1.702)
 
 
-# Cross-entropy of fp32 logits (SoftMax.cu, PersistentSoftmax.cuh, block_reduce.cuh, Loss.cu). `exp` and `log` are arguments.
-# Sums of exponentials fuse `expf`'s last product with the addition, which shows only where that product is subnormal and
+# Softmax, and cross-entropy of fp32 logits (SoftMax.cu, PersistentSoftmax.cuh, block_reduce.cuh, Loss.cu). `exp` and `log` are
+# arguments.
+# Cross-entropy's sums of exponentials fuse `expf`'s last product with the addition, which shows only where that product is subnormal and
 # so never in a sum that holds exp(0); here it is rounded on its own.
 
 
@@ -661,6 +662,44 @@ def log_softmax(
     """`F.log_softmax(x, -1)` of a contiguous fp32 [rows, size]."""
     maximum, total = softmax_statistics(x, misaligned, exp)
     return (x - maximum[:, None]) - log(total)[:, None]
+
+
+def _warp_sum(terms: Tensor) -> Tensor:
+    """Row sums of fp32 [rows, size] in softmax_warp_forward and -_backward: zeros up to a power of two, at most 32 lanes."""
+    size = 1 << (terms.shape[1] - 1).bit_length()
+    filled = torch.nn.functional.pad(terms, (0, size - terms.shape[1]))
+    total = torch.zeros(len(terms), min(size, 32))
+    for step in filled.view(len(terms), -1, min(size, 32)).unbind(1):
+        total = total + step
+    return _halving_sum(total, dim=1)
+
+
+def softmax(
+    x: Tensor,
+    exp: Callable[[Tensor], Tensor] = torch.exp,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    row_sum: Callable[[Tensor], Tensor] = _warp_sum,
+) -> Tensor:
+    """`F.softmax(x, -1)` of [rows, size] with at most 2048 elements a row: `expf`'s last product is rounded before it is added."""
+    h = x.float()
+    terms = exp(h - h.amax(-1, keepdim=True))
+    return cast(terms / row_sum(terms)[:, None], x.dtype)
+
+
+def softmax_backward(
+    dy: Tensor,
+    y: Tensor,
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    row_sum: Callable[[Tensor], Tensor] = _warp_sum,
+) -> Tensor:
+    """The gradient of x from that of y = softmax(x), rows of at most 1024 elements.
+
+    `dy * y` is an operation of its own, rounded to the dtype; of the difference after it nvcc makes an FMA.
+    """
+    product = cast(dy.float() * y.float(), dy.dtype).float()
+    total = row_sum(product)[:, None].expand_as(product)
+    return cast(fma(-total, y.float(), product), dy.dtype)
 
 
 class NllLoss(NamedTuple):

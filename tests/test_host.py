@@ -769,6 +769,7 @@ def every_kind_of_call(module, chooser, weights):
             module("rms_norm").replacement(x, weight.to(dtype), 1e-6, torch.nn.RMSNorm, "eps", fused=True),
             *(module("add_rms_norm").replacement(x, residual, weight, eps, owner) or ()),
             activation.replacement(x, subject, which),
+            module("ops.softmax").replacement(x, -1),
             module("gated_activation").replacement(x, residual, subject, which),
             module("gated_activation").packed_replacement(x, which),
             *(rotary.replacement(q, k, cos, sin, unsqueeze_dim, rotary.PLAIN.eager, sole) or ()),

@@ -30,7 +30,7 @@ COMPILE = """
     module = lambda name: python_module(kernel, name)
     domain, launch, backward, rotary = map(module, ("domain", "launch", "rms_norm_backward", "rotary"))
     activation, gated, add_rms_norm = map(module, ("activation", "gated_activation", "add_rms_norm"))
-    rotary_embedding, cross_entropy = map(module, ("rotary_embedding", "cross_entropy"))
+    rotary_embedding, cross_entropy, softmax = map(module, ("rotary_embedding", "cross_entropy", "ops.softmax"))
     LLAMA = module("variants").LLAMA
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
     seen = set()
@@ -138,6 +138,10 @@ COMPILE = """
                 for mean in (True, False):
                     backward_of = cross_entropy._backward(logits, -100, mean, plan)
                     backward_of(logits, target, a, b, c, c, logits)
+            # One element, less than a warp, more, and rows that begin anywhere.
+            for size, gap in ((1, 0), (40, 0), (128, 0), (1000, 0), (1000, 1)) if arch == 90 else ((1000, 0),):
+                x = torch.empty(3, size + gap, dtype=dtype)[:, :size]
+                softmax.gradient(x, softmax.softmax(x))
             for head_dim in (64, 80, 128, 256) if arch == 90 else (80,):
                 q, k = (torch.empty(2, 3, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
                 for table_dtype in {dtype, torch.float32}:
@@ -148,7 +152,7 @@ COMPILE = """
                             with torch.no_grad():
                                 rotary.gradients(variant, *outs, cos, sin, 1, dtype, apart)
     sources = [module(f"kernels_src.{name}") for name in
-               ("rms_norm", "rms_norm_backward", "activation", "rotary", "cross_entropy")]
+               ("rms_norm", "rms_norm_backward", "activation", "rotary", "cross_entropy", "softmax")]
     names = [name for source in sources for name, member in vars(source).items()
              if isinstance(member, triton.JITFunction) and member.fn.__module__ == source.__name__ and name[0] != "_"]
     json.dump((names, compiled), report)
@@ -400,6 +404,38 @@ def test_cross_entropy_has_cudas_fmas_and_no_others(compiled):
         # The mean's gradient is divided once.
         divisions = constants.get("MEAN", False)
         assert entry.count(r"\{? ?div\.rn\.f32") == entry.count(r"\{? ?(div|rcp)\S*\.f32") == divisions, str(entry)
+
+
+def softmaxes(compiled, direction):
+    """Every kernel of softmax, how many elements a thread has, and whether rows begin at multiples of 16 bytes."""
+    for entry in compiled:
+        if entry["kernel"] == f"softmax_{direction}":
+            constants = entry["constants"]
+            elements = (constants["ROWS"] << constants["LOG2_SIZE"]) // entry.threads
+            yield entry, elements, constants["UNIT"] * entry["itemsize"] == 16
+
+
+def test_softmax_moves_16_bytes_at_a_time(compiled):
+    for direction, read in (("forward", 1), ("backward", 2)):
+        found = list(softmaxes(compiled, direction))
+        assert {entry["arch"] for entry, _, aligned in found if aligned} == {80, 90, 100}
+        for entry, elements, aligned in found:
+            accesses = elements * entry["itemsize"] // 16 if aligned else 0
+            assert entry.count(r"ld\.global\S*\.v4\.b32") == read * accesses, str(entry)
+            assert entry.count(r"st\.global\S*\.v4\.b32") == accesses, str(entry)
+
+
+def test_softmax_has_cudas_fmas_and_no_others(compiled):
+    """An exponential's three beside the one that rounds down, and that of the gradient. Quotients are rounded correctly."""
+    for entry, elements, _ in softmaxes(compiled, "forward"):
+        assert entry.count(r"fma\.rn\.ftz\.f32") == 3 * elements, str(entry)
+        assert entry.count(r"fma\.rm\.ftz\.f32") == elements, str(entry)
+        assert entry.count(r"(?:fma|mad)\S*\.f32") == 4 * elements, str(entry)
+        assert entry.count(r"\{? ?div\.rn\.f32") == entry.count(r"\{? ?(?:div|rcp)\S*\.f32") == elements, str(entry)
+    for entry, elements, _ in softmaxes(compiled, "backward"):
+        assert entry.count(r"fma\.rn\.f32") == entry.count(r"(?:fma|mad)\S*\.f32") == elements, str(entry)
+        assert not entry.count(r"\S*\.ftz"), str(entry)
+        assert_only_trivial_fmas_of_bf16(entry)
 
 
 def test_ptxas_contracts_nothing(compiled):

@@ -155,3 +155,13 @@ def test_card_renders():
     assert code
     for block in code:
         ast.parse(block)
+
+
+def test_the_worked_example_quotes_the_code():
+    """Each block of docs/add-a-kernel.md names its file; what stands between lines of three dots is in it, word for word."""
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", (ROOT / "docs/add-a-kernel.md").read_text(), re.DOTALL)
+    assert len(blocks) > 10
+    for path, block in blocks:
+        source = (ROOT / path).read_text()
+        for piece in re.split(r"^\.\.\.\n", block, flags=re.MULTILINE):
+            assert piece.strip("\n") in source, f"{path} has no\n{piece}"

@@ -10,6 +10,7 @@ from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
 from .ops.rotary import apply_rotary_pos_emb
+from .ops.softmax import softmax
 from .report import replacement_report
 from .warm_up import warmup
 
@@ -32,5 +33,6 @@ __all__ = [
     "rms_norm",
     "silu",
     "silu_and_mul",
+    "softmax",
     "warmup",
 ]
