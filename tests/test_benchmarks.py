@@ -240,7 +240,7 @@ def test_plots_from_json(report, tmp_path):
         (["--cases", "4096"], "argument --cases: expected sizes such as 8192x4096 or 4096x32x128, found '4096'"),
         (["--cases", "8192xmany"], "found '8192xmany'"),
         (["--cases", "0x4096"], "found '0x4096'"),
-        (["--ops", "softmax"], "argument --ops: invalid choice: 'softmax'"),
+        (["--ops", "softmin"], "argument --ops: invalid choice: 'softmin'"),
         (["--peers", "apex"], "argument --peers: invalid choice: 'apex'"),
         (["--dtype", "fp64"], "argument --dtype: invalid choice: 'fp64'"),
         (["--rounds", "0"], "argument --rounds: expected a number from 1 on, found '0'"),
