@@ -1,6 +1,6 @@
-"""The layers against eager, for `kernels benchmark`: `make build`, then `kernels benchmark .`
+"""Benchmarks of the layers beside eager, for the command `kernels benchmark`: `make build`, then `kernels benchmark .`
 
-One file, since the Hub gets benchmarks/benchmark*.py and nothing else of this folder.
+One file without imports from this folder, because only benchmarks/benchmark*.py are published to the Hub.
 """
 
 import sys
@@ -14,18 +14,16 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class EqualBits:
-    """A benchmark whose `verify_*` demand eager's bits: the runner itself accepts what is close.
+    """Base class: its `verify_*` methods compare with eager bit by bit; the runner alone compares with a tolerance.
 
-    Not a `Benchmark` itself, which the runner would run.
-
-    A subclass draws `inputs`, the arguments of a function, activations first; `keep` and `demand` take what `inference` or
-    `training` return.
+    It does not derive from `Benchmark`, because the runner would then run it. A subclass sets `inputs`, the arguments of
+    the measured function, activations first. `keep` and `demand` take the results of `inference` or `training`.
     """
 
     seed = 42
 
     def normal(self, rows: int, *sizes: int) -> torch.Tensor:
-        # Times of a CPU mean nothing; there a few rows show that everything runs.
+        # On a CPU, which only shows that everything runs, two rows are enough.
         rows = rows if self.device == "cuda" else min(rows, 2)
         return torch.randn(rows, *sizes, device=self.device, dtype=torch.bfloat16)
 
@@ -48,12 +46,19 @@ class EqualBits:
         self.out = results[0]
 
     def demand(self, expected: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Returns the expected output. Raises RuntimeError, which ends the run, unless all bits are the same."""
-        # The runner times the reference together with this, so what was kept is compared once.
+        """Returns the expected output.
+
+        Raises:
+            RuntimeError: a bit differs. It ends the run.
+        """
+        # The runner also times this method as the reference, so the kept results are compared only once.
         results, self.results = self.results, ()
         for found, wanted in zip(results, expected):
             if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-                raise RuntimeError(f"{found.shape} {found.dtype} instead of {wanted.shape} {wanted.dtype}")
+                raise RuntimeError(
+                    f"{type(self).__name__}: expected {wanted.dtype} {list(wanted.shape)}, found {found.dtype} "
+                    f"{list(found.shape)}"
+                )
             integer = _INTEGERS[wanted.itemsize]
             differing = int((found.view(integer) != wanted.view(integer)).sum())
             if differing:
@@ -151,4 +156,4 @@ class SiLU(EqualBits, Benchmark):
 
 
 if __name__ == "__main__":
-    sys.exit("benchmark_layers: holds benchmarks and runs none: `make build`, then `kernels benchmark .`")
+    sys.exit("benchmark_layers: error: not a program; run `make build`, then `kernels benchmark .`")

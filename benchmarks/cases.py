@@ -1,4 +1,4 @@
-"""What is measured, how many bytes each case must move, and the bars its time is held against."""
+"""The measured cases, the fewest bytes that each must move, and its targets."""
 
 import math
 from dataclasses import dataclass
@@ -19,46 +19,66 @@ ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class Op:
-    """An operation whose device time is measured."""
+    """An op whose device time is measured.
+
+    Attributes:
+        title: its heading in tables and plots.
+        family: the key of its function in the dictionary that a peer loads as.
+        tensors: tensors of the input's size that are read or written once. Forward: x and y. Backward: x, dy and dx.
+        vectors: vectors [hidden_size] that are read or written once: the weight and its gradient.
+        backward: whether the timed call is the backward pass alone.
+        inputs: arguments of the input's size.
+        outputs: results of the input's size.
+        tables: tensors [tokens, head_dim] that are read once, cos and sin; inputs are then
+            [batch, tokens, heads, head_dim].
+        step: the timed call is the forward and the backward pass.
+    """
 
     title: str
-    # Which function of a peer computes it.
     family: str
-    # Tensors of the input's size that must move: read x, write y; or read x and dy, write dx; with gate and up one more each.
     tensors: int
-    # Vectors of the hidden size that must move: the weight, and its gradient.
     vectors: int
     backward: bool = False
-    # Arguments of the input's size.
     inputs: int = 1
-    # Results of the input's size.
     outputs: int = 1
-    # Tensors [tokens, head_dim] that must move, for inputs [batch, tokens, heads, head_dim]: cos and sin.
     tables: int = 0
+    step: bool = False
 
 
 OPS = {
     "rms_norm": Op("RMSNorm forward", "rms_norm", tensors=2, vectors=1),
     "rms_norm_backward": Op("RMSNorm backward (dx and dweight)", "rms_norm", tensors=3, vectors=2, backward=True),
-    "add_rms_norm": Op("Residual + RMSNorm forward", "add_rms_norm", tensors=4, vectors=1, inputs=2, outputs=2),
+    "add_rms_norm": Op(
+        "Fused residual add + RMSNorm forward", "add_rms_norm", tensors=4, vectors=1, inputs=2, outputs=2
+    ),
     "add_rms_norm_backward": Op(
-        "Residual + RMSNorm backward", "add_rms_norm", tensors=4, vectors=2, backward=True, inputs=2, outputs=2
+        "Fused residual add + RMSNorm backward",
+        "add_rms_norm",
+        tensors=4,
+        vectors=2,
+        backward=True,
+        inputs=2,
+        outputs=2,
     ),
     "silu": Op("SiLU forward", "silu", tensors=2, vectors=0),
     "silu_backward": Op("SiLU backward", "silu", tensors=3, vectors=0, backward=True),
     "silu_and_mul": Op("SwiGLU forward", "silu_and_mul", tensors=3, vectors=0, inputs=2),
     "silu_and_mul_backward": Op("SwiGLU backward", "silu_and_mul", tensors=5, vectors=0, backward=True, inputs=2),
     "softmax": Op("Softmax forward", "softmax", tensors=2, vectors=0),
-    # Read y and dy, write dx.
+    # Reads y and dy, writes dx.
     "softmax_backward": Op("Softmax backward", "softmax", tensors=3, vectors=0, backward=True),
-    # Heads of queries and keys, four to one. The least that the gradients need is dy and dx.
+    # Reads the logits once forward and once backward, writes their gradient. Targets and statistics are O(tokens).
+    "cross_entropy": Op(
+        "Cross-entropy forward and backward", "cross_entropy", tensors=3, vectors=0, backward=True, step=True
+    ),
+    # Four query heads for each key head. The backward pass need not read q and k: tensors=2 are dy and dx.
     "rotary": Op("Rotary embedding of queries and keys", "rotary", tensors=2, vectors=0, tables=2),
     "rotary_backward": Op("Rotary embedding backward", "rotary", tensors=2, vectors=0, backward=True, tables=2),
 }
-# Whether the host time is that of a training forward.
-HOST_OPS = {"host_inference": False, "host_training": True}
-HOST_TITLES = {"host_inference": "inference", "host_training": "training forward"}
-HOST_SHAPE = (1, 4096)
+# Ops whose CPU time is measured -> whether the call is a training forward.
+CPU_OPS = {"cpu_time_inference": False, "cpu_time_training": True}
+CPU_TITLES = {"cpu_time_inference": "inference", "cpu_time_training": "training forward"}
+CPU_SHAPE = (1, 4096)
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,7 @@ class Case:
         return math.prod(self.shape[:-1])
 
     def bytes(self, dtype: str) -> int:
-        """The fewest bytes that must move: every input read once, every output written once."""
+        """The fewest bytes that must move: each input is read once, each output written once."""
         op = OPS[self.op]
         elements = op.tensors * math.prod(self.shape) + op.vectors * self.hidden_size
         if op.tables:
@@ -90,71 +110,82 @@ def shape_text(shape) -> str:
     return "x".join(map(str, shape))
 
 
-FLOOR = "floor"
+# What a target's factor multiplies, besides the time of a named peer.
+ROOFLINE = "roofline"
 FASTEST = "fastest peer"
-EVENTS = "events"
-GRAPH = "graph"
+# Clocks.
+EVENTS = "CUDA-event timing"
+GRAPH = "device time in a CUDA graph"
+CPU = "CPU time"
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Ours may take at most `factor` times what `of` takes: the floor, the fastest peer or a peer by name."""
+class Target:
+    """lossless-kernels may take at most `factor` times the time of `of`.
+
+    Attributes:
+        factor: 1 for "not slower than `of`".
+        of: ROOFLINE, FASTEST or the name of a peer.
+        clock: the only clock that the target is for; None: each clock of the case.
+        beyond_l2: the target is only for cases whose bytes do not fit into the L2 cache.
+        recorded_ms: the peer's time on an H200 in an earlier run, used in a run without that peer.
+    """
 
     factor: float
     of: str
-    # The clock that it is for; None for either.
     clock: Optional[str] = None
-    # Only where the case's bytes do not fit into the L2.
     beyond_l2: bool = False
-    # The peer's time on an H200 in an earlier run, for a run where it is not installed.
     recorded_ms: Optional[float] = None
 
     def __str__(self):
         return self.of if self.factor == 1 else f"{self.factor:g} x {self.of}"
 
 
-_STREAMING = (Bar(1.03, FLOOR), Bar(1.0, FASTEST))
-_FASTEST = (Bar(1.0, FASTEST),)
-_SMALL_ROWS = (Bar(0.5, LIGER), Bar(1.15, FLOOR, beyond_l2=True))
-# Of so few rows the launch is most of an event's time.
-_DECODE = (Bar(1.0, COMPILED, clock=GRAPH),)
+_STREAMING = (Target(1.03, ROOFLINE), Target(1.0, FASTEST))
+_FASTEST = (Target(1.0, FASTEST),)
+_SMALL_ROWS = (Target(0.5, LIGER), Target(1.15, ROOFLINE, beyond_l2=True))
+# With so few rows the launch is most of the time between the two events.
+_DECODE = (Target(1.0, COMPILED, clock=GRAPH),)
 
-# Bars are set for bf16 on an H200.
-BARS = {
+# For bf16 on an H200.
+TARGETS = {
     **{Case("rms_norm", (32768, hidden_size)): _STREAMING for hidden_size in (4096, 8192, 16384, 32768)},
     Case("rms_norm", (16384, 8192)): _STREAMING,
     **{Case("rms_norm", shape): _FASTEST for shape in ((8192, 4096), (65536, 1024), (4096, 2048))},
     **{Case("rms_norm", shape): _SMALL_ROWS for shape in ((4096, 32, 128), (65536, 128), (65536, 64))},
     **{Case("rms_norm", (rows, 4096)): _DECODE for rows in (1, 4, 16)},
-    Case("rms_norm_backward", (32768, 4096)): (*_FASTEST, Bar(1.0, QUACK, recorded_ms=0.2330)),
-    Case("rms_norm_backward", (8192, 4096)): (*_FASTEST, Bar(1.0, QUACK, recorded_ms=0.1108)),
-    Case("rms_norm_backward", (32768, 32768)): (Bar(0.9, QUACK, recorded_ms=2.4172),),
+    Case("rms_norm_backward", (32768, 4096)): (*_FASTEST, Target(1.0, QUACK, recorded_ms=0.2330)),
+    Case("rms_norm_backward", (8192, 4096)): (*_FASTEST, Target(1.0, QUACK, recorded_ms=0.1108)),
+    Case("rms_norm_backward", (32768, 32768)): (Target(0.9, QUACK, recorded_ms=2.4172),),
     **{Case("add_rms_norm", (32768, hidden_size)): _STREAMING for hidden_size in (4096, 32768)},
-    Case("add_rms_norm_backward", (8192, 4096)): (Bar(1.0, QUACK, recorded_ms=0.149),),
-    Case("add_rms_norm_backward", (32768, 4096)): (Bar(1.0, QUACK, recorded_ms=0.2818),),
-    Case("add_rms_norm_backward", (32768, 32768)): (Bar(1.0, QUACK, recorded_ms=2.508),),
-    Case("silu", (8192, 14336)): (Bar(1.03, FLOOR),),
-    Case("silu_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
-    Case("silu_and_mul", (8192, 14336)): (Bar(1.03, FLOOR),),
-    Case("silu_and_mul_backward", (8192, 14336)): (Bar(1.03, FLOOR),),
-    # A router's experts, and attention scores.
+    Case("add_rms_norm_backward", (8192, 4096)): (Target(1.0, QUACK, recorded_ms=0.149),),
+    Case("add_rms_norm_backward", (32768, 4096)): (Target(1.0, QUACK, recorded_ms=0.2818),),
+    Case("add_rms_norm_backward", (32768, 32768)): (Target(1.0, QUACK, recorded_ms=2.508),),
+    Case("silu", (8192, 14336)): (Target(1.03, ROOFLINE),),
+    Case("silu_backward", (8192, 14336)): (Target(1.03, ROOFLINE),),
+    Case("silu_and_mul", (8192, 14336)): (Target(1.03, ROOFLINE),),
+    Case("silu_and_mul_backward", (8192, 14336)): (Target(1.03, ROOFLINE),),
+    # Logits of a router over 128 experts; attention scores over 1024 keys.
     **{
-        Case(op, shape): (Bar(1.0, EAGER), Bar(1.0, COMPILED))
+        Case(op, shape): (Target(1.0, EAGER), Target(1.0, COMPILED))
         for op in ("softmax", "softmax_backward")
         for shape in ((65536, 128), (65536, 1024))
     },
-    Case("rotary", (8, 2048, 40, 128)): (Bar(1.15, FLOOR), *_FASTEST),
-    Case("rotary_backward", (8, 2048, 40, 128)): (Bar(1.0, EAGER), Bar(1.0, COMPILED)),
-    Case("host_inference", HOST_SHAPE): (Bar(1.0, NATIVE_BARE),),
-    Case("host_training", HOST_SHAPE): (Bar(1.5, NATIVE_BARE),),
+    # [tokens, vocabulary]
+    Case("cross_entropy", (4096, 128256)): (Target(1.15, ROOFLINE), Target(1.0, QUACK, recorded_ms=0.863)),
+    **{Case("cross_entropy", shape): _FASTEST for shape in ((8192, 32000), (16384, 151936))},
+    Case("rotary", (8, 2048, 40, 128)): (Target(1.15, ROOFLINE), *_FASTEST),
+    Case("rotary_backward", (8, 2048, 40, 128)): (Target(1.0, EAGER), Target(1.0, COMPILED)),
+    Case("cpu_time_inference", CPU_SHAPE): (Target(1.0, NATIVE_BARE),),
+    Case("cpu_time_training", CPU_SHAPE): (Target(1.5, NATIVE_BARE),),
 }
 
-CASES = tuple(case for case in BARS if case.op in OPS)
+CASES = tuple(case for case in TARGETS if case.op in OPS)
 QUICK_SHAPES = ((1, 4096), (8192, 4096), (65536, 128), (8192, 14336), (8, 2048, 40, 128))
 
 
 def select(ops, shapes=None) -> list[Case]:
-    """The cases of these ops, of the shapes given; without shapes those that have bars."""
+    """The cases of these ops with these shapes; without shapes, the cases that have targets."""
     if shapes is None:
         return [case for case in CASES if case.op in ops]
     return [Case(op, shape) for op in OPS if op in ops for shape in shapes]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Seconds from import to the first results in this process, as JSON: {stage: seconds}.
+"""Seconds of each stage from import to the first results of a fresh process, printed as JSON: {stage: seconds}.
 
-TRITON_CACHE_DIR decides whether Triton compiles anew. The shape is 2048x4096, bf16; the stages follow one another, and
-the proofs that the first calls carry out are in them. With --warmup the kernel's `warmup`, for every number of rows and
-for training, comes before them. `benchmarks/peers.py` runs this with an empty cache and with a full one.
+Stages run one after the other, on bf16 activations of 2048x4096. The first call of a layer includes its verification
+against the original forward. TRITON_CACHE_DIR names Triton's cache: with an empty one the stages include compilation.
+`benchmarks/peers.py --ops first_call` runs this program with an empty and with a full cache.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def refuse(message):
 
 
 def layers(kernel):
-    """RMSNorm and SiLU as a model has them, with the forwards that `kernelize` binds onto them."""
+    """RMSNorm and SiLU as in a Llama model, each with the forward that `kernelize` binds to it."""
     import torch
 
     class RMSNorm(torch.nn.Module):
@@ -60,7 +60,7 @@ def main(build, warmup=False):
     import torch
 
     if not torch.cuda.is_available():
-        refuse("needs a GPU, torch sees no CUDA device")
+        refuse("expected a GPU, torch finds no CUDA device")
     x = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
     stages.end("torch and CUDA")
@@ -89,11 +89,13 @@ def main(build, warmup=False):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("build", type=Path, metavar="BUILD", help="folder with the built kernel, made by `make build`")
     parser.add_argument(
-        "build", type=Path, metavar="BUILD", help="folder with the built kernel, on a machine with a GPU"
+        "--warmup",
+        action="store_true",
+        help="first call the kernel's warmup(model, training=True), which compiles and verifies the layers ahead",
     )
-    parser.add_argument("--warmup", action="store_true", help="compile and prove ahead")
     options = parser.parse_args()
     if not options.build.is_dir():
-        refuse(f"BUILD: no folder {options.build}: run `make build` first")
+        refuse(f"BUILD: expected a folder made by `make build`, found no folder {options.build}")
     main(options.build, options.warmup)

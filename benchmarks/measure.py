@@ -1,4 +1,4 @@
-"""Clocks, inputs and comparisons: one case at a time, all peers on the same tensors."""
+"""Clocks, inputs and comparisons of one case, with all peers on the same tensors."""
 
 import contextlib
 import gc
@@ -11,33 +11,34 @@ from dataclasses import dataclass, field
 from typing import Callable, Optional, Union
 
 import torch
-from cases import EAGER, HOST_OPS, OPS, OURS, Case, Op
+from cases import CPU_OPS, EAGER, OPS, OURS, Case, Op
 from report import Report, Result, quartiles
 
-# Inputs and outputs of the sets that calls take in turn, over the L2: the last set must be gone before its next turn.
+# Calls rotate over sets of inputs. All sets together hold this many times the L2 cache, so that a set has left the cache
+# before its next turn.
 _CACHES = 16
 _MAX_SETS = 64
-# So long the calls of a peer run before the next peer's turn, in one graph likewise.
+# GPU time of a peer's turn before the next peer's turn, and of one CUDA graph.
 _TURN_MS = 2.0
 _MAX_CALLS_A_TURN = 10
 _MAX_CALLS_A_GRAPH = 512
-# Hosts change their pace within seconds: many short turns, of milliseconds each.
-_HOST_CALLS_A_TURN = 200
-_HOST_TURNS_A_ROUND = 10
+# The speed of a CPU changes within seconds, so turns are short (milliseconds) and many.
+_CPU_CALLS_A_TURN = 200
+_CPU_TURNS_A_ROUND = 10
 _COPY_BYTES = 1 << 31
 _COPIES = 40
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class Gpu:
-    """The GPU at hand and its clocks.
+    """The current GPU and its clocks.
 
-    All work goes to one stream that is not the default one: a backward pass runs on its forward's stream, and only such a
-    stream can be captured into a graph.
+    All work goes to one stream other than the default one. A backward pass runs on its forward's stream, and the default
+    stream cannot be captured into a CUDA graph.
     """
 
     device = torch.device("cuda")
-    # Of `torch.cuda._sleep`; a clock below this one makes a head start longer.
+    # Converts seconds for `torch.cuda._sleep`. A GPU with a lower clock sleeps longer.
     _CYCLES_PER_SECOND = 2e9
 
     def __init__(self):
@@ -54,10 +55,10 @@ class Gpu:
         torch.cuda.empty_cache()
 
     def times(self, call: Callable[[int], object], indices: Iterable[int], head_start: float) -> list[float]:
-        """Milliseconds on the device of `call(index)` for each index.
+        """CUDA-event timing: milliseconds of `call(index)` for each index.
 
-        The device sleeps `head_start` seconds before each call, so that the host has enqueued all of it before the clock
-        starts. Outputs are kept to the end: each call writes memory of its own, as in a model.
+        The GPU sleeps `head_start` seconds before each call, so that the CPU has enqueued all of the call before the first
+        event. Outputs are kept to the end, so that each call writes memory of its own, as in a model.
         """
         events, outputs = [], []
         for index in indices:
@@ -71,23 +72,26 @@ class Gpu:
         return [start.elapsed_time(end) for start, end in events]
 
     def capture(self, call: Callable[[int], object], indices: Iterable[int]) -> Callable[[int], None]:
-        """A function that replays a graph of all these calls."""
+        """Captures all these calls in one CUDA graph; returns a function that replays it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 outputs = [call(index) for index in indices]
         except Exception as error:
-            # A capture that CUDA has invalidated leaves the allocator in it, and `empty_cache` would fail from then on.
+            # After an invalidated capture the allocator still allocates to the graph's pool, and `empty_cache` would fail.
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
-            # The end of such a capture raises too, and says less.
+            # Ending an invalidated capture raises an error as well; the one in its context names the cause.
             raise error.__context__ or error from None
         del outputs
         return lambda _: graph.replay()
 
 
 def copy_bandwidth(gpu) -> tuple[float, float, float]:
-    """GB/s of a large device-to-device copy, bytes read plus bytes written: lower quartile, median, upper quartile."""
+    """GB/s of a device-to-device copy of 2 GiB: lower quartile, median, upper quartile.
+
+    Bytes read and bytes written both count.
+    """
     source, target = (torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device=gpu.device) for _ in range(2))
     source.normal_()
     times = gpu.times(lambda _: target.copy_(source), range(_COPIES + 5), head_start=100e-6)[5:]
@@ -99,9 +103,14 @@ def copy_bandwidth(gpu) -> tuple[float, float, float]:
 
 @dataclass
 class Inputs:
-    # Of a peer's function: x, perhaps a residual, and, for RMSNorm, the weight; gate and up; or q, k, cos and sin.
+    """The tensors of one call.
+
+    Attributes:
+        arguments: of a peer's function: (x, weight), (x, residual, weight), (x,), (gate, up) or (q, k, cos, sin).
+        dy: gradient of the output, or a tuple with one for each output; None for a forward op.
+    """
+
     arguments: tuple
-    # The gradient of the output; a tuple of those of several.
     dy: Union[torch.Tensor, tuple, None]
 
     @property
@@ -110,16 +119,17 @@ class Inputs:
 
     def copy(self) -> "Inputs":
         arguments = (tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.arguments)
-        return Inputs(tuple(arguments), self.dy and tuple(dy.clone() for dy in self.dy))
+        dys = tuple(dy.clone() for dy in self.dy) if isinstance(self.dy, tuple) else self.dy
+        return Inputs(tuple(arguments), dys)
 
 
 def sets_needed(moved: int, l2_bytes: int) -> int:
-    """How many sets of inputs calls take in turn, if one call moves `moved` bytes."""
+    """How many sets of inputs calls rotate over if one call moves `moved` bytes."""
     return min(max(math.ceil(_CACHES * l2_bytes / moved), 1), _MAX_SETS)
 
 
 def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
-    """Random inputs, the same in every run; all sets share the weight, as all tokens of a model do."""
+    """Random inputs, the same in every run. All sets share the weight, as all calls of a layer do."""
     op = OPS[case.op]
     generator = torch.Generator(device).manual_seed(0)
 
@@ -128,7 +138,9 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
 
     if op.family == "rotary":
         return [_rotary_inputs(case, op, normal) for _ in range(count)]
-    # Away from 1, where different formulas would agree.
+    if op.family == "cross_entropy":
+        return [_loss_inputs(case, normal, generator) for _ in range(count)]
+    # A weight of 1 would hide where a formula rounds.
     weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if "rms_norm" in op.family else []
 
     def gradients():
@@ -146,9 +158,18 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
 
 
 def _rotary_inputs(case: Case, op: Op, normal) -> Inputs:
-    """Views [batch, heads, tokens, head_dim] of projections, as attention has them; a fifth of the heads are keys'."""
+    """q, k, cos and sin; q and k are views [batch, heads, tokens, head_dim] of projections, as in attention.
+
+    A fifth of the heads are key heads.
+
+    Raises:
+        ValueError: the shape is not [batch, tokens, heads, head_dim] with a multiple of 5 heads.
+    """
     if len(case.shape) != 4 or case.shape[2] % 5:
-        raise ValueError(f"{case}: expected [batch, tokens, heads, head_dim] with a multiple of 5 heads")
+        raise ValueError(
+            f"--cases: {case.op} expects [batch, tokens, heads, head_dim] with a multiple of 5 heads, found "
+            f"{list(case.shape)}"
+        )
     batch, tokens, heads, head_dim = case.shape
     counts = heads * 4 // 5, heads // 5
     states = [normal((batch, tokens, count, head_dim)).transpose(1, 2).requires_grad_(op.backward) for count in counts]
@@ -156,8 +177,16 @@ def _rotary_inputs(case: Case, op: Op, normal) -> Inputs:
     return Inputs((*states, *(normal((1, tokens, head_dim)) for _ in range(2))), dys)
 
 
+def _loss_inputs(case: Case, normal, generator) -> Inputs:
+    """Logits [tokens, vocabulary] and the targets; the gradient of the loss is 1."""
+    tokens, vocabulary = case.shape
+    logits = normal(case.shape).requires_grad_()
+    target = torch.randint(vocabulary, (tokens,), device=logits.device, generator=generator)
+    return Inputs((logits, target), torch.ones((), device=logits.device))
+
+
 def outcome(function, inputs: Inputs, op: Op) -> tuple:
-    """The output and, of a backward op, the gradients."""
+    """The outputs and, for a backward op, the gradients."""
     if getattr(function, "in_place", False):
         inputs = inputs.copy()
     found = function(*inputs.arguments)
@@ -168,13 +197,13 @@ def outcome(function, inputs: Inputs, op: Op) -> tuple:
 
 
 def _layout(tensor):
-    # The stride of a dimension of length 1 addresses nothing.
+    # The stride of a dimension of length 1 is arbitrary.
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
     return tensor.shape, tensor.dtype, strides
 
 
 def same_bits(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
-    """Whether shapes, dtypes, strides and all bits agree."""
+    """Whether shapes, dtypes, strides and all bits are equal."""
     return all(
         _layout(a) == _layout(e) and torch.equal(a.view(_INTEGERS[a.itemsize]), e.view(_INTEGERS[e.itemsize]))
         for a, e in zip(found, expected, strict=True)
@@ -183,7 +212,7 @@ def same_bits(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -
 
 @contextlib.contextmanager
 def blamed_on(result: Result, doing: str = ""):
-    """What a peer raises is noted with its result, and the others go on."""
+    """Stores an error of a peer in its result, so that the other peers are still measured."""
     try:
         yield
     except Exception as error:
@@ -196,7 +225,7 @@ def reason(error: Exception) -> str:
 
 
 def compare(functions: dict, results: list[Result], sets: list[Inputs], op: Op) -> None:
-    """Notes whose bits are eager's: ours on all sets, the others' on the first."""
+    """Sets `bit_equal` of each result: lossless-kernels on all sets of inputs, the others on the first."""
     by_peer = {result.peer: result for result in results}
     for index, inputs in enumerate(sets):
         with blamed_on(by_peer[EAGER]):
@@ -215,9 +244,16 @@ def compare(functions: dict, results: list[Result], sets: list[Inputs], op: Op) 
 
 
 def prepare(function, sets: list[Inputs], op: Op) -> Callable[[int], object]:
-    """The call that is timed, by the index of its inputs; of a backward op only the backward pass."""
+    """The timed call, a function of the index of its inputs; for a backward op that is no step, the backward pass alone."""
     if not op.backward:
         return lambda index: function(*sets[index].arguments)
+    if op.step:
+
+        def step(index):
+            inputs = sets[index]
+            return torch.autograd.grad(function(*inputs.arguments), inputs.differentiable, inputs.dy)
+
+        return step
     outputs = [function(*inputs.arguments) for inputs in sets]
 
     def backward(index):
@@ -229,12 +265,20 @@ def prepare(function, sets: list[Inputs], op: Op) -> Callable[[int], object]:
 
 @dataclass
 class Runner:
-    """One peer in one case."""
+    """One peer in one case.
+
+    Attributes:
+        call: the timed call, by the index of its inputs.
+        indices: endless; the inputs of the next calls.
+        head_start: seconds in which the CPU surely enqueues a call.
+        estimate: milliseconds of a call by CUDA-event timing.
+        times: CUDA-event timing, ms of each call.
+        device_times: device time in a CUDA graph, ms a call, one of each replay.
+    """
 
     result: Result
     call: Callable[[int], object]
     indices: Iterable[int]
-    # Seconds that the host needs to enqueue a call, and milliseconds of the device.
     head_start: float = 0.0
     estimate: float = 0.0
     times: list[float] = field(default_factory=list)
@@ -249,16 +293,16 @@ class Runner:
         return min(max(math.ceil(milliseconds / max(self.estimate, 1e-4)), least), most)
 
     def warm_up(self, gpu) -> None:
-        """Also measures what the number of calls and the head start follow from."""
-        host = []
+        """Also sets `head_start` and `estimate`."""
+        cpu_times = []
         for index in self.next(3):
             gpu.synchronize()
             start = time.perf_counter()
             self.call(index)
-            host.append(time.perf_counter() - start)
-        self.head_start = 2 * min(host) + 50e-6
+            cpu_times.append(time.perf_counter() - start)
+        self.head_start = 2 * min(cpu_times) + 50e-6
         self.estimate = quartiles(gpu.times(self.call, self.next(3), self.head_start))[1]
-        # The allocator gets a turn's memory now.
+        # The allocator reserves the memory of a turn here, not while the turn is timed.
         gpu.times(self.call, self.next(self.calls_a_turn), self.head_start)
 
     @property
@@ -279,7 +323,7 @@ class Runner:
 
 
 def in_turns(runners: list[Runner], rounds: int, doing: str, step: Callable[[Runner], None]) -> None:
-    """Every round in another order, so that clocks, heat and other tenants reach all peers alike."""
+    """One step of each peer a round, in another order each round: changes of clock and temperature affect all alike."""
     shuffle = random.Random(0)
     for _ in range(rounds):
         for runner in shuffle.sample(runners, len(runners)):
@@ -289,10 +333,10 @@ def in_turns(runners: list[Runner], rounds: int, doing: str, step: Callable[[Run
 
 
 def device_case(case: Case, functions: dict, gpu, report: Report, rounds: int, dtype: torch.dtype) -> list[Result]:
-    """All peers' device times in one case, by events and under a graph.
+    """All peers in one case, by CUDA-event timing and by device time in a CUDA graph.
 
     Args:
-        functions: peer -> function of x and, for RMSNorm, the weight.
+        functions: peer -> function of the op's `Inputs.arguments`.
     """
     op = OPS[case.op]
     moved = case.bytes(report.dtype)
@@ -311,36 +355,39 @@ def device_case(case: Case, functions: dict, gpu, report: Report, rounds: int, d
         in_turns(runners, rounds, "", lambda runner: runner.time_turn(gpu))
         for runner in runners:
             if runner.result.error is None:
-                with blamed_on(runner.result, "under a CUDA graph: "):
+                with blamed_on(runner.result, "in a CUDA graph: "):
                     runner.capture(gpu)
-        in_turns(runners, rounds, "under a CUDA graph: ", lambda runner: runner.time_graph(gpu))
+        in_turns(runners, rounds, "in a CUDA graph: ", lambda runner: runner.time_graph(gpu))
     for runner in runners:
         conclude(runner, report, moved)
     return results
 
 
 def conclude(runner: Runner, report: Report, moved: int) -> None:
-    """Puts medians, and what follows from them, into the runner's result."""
-    result, floor = runner.result, report.floor_ms(runner.result.case)
+    """Stores medians, quartiles and fractions of the roofline in the runner's result."""
+    result, roofline = runner.result, report.roofline_ms(runner.result.case)
     if runner.times:
         low, median, high = quartiles(runner.times)
-        if median < 0.6 * floor and moved > 2 * report.l2_bytes:
-            result.error = f"{median:.4f} ms is less than memory allows: not all of the work was on the timed stream"
+        if median < 0.6 * roofline and moved > 2 * report.l2_bytes:
+            result.error = (
+                f"expected at least 0.6 x the roofline's {roofline:.4f} ms, found {median:.4f} ms: not all of the work was "
+                "on the timed stream"
+            )
             return
         result.samples = len(runner.times)
         result.median_ms, result.quartiles_ms = median, (low, high)
-        result.gb_per_s, result.floor_ratio = moved / median / 1e6, median / floor
+        result.gb_per_s, result.roofline_fraction = moved / median / 1e6, roofline / median
     if runner.device_times:
         low, median, high = quartiles(runner.device_times)
         result.device_ms, result.device_quartiles_ms = median, (low, high)
-        result.device_floor_ratio = median / floor
+        result.device_roofline_fraction = roofline / median
 
 
-# Host time
+# CPU time
 
 
-def host_case(case: Case, calls: dict, gpu, dtype_name: str, rounds: int) -> list[Result]:
-    """What the host pays for one call, by peer.
+def cpu_case(case: Case, calls: dict, gpu, dtype_name: str, rounds: int) -> list[Result]:
+    """CPU time of one call of each peer: calls are repeated without waiting for the GPU.
 
     Args:
         calls: peer -> function without arguments that returns the output.
@@ -352,12 +399,12 @@ def host_case(case: Case, calls: dict, gpu, dtype_name: str, rounds: int) -> lis
         call = calls[peer]
         gpu.synchronize()
         start = time.perf_counter()
-        for _ in range(_HOST_CALLS_A_TURN):
+        for _ in range(_CPU_CALLS_A_TURN):
             call()
-        times[peer].append((time.perf_counter() - start) * 1e3 / _HOST_CALLS_A_TURN)
+        times[peer].append((time.perf_counter() - start) * 1e3 / _CPU_CALLS_A_TURN)
 
     shuffle = random.Random(0)
-    with torch.set_grad_enabled(HOST_OPS[case.op]):
+    with torch.set_grad_enabled(CPU_OPS[case.op]):
         expected = (calls[EAGER]().detach(),)
         for peer, result in results.items():
             with blamed_on(result):
@@ -367,7 +414,7 @@ def host_case(case: Case, calls: dict, gpu, dtype_name: str, rounds: int) -> lis
         gc.collect()
         gc.disable()
         try:
-            for _ in range(rounds * _HOST_TURNS_A_ROUND):
+            for _ in range(rounds * _CPU_TURNS_A_ROUND):
                 for peer in shuffle.sample(list(times), len(times)):
                     turn(peer)
         finally:

@@ -1,25 +1,28 @@
 #!/usr/bin/env python3
-"""Every installed peer and lossless-kernels side by side, in one process, on the same tensors.
+"""Time lossless-kernels beside eager, torch.compile, F.rms_norm, Liger and quack: one process, one GPU, the same tensors.
 
-Measured are device times between CUDA events (the peers take turns, inputs rotate through more memory than the L2 holds),
-device-only times under a CUDA graph, host times of a call at 1x4096, and the first call of a fresh process. The floor is
-what must move over the bandwidth of a copy measured in the same run. In every case our outputs and gradients are compared
-with eager's, bit for bit. Peers that are not installed or fail are named with the reason.
+Each case is timed by CUDA events around single calls and as device time in a CUDA graph of many calls. Peers take turns;
+inputs rotate over more memory than the L2 cache holds. The memcpy roofline of a case is the time in which a device-to-device
+copy, measured in the same run, moves the bytes of the case. The outputs and gradients of lossless-kernels are compared with
+eager's bit by bit. The report names each peer that is not installed or fails, and the reason.
 
 ops:
-  rms_norm, add_rms_norm, silu, silu_and_mul, softmax, each also with _backward      device times
-  rotary, rotary_backward                            device times; Liger works in place, on what it wrote before
-  host                                               host time of an RMSNorm call, inference and training forward
-  first_call                                         from import to the first result, with an empty and a full Triton cache,
-                                                     without and with the kernel's warmup
+  rms_norm, add_rms_norm, silu, silu_and_mul, softmax, rotary
+                   forward pass. Liger's rotary works in place: it is timed on its own earlier results
+  the same names with _backward
+                   backward pass alone
+  cross_entropy    forward and backward pass from bf16 logits; Liger's overwrites them and is timed on its own earlier results
+  cpu_time         CPU time of an RMSNorm module call at 1x4096, for inference and for a training forward
+  first_call       seconds from import to the first results of a fresh process, with an empty and with a full Triton cache,
+                   without and with the kernel's warmup
 
 examples:
-  peers.py                                           everything: about five minutes on an H200
-  peers.py --quick                                   a few cases, a look within a minute
+  peers.py                                           all ops: about five minutes on an H200
+  peers.py --quick                                   a few cases, less than a minute
   peers.py --ops rms_norm --cases 8192x4096 4096x32x128 --dtype fp16
-  peers.py --from-json results/peers.json --plots results/plots     tables and plots again, without a GPU
+  peers.py --from-json results/peers.json --plots results/plots     tables and plots of an earlier run, without a GPU
 
-Exit status: 0; 1 if ours failed or differed from eager in a bit; 2 if it could not run.
+Exit status: 0; 1 if lossless-kernels failed or differed from eager in a bit; 2 if it could not run.
 """
 
 import argparse
@@ -39,12 +42,11 @@ from types import MethodType, SimpleNamespace
 
 from cases import (
     COMPILED,
+    CPU_OPS,
+    CPU_SHAPE,
     CUTILE,
     DTYPES,
     EAGER,
-    FLOOR,
-    HOST_OPS,
-    HOST_SHAPE,
     LIGER,
     NATIVE,
     NATIVE_BARE,
@@ -52,6 +54,7 @@ from cases import (
     OURS,
     QUACK,
     QUICK_SHAPES,
+    ROOFLINE,
     Case,
     select,
 )
@@ -72,10 +75,10 @@ PACKAGES = (
 
 
 class BenchError(Exception):
-    """What was asked for cannot be run; the message says why and what to do."""
+    """The request cannot be run; the message says why and what to do."""
 
 
-# The peers: each loads as a dictionary, family of ops -> function of x and, for RMSNorm, the weight; or of gate and up
+# The peers: each loads as a dictionary, family of ops -> function of the op's arguments
 
 
 def eager():
@@ -95,12 +98,15 @@ def eager():
     def softmax(x):
         return functional.softmax(x, -1)
 
+    def cross_entropy(logits, target):
+        return functional.cross_entropy(logits.float(), target)
+
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
-    return {**families, "silu_and_mul": silu_and_mul, "rotary": plain_rotary()}
+    return {**families, "silu_and_mul": silu_and_mul, "cross_entropy": cross_entropy, "rotary": plain_rotary()}
 
 
 def plain_rotary():
-    """transformers' function, whatever kernels has bound to the module that it made of it."""
+    """transformers' `apply_rotary_pos_emb`, even after `kernelize` has bound another forward to its module."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     return functools.partial(type(apply_rotary_pos_emb).forward, None)
@@ -109,10 +115,10 @@ def plain_rotary():
 def compiled():
     import torch
 
-    # One compiled function for each shape; beyond the default limits torch would quietly run eager.
+    # One compiled function for each shape. Beyond the default limits torch.compile falls back to eager without an error.
     torch._dynamo.config.recompile_limit = 1024
     torch._dynamo.config.accumulated_recompile_limit = 1024
-    # With donated buffers a graph could be walked backward only once.
+    # With donated buffers `retain_graph=True` fails; timed calls repeat the backward pass of one graph.
     torch._functorch.config.donated_buffer = False
 
     def rms_norm(x, weight):
@@ -132,6 +138,9 @@ def compiled():
     def softmax(x):
         return torch.nn.functional.softmax(x, -1)
 
+    def cross_entropy(logits, target):
+        return torch.nn.functional.cross_entropy(logits.float(), target)
+
     def rotary(q, k, cos, sin):
         def rotate(x):
             first, second = x.chunk(2, dim=-1)
@@ -139,7 +148,7 @@ def compiled():
 
         return rotate(q), rotate(k)
 
-    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, softmax, rotary)
+    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, softmax, cross_entropy, rotary)
     return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
 
 
@@ -164,7 +173,7 @@ def liger(module, swiglu=None):
         product = importlib.import_module(swiglu).LigerSiLUMulFunction
 
         def silu_and_mul(gate, up):
-            if gate.requires_grad:  # The backward pass writes its gradients over what it was given.
+            if gate.requires_grad:  # The backward pass overwrites gate and up with their gradients.
                 gate, up = gate.clone(), up.clone()
             return product.apply(gate, up)
 
@@ -176,7 +185,7 @@ def liger(module, swiglu=None):
         def rotary(q, k, cos, sin):
             return LigerRopeFunction.apply(q, k, cos, sin)
 
-        # Timed on what its last call has left; for the comparison of bits it gets copies.
+        # Timed calls overwrite their inputs; the comparison of bits passes copies.
         rotary.in_place = True
         families["rotary"] = rotary
 
@@ -185,7 +194,19 @@ def liger(module, swiglu=None):
             return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, offset, casting_mode, in_place)
 
         families["add_rms_norm"] = add_rms_norm
+        families["cross_entropy"] = liger_cross_entropy()
     return families
+
+
+def liger_cross_entropy():
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    def cross_entropy(logits, target):
+        return LigerCrossEntropyFunction.apply(logits, target, None)[0]
+
+    # The forward pass overwrites the logits with their gradient.
+    cross_entropy.in_place = True
+    return cross_entropy
 
 
 def quack():
@@ -194,7 +215,12 @@ def quack():
     def rms_norm(x, weight):
         return rmsnorm(x, weight, eps=EPS)
 
-    return {"rms_norm": rms_norm}
+    def cross_entropy(logits, target):
+        from quack.cross_entropy import cross_entropy
+
+        return cross_entropy(logits, target, reduction="mean")
+
+    return {"rms_norm": rms_norm, "cross_entropy": cross_entropy}
 
 
 def ours(kernel):
@@ -205,7 +231,8 @@ def ours(kernel):
         return kernel.fused_add_rms_norm(x, residual, weight, EPS)
 
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu, "softmax": kernel.softmax}
-    return {**families, "silu_and_mul": kernel.silu_and_mul, "rotary": kernel.apply_rotary_pos_emb}
+    families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy}
+    return {**families, "rotary": kernel.apply_rotary_pos_emb}
 
 
 PEERS = {
@@ -219,14 +246,14 @@ PEERS = {
 
 
 def load_peers(names, kernel) -> tuple[dict, dict]:
-    """(peer -> family -> function, peer -> why it is missing)."""
+    """Returns peer -> family -> function, and peer -> why it is missing."""
     loaded, missing = {}, {}
     for name in names:
         try:
             loaded[name] = PEERS[name]()
         except Exception as error:
             if name == EAGER:
-                raise BenchError(f"eager is what everything is compared with, and it is missing: {error}") from error
+                raise BenchError(f"eager, the reference of all comparisons, does not load: {error}") from error
             missing[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     loaded[OURS] = ours(kernel)
     return loaded, missing
@@ -235,33 +262,33 @@ def load_peers(names, kernel) -> tuple[dict, dict]:
 def load_kernel(build: Path):
     from kernels import get_local_kernel
 
-    # A kernel that is refused must not be measured as its fallback.
+    # If verification fails, raise an error instead of measuring the fallback.
     os.environ["LOSSLESS_PROOF"] = "strict"
     if not build.is_dir():
-        raise BenchError(f"--build: no folder {build}: run `make build` first")
+        raise BenchError(f"--build: expected a folder made by `make build`, found no folder {build}")
     try:
         return get_local_kernel(build.resolve())
     except (OSError, ValueError) as error:
-        raise BenchError(f"--build: no kernel for this torch in {build}: {str(error).splitlines()[0]}") from None
+        raise BenchError(f"--build: {build} holds no kernel for this torch: {str(error).splitlines()[0]}") from None
 
 
 def module_calls(functions, kernel, device, dtype, training) -> dict:
-    """Peer -> a call of an RMSNorm module at 1x4096 whose forward is the peer's, bound as kernelize binds one."""
+    """Peer -> call of an RMSNorm module at 1x4096 to which the peer's forward is bound, as `kernelize` binds it."""
     import torch
     from torch.nn import functional
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    x = torch.randn(HOST_SHAPE, device=device, dtype=dtype, requires_grad=training)
+    x = torch.randn(CPU_SHAPE, device=device, dtype=dtype, requires_grad=training)
     calls = {}
     for peer, function in functions.items():
-        norm = LlamaRMSNorm(HOST_SHAPE[-1], EPS).to(device, dtype)
+        norm = LlamaRMSNorm(CPU_SHAPE[-1], EPS).to(device, dtype)
         if peer == OURS:
             norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
         elif peer != EAGER:
             norm.forward = MethodType(lambda self, x, function=function: function(x, self.weight), norm)
         calls[peer] = functools.partial(norm, x)
         if peer == NATIVE:
-            calls[NATIVE_BARE] = functools.partial(functional.rms_norm, x, HOST_SHAPE[-1:], norm.weight, EPS)
+            calls[NATIVE_BARE] = functools.partial(functional.rms_norm, x, CPU_SHAPE[-1:], norm.weight, EPS)
     return calls
 
 
@@ -269,7 +296,7 @@ def module_calls(functions, kernel, device, dtype, training) -> dict:
 
 
 def run(options, gpu, console) -> Report:
-    """Measures what `options` ask for. What is done is in the report and in options.json even if it is interrupted."""
+    """Measures the requested cases. An interrupted run returns, and saves to options.json, the finished cases."""
     import measure
     import torch
 
@@ -278,21 +305,21 @@ def run(options, gpu, console) -> Report:
     peers, missing = load_peers(options.peers, kernel)
     low, copy, high = measure.copy_bandwidth(gpu)
     report = Report(environment(gpu, kernel), options.dtype, copy, (low, high), gpu.l2_bytes, missing)
-    console.print(f"{gpu.name}: a copy moves {copy:.0f} GB/s; missing: {', '.join(missing) or 'nobody'}")
+    console.print(f"{gpu.name}: a copy moves {copy:.0f} GB/s; missing peers: {', '.join(missing) or 'none'}")
 
     def device(case):
         family = OPS[case.op].family
         functions = {peer: families[family] for peer, families in peers.items() if family in families}
         return measure.device_case(case, functions, gpu, report, options.rounds, dtype)
 
-    def host(case):
+    def cpu(case):
         functions = {peer: families["rms_norm"] for peer, families in peers.items()}
-        calls = module_calls(functions, kernel, gpu.device, dtype, training=HOST_OPS[case.op])
-        return measure.host_case(case, calls, gpu, options.dtype, options.rounds)
+        calls = module_calls(functions, kernel, gpu.device, dtype, training=CPU_OPS[case.op])
+        return measure.cpu_case(case, calls, gpu, options.dtype, options.rounds)
 
     steps = {str(case): functools.partial(device, case) for case in options.cases}
-    if "host" in options.ops:
-        steps |= {op: functools.partial(host, Case(op, HOST_SHAPE)) for op in HOST_OPS}
+    if "cpu_time" in options.ops:
+        steps |= {op: functools.partial(cpu, Case(op, CPU_SHAPE)) for op in CPU_OPS}
     if "first_call" in options.ops:
         steps["first_call"] = functools.partial(first_calls, options.build, report)
     with progress_bar(console) as progress:
@@ -318,7 +345,7 @@ def run(options, gpu, console) -> Report:
 
 
 def wrong(results) -> list[str]:
-    """What must not be: ours failed, or has not eager's bits."""
+    """Failures of lossless-kernels: an error, or results that differ from eager's bits or were not compared."""
     problems = []
     for result in results:
         if result.peer == OURS and result.bit_equal is not True:
@@ -330,15 +357,15 @@ def wrong(results) -> list[str]:
 
 
 def summary(name, results, report) -> str:
-    """One line for whoever watches."""
+    """One line of progress: the times of a case, in ms."""
     times = [f"{result.peer} {number(result.median_ms)}" for result in results if result.median_ms is not None]
     if results and results[0].op in OPS:
-        times.insert(0, f"{FLOOR} {number(report.floor_ms(results[0].case))}")
+        times.insert(0, f"{ROOFLINE} {number(report.roofline_ms(results[0].case))}")
     return f"{datetime.datetime.now():%H:%M:%S} {name}: {', '.join(times) or 'done'}"
 
 
 def first_calls(build, report) -> list:
-    # The proof's default policy, as a user has it.
+    # With the default proof policy, which users have.
     environment = {key: value for key, value in os.environ.items() if key != "LOSSLESS_PROOF"}
     command = [sys.executable, Path(__file__).with_name("first_call.py"), build]
     for name, arguments in (("{}", []), ("{}, with warmup", ["--warmup"])):
@@ -416,40 +443,47 @@ def shape(text):
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what is measured")
-    ops = (*OPS, "host", "first_call")
-    what.add_argument("--ops", nargs="+", choices=ops, metavar="OP", help="see above (default: all)")
-    what.add_argument("--cases", nargs="+", type=shape, metavar="SHAPE", help="shapes instead of each op's own")
+    ops = (*OPS, "cpu_time", "first_call")
+    what.add_argument("--ops", nargs="+", choices=ops, metavar="OP", help="ops to measure, listed above (default: all)")
     what.add_argument(
-        "--quick", action="store_true", help="a few cases and rounds, no first_call unless --ops names it"
+        "--cases", nargs="+", type=shape, metavar="SHAPE", help="shapes such as 8192x4096 instead of each op's own"
     )
+    what.add_argument("--quick", action="store_true", help="few cases and rounds; first_call only if --ops names it")
     what.add_argument(
         "--peers",
         nargs="+",
         choices=PEERS,
         metavar="PEER",
         default=list(PEERS),
-        help="only these beside eager and ours: " + ", ".join(PEERS),
+        help="peers to measure beside eager and lossless-kernels (default: all): " + ", ".join(PEERS),
     )
-    what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations and weight (default: bf16)")
+    what.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="dtype of activations and weights (default: bf16)"
+    )
     what.add_argument(
         "--rounds",
         type=positive,
         metavar="N",
-        help="turns of each peer, ten times as many of the host's (default: 20; 5 with --quick)",
+        help="turns of each peer; CPU times take ten times as many (default: 20; 5 with --quick)",
     )
     files = parser.add_argument_group("files")
     files.add_argument(
-        "--build", type=Path, default=ROOT / "build", help="folder with the built kernel (default: build/)"
+        "--build",
+        type=Path,
+        default=ROOT / "build",
+        help="folder of the built kernel, made by `make build` (default: build/)",
     )
     results = ROOT / "results"
-    files.add_argument("--json", type=Path, metavar="PATH", help="(default: results/peers.json)")
-    files.add_argument("--markdown", type=Path, metavar="PATH", help="(default: results/peers.md)")
-    files.add_argument("--plots", type=Path, metavar="FOLDER", help="for PNGs (default: results/plots)")
+    files.add_argument("--json", type=Path, metavar="PATH", help="measurements to write (default: results/peers.json)")
+    files.add_argument("--markdown", type=Path, metavar="PATH", help="tables to write (default: results/peers.md)")
+    files.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="folder of the PNGs to write (default: results/plots)"
+    )
     files.add_argument(
         "--from-json",
         type=Path,
         metavar="PATH",
-        help="measure nothing, read an earlier run's JSON; then only files that are named are written",
+        help="read the JSON of an earlier run instead of measuring; then only the files named by options are written",
     )
     options = parser.parse_args(arguments)
     if options.from_json is None:
@@ -471,7 +505,9 @@ def measured(options, console) -> Report:
     except ImportError:
         raise BenchError("torch is not installed: pip install -r requirements.txt") from None
     if not torch.cuda.is_available():
-        raise BenchError("a GPU is needed and torch sees none; --from-json reads an earlier run's results without one")
+        raise BenchError(
+            "expected a GPU, torch finds none; --from-json reads the results of an earlier run without one"
+        )
     import measure
 
     make_folders(options)
@@ -484,13 +520,13 @@ def recorded(options) -> Report:
     except OSError as error:
         raise BenchError(f"--from-json: {options.from_json}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise BenchError(f"--from-json: {options.from_json}: is no result of peers.py") from None
+        raise BenchError(f"--from-json: expected JSON written by peers.py, found {options.from_json}") from None
     make_folders(options)
     return report
 
 
 def make_folders(options) -> None:
-    """Before the minutes that measuring takes, not after."""
+    """Checks the paths to write before the minutes of measuring."""
     for name, path in (("--json", options.json), ("--markdown", options.markdown)):
         if path and path.is_dir():
             raise BenchError(f"{name}: expected a file, found the folder {path}")
@@ -511,8 +547,8 @@ def write(report, options) -> None:
         try:
             plot(report, options.plots)
         except ImportError as error:
-            # The numbers are what the GPU was needed for.
-            print(f"peers: no plots ({error}); --from-json draws them where matplotlib is installed", file=sys.stderr)
+            # Not an error: plots can be drawn later, without a GPU.
+            print(f"peers: no plots ({error}); with matplotlib, --from-json and --plots draw them", file=sys.stderr)
 
 
 def main(arguments=None) -> int:
@@ -522,7 +558,7 @@ def main(arguments=None) -> int:
 
         console = Console(stderr=True)
         if not console.is_terminal:
-            # A file or a pipe has no width of its own, and 80 columns would wrap the lines.
+            # The default of 80 columns for files and pipes would wrap the lines.
             console.width = 200
         report = recorded(options) if options.from_json else measured(options, console)
         write(report, options)

@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""Build the kernel without Nix: one folder for each backend, as kernel-builder lays out a noarch kernel.
+"""Build the kernel without Nix: one folder (variant) for each backend, in the layout of kernel-builder's noarch kernels.
 
-A folder is a copy of torch-ext/<package> with a generated `_ops.py`, which names the namespace of the ops, an
-`interface.json`, which lists what is public (scripts/interface.py imports the build for it), and a `metadata.json` with the
-digest of every file. `kernels.get_local_kernel` loads it, and the Hub takes it as it is. The same commit gives the same
-bytes, anywhere.
+A variant is a copy of torch-ext/<package> with three generated files:
+
+  _ops.py            the namespace of the torch ops
+  interface.json     the public names, parameters and layers (scripts/interface.py imports the variant to list them)
+  metadata.json      name, version, dependencies and the digest of every file
+
+`kernels.get_local_kernel` loads the output folder, and scripts/publish.py uploads it. The same commit gives the same bytes on
+every machine.
 """
 
 import argparse
@@ -30,8 +34,8 @@ except ModuleNotFoundError:  # Python 3.10; `kernels` depends on it there
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The namespace is written out rather than found by asking torch, as kernel-builder's file does: so the cpu and the cuda
-# variant can live in one process.
+# kernel-builder's _ops.py asks torch for the backend. This one names it, so that one process can load the cpu and the cuda
+# variant.
 OPS_PY = '''\
 import torch
 
@@ -45,12 +49,12 @@ def add_op_namespace_prefix(op_name: str) -> str:
     return f"{{_OPS_NAME}}::{{op_name}}"
 '''
 GENERATED = ("_ops.py", "interface.json", "metadata.json")
-# What kernel-builder's create-pyproject leaves among the sources.
+# Files that kernel-builder's create-pyproject writes among the sources; they are not copied.
 LEFT_BEHIND = ("_ops.py", "metadata.json")
-# The file by which a folder is known as this program's own.
+# Marks a scratch folder as made by this program.
 MARK = "made-by-build_kernel"
 
-# What kernel-builder looks for in its own check of the ops' names.
+# The functions whose op names kernel-builder checks.
 REGISTRATIONS = {
     "custom_op",
     "triton_op",
@@ -72,26 +76,25 @@ def main() -> int:
         type=Path,
         default=ROOT / "build",
         metavar="DIR",
-        help="folder for the variants; one that holds an earlier build, unchanged, is replaced as a whole, any other "
-        "is refused (default: build/ in the project)",
+        help="folder for the variants (default: build/ in the project). An unchanged earlier build is replaced as a whole; "
+        "with any other content the build stops",
     )
     parser.add_argument(
         "--backends",
         metavar="LIST",
-        help="comma-separated backends to build, such as cuda,cpu (default: all that build.toml names)",
+        help="comma-separated backends to build, such as cuda,cpu (default: all backends of build.toml)",
     )
     parser.add_argument(
         "--unique-id",
         metavar="ID",
-        help="last part of the ops' namespace (default: the first 7 digits of the commit's tree id, with _dirty "
-        "appended if tracked files changed or the build is not of the commit's own bytes; without a commit a hash of "
-        "the files, with _uncommitted appended)",
+        help="last part of the namespace of the ops (default: the first 7 digits of the commit's tree id, followed by _dirty "
+        "if the files differ from the commit's; without a commit, a hash of the files followed by _uncommitted)",
     )
     arguments = parser.parse_args()
     try:
         build(ROOT, arguments.output.absolute(), arguments.backends, arguments.unique_id)
     except (BuildError, OSError, ValueError) as error:
-        # Some of the parsers explain themselves on several lines.
+        # Some parsers raise messages of several lines.
         print("build_kernel: error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -105,7 +108,9 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
     rust.Build.open(root)
     config = tomllib.loads((root / "build.toml").read_text(encoding="utf-8"))
     if "torch-noarch" not in config or config.get("kernel"):
-        raise BuildError("build.toml: only [torch-noarch] without [kernel.*] can be built without Nix and a compiler")
+        raise BuildError(
+            "build.toml: expected [torch-noarch] and no [kernel.*], since this program has no compiler; use kernel-builder"
+        )
     general, noarch = config["general"], config["torch-noarch"]
     package = rust.KernelName(general["name"]).python_name
 
@@ -143,10 +148,14 @@ def kernels_rust():
 
 
 def shipped_files(root: Path, package: str, extensions: list[str]) -> dict[str, bytes]:
-    """Path in the package -> content. Whatever would be left behind, here or by kernel-builder, is an error."""
+    """Path in the package -> content.
+
+    Raises:
+        BuildError: a file below torch-ext would not be part of the build, or kernel-builder would refuse it.
+    """
     link = root / "kernels_src"
     if link.is_symlink() and not link.exists():
-        raise BuildError(f"kernels_src: broken link to {os.readlink(link)}")
+        raise BuildError(f"kernels_src: expected a link to a folder, found a broken link to {os.readlink(link)}")
 
     folder = root / "torch-ext" / package
     files = {}
@@ -158,21 +167,23 @@ def shipped_files(root: Path, package: str, extensions: list[str]) -> dict[str, 
         if path.is_symlink():
             target = path.resolve()
             if not (target.is_file() and target.is_relative_to(folder.resolve())):
-                raise BuildError(f"{where}: link to {os.readlink(path)}, which is broken or no file of the package")
+                raise BuildError(f"{where}: expected a file of the package, found a link to {os.readlink(path)}")
         elif path.is_dir():
             continue
         elif not path.is_file():
-            raise BuildError(f"{where}: neither a file nor a folder")
+            raise BuildError(f"{where}: expected a file or a folder, found neither")
         if parts[0] != package or len(parts) == 1:
-            raise BuildError(f"{where}: would not ship, only torch-ext/{package} does")
+            raise BuildError(f"{where}: expected a path in torch-ext/{package}; other files are not part of a build")
         if path.suffix[1:] not in extensions:
-            raise BuildError(f"{where}: would not ship, pyext in build.toml names only {', '.join(extensions)}")
+            raise BuildError(
+                f"{where}: expected an extension of pyext in build.toml ({', '.join(extensions)}), found {path.suffix!r}"
+            )
         files["/".join(parts[1:])] = path.read_bytes()
     for name in LEFT_BEHIND:
         files.pop(name, None)
 
     if "__init__.py" not in files:
-        raise BuildError(f"torch-ext/{package}: no __init__.py")
+        raise BuildError(f"torch-ext/{package}: expected an __init__.py, found none")
     if "interface.json" in files:
         raise BuildError(f"torch-ext/{package}/interface.json: the build writes a file of this name")
     if any(path.split("/")[0] in (package, f"{package}.py") for path in files):
@@ -181,10 +192,10 @@ def shipped_files(root: Path, package: str, extensions: list[str]) -> dict[str, 
 
 
 def check_registrations(package: str, files: dict[str, bytes]) -> None:
-    """Two builds in one process must not register the same op, so every op's name comes from the generated prefix.
+    """Checks that every op is registered in the generated namespace, so that one process can load two builds.
 
-    As kernel-builder checks it: the first argument of a registering decorator is a call of `add_op_namespace_prefix`.
-    Beyond that, no registering function may be called with a literal name anywhere.
+    Like kernel-builder: the first argument of a registering decorator must be a call of `add_op_namespace_prefix`. In
+    addition, no registering function may be called with a literal name.
     """
     for path, content in files.items():
         if not path.endswith(".py"):
@@ -203,8 +214,8 @@ def check_registrations(package: str, files: dict[str, bytes]) -> None:
             literal = isinstance(name, (ast.Constant, ast.JoinedStr))
             if literal or (id(call) in decorators and not prefixed):
                 raise BuildError(
-                    f"{where}:{call.lineno}: {called(call)} must take its name from add_op_namespace_prefix, "
-                    f"found {ast.unparse(name)}"
+                    f"{where}:{call.lineno}: {called(call)}: expected a name from add_op_namespace_prefix, found "
+                    f"{ast.unparse(name)}"
                 )
 
 
@@ -213,10 +224,10 @@ def called(call: ast.Call) -> str | None:
 
 
 def git_id(root: Path, package: str, files: dict[str, bytes]) -> str | None:
-    """First 7 digits of the tree id of HEAD, and whether the work tree differs from it; None without a commit.
+    """First 7 digits of HEAD's tree id, followed by _dirty if the work tree differs from it; None without a commit.
 
-    git's own status is not enough: it does not see what an attribute or a setting makes of line ends, nor files that it was
-    told to ignore or to take for unchanged.
+    Contents are compared as well, because `git status` misses converted line ends, ignored files and files marked as
+    unchanged.
     """
     if not is_repository(root):
         return None
@@ -225,7 +236,7 @@ def git_id(root: Path, package: str, files: dict[str, bytes]) -> str | None:
         return None
     changes = git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     if changes is None:
-        raise BuildError(f"git status fails in {root}, so the build cannot be named")
+        raise BuildError(f"{root}: git status fails, so the build's id is unknown; --unique-id sets one")
     held = {path: content for _, path, content in committed(root, tree, f"torch-ext/{package}", "build.toml")}
     same = all(f"torch-ext/{package}/{path}" in held for path in files) and all(
         holds(root / path, content) for path, content in held.items()
@@ -245,12 +256,12 @@ def holds(path: Path, content: bytes) -> bool:
 
 
 def committed(root: Path, tree: str, *paths: str) -> Iterator[tuple[str, str, bytes]]:
-    """(mode, path, content) of what a commit or tree holds below `paths`, byte for byte as it is stored."""
+    """(mode, path, content) of the files of a commit or tree below `paths`, as git stores them."""
     listing = git(root, "ls-tree", "-r", "-z", "--full-tree", tree, "--", *paths)
     if listing is None:
-        raise BuildError(f"git ls-tree fails in {root}, so the files of {tree} are not known")
+        raise BuildError(f"{root}: git ls-tree fails, so the files of {tree} are unknown")
     entries = [entry.partition("\t") for entry in listing.split("\0") if entry]
-    # A submodule is a commit, of which there is no content.
+    # Submodules have no content here.
     entries = [(*what.split(), path) for what, _, path in entries if what.split()[1] == "blob"]
     wanted = "".join(f"{oid}\n" for _, _, oid, _ in entries).encode()
     done = subprocess.run(
@@ -267,19 +278,19 @@ def committed(root: Path, tree: str, *paths: str) -> Iterator[tuple[str, str, by
 
 
 def git_command(*arguments: str) -> list[str]:
-    # A checkout of another user, usual in containers: git refuses it for fear of its hooks, but this file, no less
-    # theirs, is running already. Replacements would put other content under an id.
+    # In containers the checkout often belongs to another user, and git then refuses to run. Its hooks are no added risk:
+    # this file comes from the same checkout. With replacement refs an id could stand for other content.
     return ["git", "-c", "safe.directory=*", "--no-optional-locks", "--no-replace-objects", *arguments]
 
 
 def git_environment() -> dict[str, str]:
-    # Inside a git hook these would point at the repository of the hook.
+    # Set inside a git hook, to the hook's repository.
     hook = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
     return {key: value for key, value in os.environ.items() if key not in hook}
 
 
 def git(root: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails or is not installed."""
+    """The output of a git command; None if it fails or git is not installed."""
     try:
         done = subprocess.run(git_command(*arguments), cwd=root, env=git_environment(), capture_output=True, text=True)
     except FileNotFoundError:
@@ -288,7 +299,7 @@ def git(root: Path, *arguments: str) -> str | None:
 
 
 def content_id(files: dict[str, bytes]) -> str:
-    # kernel-builder draws a random number here; a hash keeps the build reproducible.
+    # kernel-builder uses a random number here. A hash keeps the build reproducible.
     digest = hashlib.sha256()
     for path, content in files.items():
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
@@ -297,13 +308,13 @@ def content_id(files: dict[str, bytes]) -> str:
 
 def choose_backends(supported: list[str], wanted: str | None) -> list[str]:
     if not supported:
-        raise BuildError("build.toml: backends names none")
+        raise BuildError("build.toml: backends: expected at least one backend, found none")
     if wanted is None:
         return supported
     names = list(dict.fromkeys(name.strip() for name in wanted.split(",")))
     for name in names:
         if name not in supported:
-            raise BuildError(f"--backends: {name!r} is none of build.toml's {', '.join(supported)}")
+            raise BuildError(f"--backends: expected backends of build.toml ({', '.join(supported)}), found {name!r}")
     return names
 
 
@@ -312,10 +323,10 @@ def choose_backends(supported: list[str], wanted: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def replacing(output: Path, name: str) -> Iterator[Path]:
-    """A folder to build in, which takes the place of `output`, an earlier build of the kernel `name`, if the block succeeds.
+    """A folder to build in, which replaces `output` atomically if the block succeeds.
 
-    `output` is the earlier build or the new one, whenever and however this ends. A run that was killed leaves a marked
-    folder beside it, which the next run removes.
+    `output` may be an earlier build of the kernel `name`. At every moment it is the earlier build or the new one. A killed
+    run leaves a marked folder beside it, which the next run removes.
     """
     output = output.resolve()
     scratch = output.with_name(f".build-{output.name}")
@@ -333,7 +344,7 @@ def replacing(output: Path, name: str) -> Iterator[Path]:
                 raise BuildError(f"--output: {output} cannot be made: {error.strerror}") from None
             write(scratch / MARK, b"Left by a build that was killed. The next one removes this folder.\n")
             yield scratch / "new"
-            # Files may have appeared there during the build.
+            # Files may have been added to it during the build.
             check_replaceable(output, name)
             put_in_place(scratch / "new", output, scratch / "old")
         finally:
@@ -344,13 +355,13 @@ def put_in_place(new: Path, output: Path, old: Path) -> None:
     if not output.exists():
         new.rename(output)
     elif not exchange(new, output):
-        # Between these two there is no build; if this ends there, `recover` puts the old one back.
+        # If the program ends between these two lines, `recover` restores the old build.
         output.rename(old)
         new.rename(output)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two folders in one step; False where the system or the file system has no such step."""
+    """Exchanges two folders atomically; False if the system or the file system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -364,7 +375,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def recover(scratch: Path, output: Path) -> None:
-    """Brings to an end what a run left in its scratch folder: `output` is there if it was before, `scratch` is not."""
+    """Removes the scratch folder of an earlier run, after restoring `output` from it if needed."""
     if not os.path.lexists(scratch):
         return
     if scratch.is_symlink() or not scratch.is_dir() or (any(scratch.iterdir()) and not (scratch / MARK).is_file()):
@@ -374,27 +385,27 @@ def recover(scratch: Path, output: Path) -> None:
     for folder in (scratch / "new", scratch / "old"):
         if folder.exists():
             shutil.rmtree(folder)
-    # Last, so that what is left by a run killed meanwhile is still known.
+    # The mark goes last: if this run is killed before, the next one still recognises the folder.
     (scratch / MARK).unlink(missing_ok=True)
     scratch.rmdir()
 
 
 def check_replaceable(output: Path, name: str) -> None:
-    """Raises unless `output` holds nothing but builds of the kernel `name`, as they were written: these can be made again."""
+    """Raises BuildError unless `output` holds only unmodified variants of the kernel `name`, which can be built again."""
     if not output.exists():
         return
     if not output.is_dir():
-        raise BuildError(f"--output: {output} is no folder")
+        raise BuildError(f"--output: expected a folder, found the file {output}")
     for entry in sorted(output.iterdir()):
         for found in foreign(entry, name):
             raise BuildError(
-                f"--output: {output} is not replaced, {found.relative_to(output)} in it is not what a build of {name} wrote; "
-                f"move or remove it (`make clean` removes build/), or give another --output"
+                f"--output: {output} is not replaced: expected only unmodified builds of {name}, found "
+                f"{found.relative_to(output)}; move or remove it (`make clean` removes build/), or give another --output"
             )
 
 
 def foreign(variant: Path, name: str) -> Iterator[Path]:
-    """What in a folder is not as a build of `name` wrote it, by the digest in its metadata.json; bytecode does not count."""
+    """Paths in a folder that differ from a build of `name`, by the digest in metadata.json. Bytecode is ignored."""
     rust = kernels_rust()
     try:
         metadata = rust.Metadata.read_from_file(variant / "metadata.json")
@@ -421,7 +432,7 @@ def foreign(variant: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Builds into one folder run one after the other. Leaves no file behind."""
+    """Makes builds into one folder run one after the other. Leaves no lock file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -439,7 +450,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def find_interface(variant: Path, general: dict) -> bytes:
-    """What build.toml and the imported package promise; the same in every variant."""
+    """Content of interface.json, from build.toml and the imported variant; the same in every variant."""
     file = variant / "interface.json"
     command = [sys.executable, Path(__file__).with_name("interface.py"), variant, ",".join(general["backends"]), file]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -453,7 +464,7 @@ def find_interface(variant: Path, general: dict) -> bytes:
 
 
 def promised_backends(general: dict) -> dict:
-    """Backend -> what it needs to be installed."""
+    """Backend -> its python-depends and kernel-depends."""
     kinds = ("python-depends", "kernel-depends")
     return {backend: {kind: dependencies(general, backend, kind) for kind in kinds} for backend in general["backends"]}
 
@@ -478,7 +489,7 @@ def write_metadata(rust, variant: Path, name: str, backend: str, general: dict, 
     }
     path = variant / "metadata.json"
     write(path, (json.dumps(metadata, indent=2) + "\n").encode())
-    # `kernels` has a reader but no writer: let it say that what was written is what it reads.
+    # `kernels` has a reader but no writer: check that it reads the same digest.
     rust.Metadata.read_from_file(path).digest.validate(digest)
 
 

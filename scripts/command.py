@@ -1,4 +1,4 @@
-"""What the commands here share: their client of the Hub, and that whatever goes wrong becomes one line and status 1."""
+"""Shared by the commands: the client of the Hub, and errors as one line with exit status 1."""
 
 import base64
 import contextlib
@@ -14,19 +14,19 @@ from urllib.parse import unquote, urlsplit
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-# How long the Hub may stay silent. A commit is answered once all of it is stored, which takes seconds.
+# The Hub answers a commit after storing all of it, which takes seconds.
 TIMEOUT_S = 30.0
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# An id of git, or a sha256. `huggingface_hub` takes it for the name of a file.
+# A git id or a sha256. `huggingface_hub` uses it as a file name.
 _ETAG = re.compile(r'(W/)?"?([0-9a-f]{40}|[0-9a-f]{64})"?')
 _USERINFO = re.compile(r"(?<=://)[^/\s]*@")
 
 
 @contextlib.contextmanager
 def requirements() -> Iterator[None]:
-    """Around imports of what may not be installed: ends the program with one line that says what is missing."""
+    """For imports of optional packages: a missing one ends the program with a one-line error."""
     try:
         yield
     except ImportError as error:
@@ -43,33 +43,36 @@ with requirements():
 
 
 class CommandError(Exception):
-    """The command cannot do what was asked; the message says what was found and what was expected."""
+    """The command cannot do what was asked; the message says what was expected and what was found."""
 
 
 _EXPECTED = (CommandError, OSError, ValueError, httpx.HTTPError, httpx.InvalidURL)
 
 
 def is_repo_id(text: str) -> bool:
-    """Whether it has the form ORG/NAME."""
+    """Whether `text` has the form ORG/NAME."""
     return _REPO_ID.fullmatch(text) is not None
 
 
 def check_repo_id(text: str) -> None:
-    """Raises CommandError unless the argument ORG/NAME has that form."""
+    """Raises CommandError unless `text`, the argument ORG/NAME, has that form."""
     if not is_repo_id(text):
         raise CommandError(f"ORG/NAME: expected a repository such as lossless-kernels/lossless-kernels, found {text!r}")
 
 
 def is_commit(text: object) -> bool:
-    """Whether it is the full id of a commit, or of anything else in git."""
+    """Whether `text` is a full git id."""
     return isinstance(text, str) and _COMMIT.fullmatch(text) is not None
 
 
 def hub_client() -> "HfApi":
-    """A client of the Hub at HF_ENDPOINT, for all of this process.
+    """A client of the Hub at HF_ENDPOINT. It changes the HTTP client of `huggingface_hub` in this process.
 
-    `huggingface_hub` waits for ever, joins ETags to paths, and repeats a password of the address in its messages. With
-    this client a silence of `TIMEOUT_S` is an error, and so is an ETag that is no id; only the Hub sees the password.
+    `huggingface_hub` alone has no timeout, uses ETags as file names, and prints a password that the address contains.
+    Here a Hub that sends nothing for `TIMEOUT_S` is an error, an ETag must be an id, and the password is sent to the Hub alone.
+
+    Raises:
+        CommandError: HF_ENDPOINT is not an address.
     """
     with requirements():
         from huggingface_hub import HfApi, constants, set_client_factory
@@ -82,7 +85,7 @@ def hub_client() -> "HfApi":
     except (ValueError, httpx.InvalidURL):
         host = ""
     if not host or address.scheme not in ("http", "https"):
-        # What stands there may hold a password.
+        # The value is not shown: it may hold a password.
         raise CommandError("HF_ENDPOINT: expected an address such as https://huggingface.co")
 
     def prepare(request):
@@ -96,7 +99,7 @@ def hub_client() -> "HfApi":
 
     def check(response):
         commit = response.headers.get("X-Repo-Commit")
-        # From the storage behind the Hub an ETag is anything, and is not used.
+        # Answers of the storage behind the Hub have no X-Repo-Commit; their ETags are not used.
         etag = commit and (response.headers.get("X-Linked-ETag") or response.headers.get("ETag"))
         if etag and not _ETAG.fullmatch(etag):
             raise CommandError(f"{response.url}: ETag: expected the id of a file's content, found {etag!r}")
@@ -114,7 +117,10 @@ def hub_client() -> "HfApi":
 
 
 def exit_status(name: str, command: Callable[[], Optional[int]]) -> int:
-    """Runs a command; errors that a user can meet are printed after its name, all others are left to Python."""
+    """Runs a command and returns its exit status.
+
+    Expected errors are printed as one line that begins with `name`; other exceptions are programming errors and are raised.
+    """
     try:
         return command() or 0
     except KeyboardInterrupt:
@@ -127,13 +133,13 @@ def exit_status(name: str, command: Callable[[], Optional[int]]) -> int:
 
 
 def _is_of_the_client(error: BaseException) -> bool:
-    """Whether `huggingface_hub` raised it, or what that called: it takes the form of the Hub's answers for granted."""
+    """Whether the error comes from a call of `huggingface_hub`, which does not check the form of the Hub's answers."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__", "").startswith("huggingface_hub.") for frame in frames)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, without line breaks and passwords; with the address where the Hub was not understood."""
+    """The message of an error in one line, without passwords; with the address if the Hub answered with an error."""
     return _USERINFO.sub("", _message(error))
 
 

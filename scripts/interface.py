@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The public interface of a built kernel as data, and what of it another build breaks.
+"""Describe the public interface of a built kernel as data, and compare two of them.
 
     python scripts/interface.py VARIANT BACKENDS FILE       imports a variant and writes its interface to FILE
 
-`build_kernel.py` runs this in a process of its own and ships FILE in every variant; `publish.py` compares it with that of
-the published build. The data hold names, parameters and plain values: no annotations, no addresses, nothing inherited from
-torch, so that every machine, Python and torch that can build writes the same bytes.
+`build_kernel.py` runs this in a process of its own and puts FILE into every variant as interface.json. `publish.py` compares
+it with the published one. The data hold names, parameters and plain values, but no annotations, addresses or members
+inherited from torch. Their bytes are therefore the same on every machine, Python and torch.
 """
 
 import enum
@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-# What `kernels` reads of a layer: more than a version promised does no harm.
+# Class attributes of a layer that `kernels` reads. A change from False to True breaks nothing.
 _CAPABILITIES = ("can_torch_compile", "has_backward")
 _DEPENDENCIES = ("python-depends", "kernel-depends")
 
 
-# What a build has
+# The interface of a build
 
 
 def load(variant: Path) -> ModuleType:
@@ -41,7 +41,7 @@ def describe(kernel: ModuleType, backends: list[str]) -> dict:
         raise ValueError("__init__.py defines no __all__")
     missing = [str(name) for name in kernel.__all__ if not hasattr(kernel, str(name))]
     if missing:
-        raise ValueError(f"__all__ names {', '.join(missing)}, which it does not have")
+        raise ValueError(f"__all__ names {', '.join(missing)}, which the package does not define")
     return {"names": _describe_module(kernel, kernel.__name__), "mapping": _describe_mapping(kernel, backends)}
 
 
@@ -53,7 +53,7 @@ def _describe_module(module: ModuleType, package: str) -> dict:
 
 
 def _belongs(value, module: ModuleType, package: str) -> bool:
-    """Whether a module without `__all__` offers it: its own functions and classes, and layers from anywhere in the package."""
+    """Whether `value` is public in a module without `__all__`: a function or class of its own, or a layer of the package."""
     origin = getattr(value, "__module__", None) or ""
     if inspect.isclass(value) and any(base.__module__ == "torch.nn.modules.module" for base in value.__mro__):
         return _is_part(origin, package)
@@ -69,13 +69,13 @@ def _describe(value, package: str):
         return _describe_module(value, package) if _is_part(value.__name__, package) else value.__name__
     if inspect.isclass(value):
         return _describe_class(value, package)
-    # The parameters of a function from outside are not promised: they depend on a version of that.
+    # Parameters of other packages' functions depend on their versions and are left out.
     foreign = inspect.isroutine(value) and not _is_part(value.__module__ or "", package)
     return _parameters(value) if callable(value) and not foreign else _plain(value)
 
 
 def _describe_class(owner: type, package: str) -> dict:
-    """`class` names the bases from outside; members are those that the package defines, here or in a base."""
+    """Members that the package defines, in the class or in a base; "class" lists the bases of other packages."""
     members = {}
     for base in reversed(owner.__mro__):
         if _is_part(base.__module__, package):
@@ -94,7 +94,7 @@ def _describe_class(owner: type, package: str) -> dict:
 
 
 def _parameters(function) -> str:
-    """As Python writes them, without annotations."""
+    """The parameters as Python prints them, without annotations."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -109,7 +109,7 @@ def _parameters(function) -> str:
 
 
 class _Written:
-    """A default whose repr, which a signature prints, is the same everywhere."""
+    """A default value with a repr that is the same on every machine; signatures print it."""
 
     def __init__(self, value):
         self.value = value
@@ -119,7 +119,7 @@ class _Written:
 
 
 def _plain(value) -> str:
-    """A value in words that are the same everywhere. Of what has none its class is named."""
+    """A text of a value that is the same on every machine; for other types the name of the class."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
@@ -136,7 +136,7 @@ def _plain(value) -> str:
 
 
 def _describe_mapping(kernel: ModuleType, backends: list[str]) -> dict:
-    """Level -> layer name -> device -> mode -> class, for every level that the module of `kernel_mapping` has."""
+    """Level -> layer name -> device -> mode -> class, for every level of `kernel_mapping`."""
     if "kernel_mapping" not in kernel.__all__:
         return {}
     make = kernel.kernel_mapping
@@ -153,15 +153,15 @@ def _describe_mapping(kernel: ModuleType, backends: list[str]) -> dict:
 
 
 def _mode_name(mode) -> str:
-    # How Python prints a flag depends on its version.
+    # The repr of a flag depends on the version of Python.
     return " | ".join(each.name for each in type(mode) if each.value and each in mode)
 
 
-# What another build has no longer
+# Comparing two interfaces
 
 
 def breaks(old: dict, new: dict) -> list[str]:
-    """What a user of the interface `old` does not find in `new`, a phrase for each."""
+    """What users of the interface `old` lose with `new`, one phrase for each."""
     found = []
     for part in ("backends", "names", "mapping"):
         if not isinstance(old[part], dict):
@@ -179,7 +179,7 @@ def _lost(old, new, where: tuple) -> Iterator[str]:
             else:
                 yield f"{'.'.join((*where, name))}: removed"
     elif isinstance(old, list) and isinstance(new, list):
-        # Of what is needed nothing may be added, of what is offered nothing may go.
+        # A new dependency breaks an installation; in all other lists a missing item breaks a caller.
         needs = where[-1] in _DEPENDENCIES
         more, fewer = (new, old) if needs else (old, new)
         yield from (f"{path}: {each} is {'new' if needs else 'gone'}" for each in more if each not in fewer)
@@ -192,7 +192,7 @@ def main() -> int:
     variant, backends, file = sys.argv[1:]
     try:
         interface = describe(load(Path(variant)), backends.split(","))
-    except BaseException as error:  # The kernel's code runs here, and may raise anything.
+    except BaseException as error:  # The code of the kernel may raise anything.
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     Path(file).write_text(json.dumps(interface), encoding="utf-8")

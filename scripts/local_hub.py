@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A Hub for kernel repositories on the loopback interface, over bare git repositories.
+"""Serve a Hub for kernel repositories on 127.0.0.1, for tests, the demo and trying out a release offline.
 
-It answers what `kernels` and `huggingface_hub` ask of huggingface.co to publish, list, fetch and lock kernels, and
-nothing beyond: no accounts, no large-file storage. For tests, for the demo and for trying out a release offline.
+It stores bare git repositories and implements the requests with which `kernels` and `huggingface_hub` publish, list, download
+and lock kernels. It has no accounts and no large-file storage.
 
-    python scripts/local_hub.py                       serve until interrupted, and print the address
-    python scripts/local_hub.py make publish          run a command against a Hub that ends with it
+    python scripts/local_hub.py                       serve until interrupted, and print the settings for a shell
+    python scripts/local_hub.py make publish          run a command with a Hub that ends when the command does
 
-The command finds the Hub in HF_ENDPOINT. `huggingface_hub` reads that variable once, when it is imported.
+The command gets the address in HF_ENDPOINT. `huggingface_hub` reads that variable once, when it is imported.
 """
 
 import argparse
@@ -53,12 +53,12 @@ with requirements():
 _NAME = re.compile(r"(?!.*(\.\.|--))[A-Za-z0-9]([A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _AUTHOR = b"Local Hub <hub@localhost>"
-# Like the real Hub's, a new repository is not empty.
+# Files of a new repository, as on the real Hub.
 _FIRST_FILES = {b".gitattributes": b"*.so filter=lfs diff=lfs merge=lfs -text\n"}
 
 
 class HubError(Exception):
-    """What the Hub refuses: an HTTP status, and the code by which the clients tell one 404 from another."""
+    """A refused request: an HTTP status, and the code with which clients distinguish the kinds of 404."""
 
     def __init__(self, status: int, message: str, code: Optional[str] = None):
         super().__init__(message)
@@ -78,10 +78,10 @@ class Repositories:
     def create(self, organisation: str, name: str) -> None:
         path = self._path(organisation, name)
         if path is None:
-            raise HubError(400, f"{organisation}/{name} is no valid repository name")
+            raise HubError(400, f"expected a repository name such as organisation/name, found {organisation}/{name}")
         if path.exists():
             raise HubError(409, "You already created this kernel repo")
-        # A process that is killed meanwhile leaves no half of a repository under the name.
+        # Created under another name first: a killed process leaves no incomplete repository under this one.
         new = path.with_name(f".{path.name}")
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
@@ -100,9 +100,9 @@ class Repositories:
         return self._opened[path]
 
     def open_to_write(self, organisation: str, name: str) -> Repo:
-        """The same, without the locks that a killed process has left in it.
+        """Like `open`, after removing the locks of a killed process.
 
-        No other Hub serves the folder (`serve`) and this one writes in one thread, so nobody holds a lock now.
+        No lock is in use: only one Hub serves the folder (`serve`), and it writes in one thread.
         """
         repo = self.open(organisation, name)
         for lock in Path(repo.path).rglob("*.lock"):
@@ -162,21 +162,21 @@ def _entry(repo: Repo, commit: bytes, path: str) -> tuple[int, bytes]:
 
 
 def _file_path(path: str) -> bytes:
-    """The path of a file in a commit; refuses what git, or a file system of those that it runs on, cannot hold."""
+    """The path of a file in a commit. Raises HubError for paths that git or a common file system cannot store."""
 
     def holds(name: bytes) -> bool:
         return len(name) <= 255 and validate_path_element_ntfs(name) and validate_path_element_hfs(name)
 
     encoded = path.encode()
-    # Linux ends a name at 255 bytes and a path at 4096; `_listing` calls itself once for each folder.
+    # Linux limits names to 255 bytes and paths to 4096. `_listing` is recursive, so folders are limited too.
     fits = len(encoded) < 4096 and encoded.count(b"/") < 100
     if b"\0" in encoded or not fits or not validate_path(encoded, holds):
-        raise HubError(400, f"expected a relative path of a file that git can hold, found {path!r}")
+        raise HubError(400, f"expected a relative path that git can store, found {path!r}")
     return encoded
 
 
 def _changed(repo: Repo, tree: bytes, deleted: set[bytes], added: dict[bytes, bytes]) -> bytes:
-    """The tree without the files and folders `deleted`, then with the files `added`."""
+    """The tree after removing the files and folders `deleted` and then adding the files `added`."""
     entries = iter_tree_contents(repo.object_store, tree)
     files = {
         entry.path: (entry.sha, entry.mode)
@@ -187,7 +187,7 @@ def _changed(repo: Repo, tree: bytes, deleted: set[bytes], added: dict[bytes, by
     for path in files:
         for end in (match.start() for match in re.finditer(b"/", path)):
             if path[:end] in files:
-                raise HubError(400, f"{path[:end].decode()!r} is a file, so it cannot hold {path.decode()!r}")
+                raise HubError(400, f"expected the folder {path[:end].decode()!r} for {path.decode()!r}, found a file")
     return commit_tree(repo.object_store, [(path, *entry) for path, entry in files.items()])
 
 
@@ -202,7 +202,7 @@ def _listing(repo: Repo, tree: bytes, prefix: str, recursive: bool) -> Iterator[
             yield {"type": "file", "oid": oid.decode(), "size": len(repo[oid].data), "path": path}
 
 
-# What the Hub answers. No handler waits for anything in the middle of its work, so requests are served one after another.
+# Requests. No handler awaits anything while it works, so requests are served one after another.
 
 
 def _routes(repositories: Repositories, trusted: set) -> list[Route]:
@@ -220,14 +220,14 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
         body = await request.json()
         organisation, name = body.get("organization"), body.get("name")
         if body.get("type") != "kernel":
-            raise HubError(400, f"type: only kernel repositories live here, found {body.get('type')!r}")
+            raise HubError(400, f"type: expected 'kernel', found {body.get('type')!r}")
         if not organisation or not name:
             raise HubError(400, "expected a repository name such as organisation/name")
         answer = {"url": url(request, organisation, name), "name": f"{organisation}/{name}"}
         try:
             repositories.create(organisation, name)
         except HubError as error:
-            # create_repo(exist_ok=True) reads the url from this answer too.
+            # create_repo(exist_ok=True) also reads the url of this answer.
             return JSONResponse({"error": str(error), **answer}, error.status)
         return JSONResponse(answer)
 
@@ -313,9 +313,9 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
                 deleted.add(_file_path(path))
                 _entry(repo, head, path)
             else:
-                raise HubError(400, f"{key}: not supported here")
+                raise HubError(400, f"key: expected header, file, deletedFile or deletedFolder, found {key!r}")
         new = _commit(repo, _changed(repo, repo[head].tree, deleted, added), [head], message)
-        # All objects are on disk; from here on the branch is the new one, at once.
+        # All objects are on disk. The branch changes atomically.
         if not repo.refs.set_if_equals(ref, head, new):
             raise HubError(412, "A commit has happened since. Please refresh and retry")
         organisation, name = request.path_params["organisation"], request.path_params["name"]
@@ -334,7 +334,7 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
             return _refusal(HubError(404, "Entry not found", "EntryNotFound"), headers)
         content = repo[oid].data
         headers.update({"ETag": f'"{oid.decode()}"', "Accept-Ranges": "bytes"})
-        # A download that broke off asks for the rest.
+        # Clients resume interrupted downloads.
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if not wanted:
             return Response(content, headers=headers, media_type="application/octet-stream")
@@ -362,7 +362,7 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
 
 
 def _refusal(error: HubError, headers: Optional[dict] = None) -> Response:
-    # A header cannot hold every text; the body can.
+    # Headers are limited to printable ASCII; the body is not.
     message = str(error).encode("ascii", "backslashreplace").decode()
     headers = {**(headers or {}), **({"X-Error-Message": message} if message.isprintable() else {})}
     headers.update({"X-Error-Code": error.code} if error.code else {})
@@ -382,9 +382,9 @@ async def _answer_malformed(request: Request, error: Exception) -> Response:
 
 
 class _OwnPages:
-    """Refuses what a browser sends for a page of another origin, which could otherwise write to this Hub.
+    """Refuses requests that a browser sends for pages of other origins, which could otherwise write to this Hub.
 
-    Host counts as well, for a page's own name may lead to 127.0.0.1 (DNS rebinding).
+    Host is checked as well, because the name of a foreign page can resolve to 127.0.0.1 (DNS rebinding).
     """
 
     def __init__(self, app, port: int):
@@ -411,7 +411,7 @@ class _OwnPages:
 
 
 class _RawPaths:
-    """Routes on the path as it was sent, so that the quoted slashes of refs%2Fheads%2Fv1 stay inside one segment."""
+    """Routes on the raw path, so that the quoted slashes of refs%2Fheads%2Fv1 stay in one segment."""
 
     def __init__(self, app):
         self.app = app
@@ -430,7 +430,7 @@ class _Unquoted(Route):
 
 
 class _Recorded:
-    """Passes requests on and keeps a record of them."""
+    """Records each request and passes it on."""
 
     def __init__(self, app, requests: list):
         self.app, self.requests = app, requests
@@ -445,11 +445,11 @@ class _Recorded:
 
 @dataclass
 class LocalHub:
-    """A Hub that is being served.
+    """A running Hub.
 
     Attributes:
         url: its address, for HF_ENDPOINT.
-        repositories: what it holds.
+        repositories: its git repositories.
         requests: `"<METHOD> <path>"` of every request so far.
     """
 
@@ -466,9 +466,9 @@ def serve(
 
     Args:
         root: folder of the repositories; made if missing.
-        trusted: the organisations that count as trusted kernel publishers.
-        port: the port to listen on; by default one that is free.
-        around: what is served in the place of the application that it is given.
+        trusted: the organisations that are trusted kernel publishers.
+        port: the port to listen on; 0: a free one.
+        around: application -> the application that is served in its place.
 
     Raises:
         OSError: the port is taken, or another Hub serves the folder.
@@ -501,7 +501,7 @@ def serve(
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The folder for this Hub alone, until the block or the process ends."""
+    """Locks the folder for this Hub until the block or the process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -523,8 +523,8 @@ def _application(hub: LocalHub, trusted: set) -> Starlette:
 
 
 def variables(hub: LocalHub) -> dict[str, str]:
-    """Those with which a new process speaks to `hub` and to no other."""
-    # A proxy would look for 127.0.0.1 on its own machine.
+    """The environment variables with which a new process uses `hub`."""
+    # A proxy would connect to 127.0.0.1 of its own machine.
     direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     ours = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "local", "HF_HUB_OFFLINE": "0", **direct}
     allow_no_telemetry(ours)
@@ -532,24 +532,28 @@ def variables(hub: LocalHub) -> dict[str, str]:
 
 
 def environment(hub: LocalHub) -> dict[str, str]:
-    """That of this process, with the `variables`."""
+    """The environment of this process with the `variables` of `hub`."""
     return {**os.environ, **variables(hub)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--root", type=Path, metavar="DIR", help="folder of the git repositories (default: a temporary one)"
+        "--root", type=Path, metavar="DIR", help="folder of the git repositories (default: a temporary folder)"
     )
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: one that is free)")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
     parser.add_argument(
         "--trust",
         action="append",
         default=[],
         metavar="ORG",
-        help="organisation that counts as a trusted kernel publisher; may be repeated",
+        help="make ORG a trusted kernel publisher, as `kernels lock` requires; may be repeated",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run; its exit status is the Hub's")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        help="command to run with the Hub; its exit status is returned (default: serve until interrupted)",
+    )
     options = parser.parse_args()
     if options.root and options.root.exists() and not options.root.is_dir():
         parser.error(f"--root: expected a folder, found the file {options.root}")
@@ -575,17 +579,17 @@ def main() -> int:
 
 
 def introduction(hub: LocalHub, trusted: list[str]) -> str:
-    """What a user needs, as lines that a shell can read."""
+    """Settings and explanations as lines that a shell can read."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables(hub).items())
     return f"""\
 export {settings}
 # Repositories in {hub.repositories.root}; interrupt to stop.
-# `kernels lock` accepts kernels of trusted organisations alone. Trusted here: {", ".join(trusted) or "none"}.
+# `kernels lock` accepts only kernels of trusted organisations. Trusted here: {", ".join(trusted) or "none"}.
 # To trust one, start again with: make hub ARGS="--trust ORG\""""
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
-    """The exit status of a command, which ends as this process is told to end."""
+    """Runs a command and returns its exit status. If this process is terminated, the command is too."""
     try:
         process = subprocess.Popen(command, env=environment)
     except OSError as error:
@@ -595,7 +599,7 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         try:
             status = process.wait()
             return status if status >= 0 else 128 - status
-        except KeyboardInterrupt:  # The command had it too, and has said what there is to say.
+        except KeyboardInterrupt:  # The terminal interrupts the command as well.
             return 130
         except SystemExit:
             process.terminate()

@@ -1,17 +1,17 @@
-"""The files of tuned launch plans: what they hold, and what is wrong with one.
+"""Reads and checks the files of tuned launch configurations in the package's folder plans/.
 
-A file: `{"compute_capability": 9, "found": {gpu, driver, torch, triton, date, command}, "plans": [...]}`. An entry of
-"plans":
+A file: `{"compute_capability": 9, "found": {gpu, driver, torch, triton, date, command}, "plans": [...]}`. "found" says how
+the configurations were measured. An entry of "plans":
 
     op               an op that a family of the package declares in its TUNING
-    hidden_size      null for an op that has none
+    hidden_size      null for an op without one
     element_size     bytes of an element of the activations
-    least_rows       the plan is for so many rows
-    most_rows        and up to so many; null: no limit
-    plan             the fields of the op's plan
-    measured         {"shape", "ms", "default_ms"}: the time beside that of the plan that the family computes
+    least_rows       the fewest rows that the launch configuration is for
+    most_rows        the most; null: no limit
+    plan             the fields of the launch configuration
+    measured         {"shape", "ms", "default_ms"}: its time, and the time of the default; null: not measured
 
-The package checks little of it (`core/plans.py`), for the tests check every file that ships.
+The package itself checks little of a file (`core/plans.py`); the tests check every file that ships.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def _powers_of_two(least: int, most: int) -> tuple[int, ...]:
 
 _WARPS = _powers_of_two(1, 32)
 _STAGES = (1, 2, 3, 4, 5, 6)
-# The values that the numbers of plans may take, by field; the other fields are true or false.
+# Field of a launch configuration -> the values it may take. All other fields are true or false.
 _VALUES = {
     "rows_per_program": _powers_of_two(1, 64),
     "programs_per_row": _powers_of_two(1, 16),
@@ -44,26 +44,26 @@ _VALUES = {
     "sum_warps": _WARPS,
     "block": _powers_of_two(128, 8192),
 }
-# Far beyond what registers hold.
+# More than registers hold: a limit for absurd values.
 _MAX_ELEMENTS_PER_THREAD = 512
-# The compute capability from which on a GPU can be asked for a whole row at once.
+# The first compute capability that prefetches a whole row with one request.
 LEAST_PREFETCHING = 9
-# The fewest columns that ATen reads as vectors: a row that is streamed backward is summed in their order.
+# The fewest columns that ATen reads as vectors. The streamed backward kernel has the reduction order of vectors.
 _LEAST_STREAMED = 128
 _FOUND = ("gpu", "driver", "torch", "triton", "date", "command")
 _ENTRY = ("op", "hidden_size", "element_size", "least_rows", "most_rows", "plan", "measured")
 
-# For each op the fields of its plan and the values that they may take.
+# Op -> field of its launch configuration -> the values it may take.
 Fields = dict[str, dict[str, tuple]]
 
 
 class PlanError(ValueError):
-    """A file of plans is not what it should be; the message says where, what was found and what was expected."""
+    """A file is not valid; the message says where, what was expected and what was found."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tuned plan; the attributes are those of the files."""
+    """One tuned launch configuration; the attributes are the keys of an entry."""
 
     op: str
     hidden_size: Optional[int]
@@ -84,7 +84,7 @@ class Entry:
 
 
 def plan_classes(kernel: ModuleType) -> dict[str, type]:
-    """For each op that is tuned the class of its plans, as the families of `kernel` declare them."""
+    """Tuned op -> class of its launch configurations, as declared in the TUNING of the families of `kernel`."""
     ops = importlib.import_module(f"{kernel.__name__}.ops")
     names = [each.name for each in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
     tables = [getattr(importlib.import_module(name), "TUNING", {}) for name in names]
@@ -92,7 +92,7 @@ def plan_classes(kernel: ModuleType) -> dict[str, type]:
 
 
 def allowed_values(kernel: ModuleType) -> Fields:
-    """What `read` checks entries against."""
+    """The values that `read` accepts, for the ops of `kernel`."""
     return {
         op: {field.name: (False, True) if field.type is bool else _VALUES[field.name] for field in fields(plan_class)}
         for op, plan_class in plan_classes(kernel).items()
@@ -100,27 +100,30 @@ def allowed_values(kernel: ModuleType) -> Fields:
 
 
 def read(path: Path, allowed: Fields) -> tuple[int, dict[str, Any], list[Entry]]:
-    """The compute capability that a file is for, how its plans were found, and all entries.
+    """Reads a file: its compute capability, its "found" and its entries.
 
     Args:
         allowed: the `allowed_values` of the kernel.
 
     Raises:
-        PlanError: something in the file is not as it should be.
-        OSError: it cannot be read.
+        PlanError: the file is not valid.
+        OSError: the file cannot be read.
     """
     content = _content(path)
     found = content.get("found")
     missing = [name for name in _FOUND if not isinstance(found, dict) or not isinstance(found.get(name), str)]
     if missing:
-        raise PlanError(f"{path.name}, found: expected the texts {', '.join(_FOUND)}, missing {', '.join(missing)}")
+        raise PlanError(f"{path.name}, found: expected the texts {', '.join(_FOUND)}, found no {', '.join(missing)}")
     entries: list[Entry] = []
     for number, values in enumerate(content["plans"]):
         where = f"{path.name}, plans[{number}]"
         entry = checked_entry(where, values, content["compute_capability"], allowed)
         for other, earlier in enumerate(entries):
             if entry.overlaps(earlier):
-                raise PlanError(f"{where}: overlaps plans[{other}], {entry.op} for {earlier.least_rows} and more rows")
+                raise PlanError(
+                    f"{where}: expected rows of no other entry, found an overlap with plans[{other}], {entry.op} from "
+                    f"{earlier.least_rows} rows on"
+                )
         entries.append(entry)
     return content["compute_capability"], found, entries
 
@@ -134,7 +137,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise PlanError(f"{path.name}: expected an object, found {content!r:.80}")
     if not _is_count(content.get("compute_capability")):
         raise PlanError(
-            f"{path.name}, compute_capability: expected a major compute capability, found "
+            f"{path.name}, compute_capability: expected the major number of a compute capability, found "
             f"{content.get('compute_capability')!r}"
         )
     if not isinstance(content.get("plans"), list):
@@ -147,7 +150,7 @@ def _is_count(value) -> bool:
 
 
 def checked_entry(where: str, values, compute_capability: int, allowed: Fields) -> Entry:
-    """Raises PlanError, which begins with `where`, unless `values` is an entry as this file's first lines describe it."""
+    """Returns `values` as an Entry. Raises PlanError, whose message begins with `where`, if it is not a valid one."""
 
     def expect(holds, name, expected, found):
         if not holds:
@@ -177,10 +180,10 @@ def checked_entry(where: str, values, compute_capability: int, allowed: Fields) 
     expect(
         programs == 1 or single,
         "plan, programs_per_row",
-        "1 but for single rows by lane, few and not prefetched",
+        "1 unless by_lane is true, rows_per_program 1, prefetch false and most_rows a number",
         programs,
     )
-    # Of the backward kernels the one that streams rows takes one at a time, and leaves sums of the weight's gradient.
+    # The streamed backward kernel reads one row at a time and is fused with the sums of dweight.
     streamed = "fused" in values_of and entry.plan["streamed"]
     expect(not streamed or entry.plan["fused"], "plan, streamed", "false in a plan that is not fused", streamed)
     rows = entry.plan.get("rows_per_program")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Publish the built kernel to the Hub: the build to branch v<version>, the card to main, each in one commit.
+"""Publish the kernel to the Hub: one commit to branch v<version> with the build, one to main with the card.
 
-What is sent is built from the files of the current commit as git stores them, whatever the work tree holds; build/ must be
-the same, byte for byte. It must keep what the branch already promises (interface.json: names, parameters, layers, backends,
-mapping, dependencies): people load `version=1` and get whatever the branch holds. An incompatible change takes a new
-`version` in build.toml, and so a new branch.
+The program builds the files of the current commit, as git stores them, and uploads that. build/ must be equal to it byte for
+byte. Users load `version=1` and get the head of branch v1, so the new build must keep the published interface: names,
+parameters, layers, backends, mapping and dependencies, as listed in interface.json. For an incompatible change raise
+`version` in build.toml; it is published to a new branch.
 
-A repeated run changes nothing. A run that was interrupted at any point leaves the branch as it was or as it should be;
-run it again. HF_TOKEN and HF_ENDPOINT are those of huggingface_hub.
+A repeated run changes nothing. After an interrupted run each branch is at its old or at its new commit; run it again.
+HF_TOKEN and HF_ENDPOINT have the meaning that huggingface_hub gives them.
 """
 
 import argparse
@@ -43,7 +43,7 @@ with requirements():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-# What a branch holds of ours. Anything else on it is left alone.
+# The files of a branch that this program owns. It leaves all others unchanged.
 PUBLISHED = ("build/*", "benchmarks/benchmark*.py")
 INTERFACE = "build/*/interface.json"
 STEPS = 6
@@ -51,7 +51,7 @@ STEPS = 6
 
 @dataclass
 class Project:
-    """What build.toml says."""
+    """The contents of build.toml."""
 
     name: str
     version: int
@@ -66,7 +66,7 @@ class Project:
 
 @dataclass
 class Release:
-    """A build that may be published, and what goes with it."""
+    """A checked build, and the other files to publish."""
 
     project: Project
     build: Path
@@ -81,10 +81,10 @@ class Release:
 
 @dataclass
 class Plan:
-    """What one commit shall do to a branch."""
+    """The changes of one commit to a branch."""
 
     branch: str
-    parent: str | None  # the commit it starts from; None if the branch has to be made
+    parent: str | None  # the commit it starts from; None: the branch does not exist
     added: dict[str, bytes]
     changed: dict[str, bytes]
     deleted: list[str]
@@ -104,7 +104,7 @@ class Plan:
         return f"{where}: {', '.join(parts) or 'nothing to do'}, {self.unchanged} unchanged"
 
     def details(self) -> str:
-        """A line for each file that the commit touches."""
+        """One line for each file that the commit changes."""
         marked = (("+", self.added), ("~", self.changed), ("-", self.deleted))
         return "".join(f"\n    {mark} {path}" for mark, paths in marked for path in paths)
 
@@ -119,16 +119,18 @@ def read_project(root: Path, repo_id: str | None) -> Project:
         repo_id = general.get("hub", {}).get("repo-id")
     if repo_id is None or not is_repo_id(repo_id):
         raise CommandError(
-            f"--repo-id: expected ORG/NAME, found {repo_id!r}; build.toml may name one under general.hub"
+            f"--repo-id: expected ORG/NAME, found {repo_id!r}; [general.hub] of build.toml may set the default"
         )
     package = build_kernel.kernels_rust().KernelName(general["name"]).python_name
     return Project(general["name"], general["version"], repo_id, general, package)
 
 
 def check_tree(root: Path, commit: str | None) -> None:
-    """Raises unless there is a commit to publish and nothing that git shows as changed, which was meant to be in it."""
+    """Raises CommandError if there is no commit, or if tracked files, or untracked ones that would ship, differ from it."""
     if commit is None:
-        raise CommandError(f"{root}: no commit to publish; --allow-dirty publishes it all the same")
+        raise CommandError(
+            f"{root}: expected a git repository, found no commit to publish; --allow-dirty publishes the files without one"
+        )
     changed = []
     for command in (
         ("diff", "--name-only", "HEAD"),
@@ -136,7 +138,7 @@ def check_tree(root: Path, commit: str | None) -> None:
     ):
         paths = build_kernel.git(root, *command)
         if paths is None:
-            raise CommandError(f"git {command[0]} fails in {root}, so what is committed is not known")
+            raise CommandError(f"git {command[0]} fails in {root}, so the committed files are unknown")
         changed += paths.splitlines()
     if changed:
         raise CommandError(
@@ -151,7 +153,7 @@ def head_commit(root: Path) -> str | None:
 
 
 def export(root: Path, commit: str, folder: Path) -> None:
-    """Writes the files of a commit, as git stores them."""
+    """Writes the files of a commit into `folder`, as git stores them."""
     links = []
     for mode, path, content in build_kernel.committed(root, commit):
         if mode == "120000":
@@ -166,7 +168,7 @@ def export(root: Path, commit: str, folder: Path) -> None:
 
 
 def fresh_build(source: Path, unique_id: str | None, output: Path) -> dict[str, bytes]:
-    """What the project in `source` builds, by its own program."""
+    """The build of the project in `source`, made by its own build_kernel.py: path on the branch -> content."""
     command = [sys.executable, source / "scripts/build_kernel.py", "--output", output]
     command += ["--unique-id", unique_id] if unique_id else []
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
@@ -177,9 +179,9 @@ def fresh_build(source: Path, unique_id: str | None, output: Path) -> dict[str, 
 
 
 def read_build(build: Path) -> dict[str, bytes]:
-    """The files of a build by their path on the branch."""
+    """The files of a build: path on the branch -> content."""
     if not build.is_dir():
-        raise CommandError(f"--build: {build} is no folder; `make build` makes one")
+        raise CommandError(f"--build: expected a folder made by `make build`, found no folder {build}")
     files = folder_files(build, "build")
     for variant in sorted(build.glob("torch-*")):
         violations = check_variant(variant).violations
@@ -189,15 +191,15 @@ def read_build(build: Path) -> dict[str, bytes]:
 
 
 def compare_builds(build: Path, found: dict[str, bytes], expected: dict[str, bytes]) -> None:
-    """Raises unless `build` is what is going to be published: what was tried out here is what others get."""
+    """Raises CommandError unless `build`, which was tested here, equals the build that will be published."""
     compare_ids(found, expected)
     for path in sorted(found.keys() | expected.keys()):
         if path not in found:
-            raise CommandError(f"{build}: {path} is missing; `make build` makes it")
+            raise CommandError(f"{build}: {path} is missing; run `make build`")
         if path not in expected:
-            raise CommandError(f"{build}: {path} does not belong to the build; `make build` makes a clean one")
+            raise CommandError(f"{build}: {path} does not belong to the build; run `make build`")
         if found[path] != expected[path]:
-            raise CommandError(f"{build}: {path} is not what the project builds; run `make build`")
+            raise CommandError(f"{build}: {path} differs from the build of the commit; run `make build`")
 
 
 def folder_files(folder: Path, prefix: str) -> dict[str, bytes]:
@@ -205,52 +207,52 @@ def folder_files(folder: Path, prefix: str) -> dict[str, bytes]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            raise CommandError(f"{folder}: {name} is a link, and links do not ship")
+            raise CommandError(f"{folder}: expected files, found the link {name}; links cannot be published")
         if path.suffix == ".pyc":
-            raise CommandError(f"{folder}: {name} is bytecode; `make build` makes a clean build")
+            raise CommandError(f"{folder}: expected no bytecode, found {name}; run `make build`")
         if path.is_file():
             files[f"{prefix}/{name}"] = path.read_bytes()
     return files
 
 
 def compare_ids(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
-    """The usual reason for a difference, an old build, said by the ids rather than by the first file that differs."""
+    """Raises CommandError for the most frequent difference, a build of another commit, and names both ids."""
     for path in sorted(found.keys() & expected.keys()):
         ids = [re.search(rb'_OPS_NAME = "(\w+)"', files[path]) for files in (found, expected)]
         if not path.endswith("/_ops.py") or None in ids or ids[0][1] == ids[1][1]:
             continue
         built, wanted = (each[1].decode() for each in ids)
         if built != f"{wanted}_dirty":
-            raise CommandError(f"the build is {built}, the project is at {wanted}; run `make build`")
+            raise CommandError(f"expected the build {wanted}, found {built}; run `make build`")
         differing = [each for each in sorted(found.keys() | expected.keys()) if found.get(each) != expected.get(each)]
         sources = [each for each in differing if each.split("/")[-1] not in build_kernel.GENERATED]
         raise CommandError(
-            f"the build is not of the commit's own files, {(sources or differing)[0]} for one; run `make build`, and if it "
-            "stays so: git ignores the file, takes it for unchanged or converts its line ends in the work tree"
+            f"the build differs from the commit's own files, for example in {(sources or differing)[0]}; run `make build`. If "
+            "that does not help, git ignores this file, marks it as unchanged or converts its line ends in the work tree"
         )
 
 
-# What the Hub holds
+# The contents of the Hub
 
 
 @contextlib.contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Around a call of huggingface_hub, which takes an answer apart without looking whether it has the parts."""
+    """For calls of huggingface_hub, which does not check the form of answers: turns the resulting errors into CommandError."""
     try:
         yield
-    except OSError:  # Among them what huggingface_hub says itself.
+    except OSError:  # Includes the errors that huggingface_hub raises itself.
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CommandError(f"the Hub's answer is not understood, {what}: {type(error).__name__}: {error}") from error
 
 
 def remote_branches(api: HfApi, repo_id: str) -> dict[str, str] | None:
-    """Branch -> commit; None if there is no repository."""
+    """Branch -> commit; None if the repository does not exist."""
     try:
         with understood(f"asked for the branches of {repo_id}"):
             refs = api.list_repo_refs(repo_id, repo_type="kernel")
             branches = {branch.name: branch.target_commit for branch in refs.branches}
-            # Without one a branch would pass for new, and what it promises would not be looked at.
+            # A branch without a commit would count as new, and its interface would not be compared.
             if not all(isinstance(commit, str) and commit for commit in branches.values()):
                 raise ValueError("a branch without a commit")
     except RepositoryNotFoundError:
@@ -259,7 +261,7 @@ def remote_branches(api: HfApi, repo_id: str) -> dict[str, str] | None:
 
 
 def remote_files(api: HfApi, repo_id: str, commit: str) -> dict[str, RepoFile]:
-    """The files of a commit by path."""
+    """Path -> file, for all files of a commit."""
     with understood(f"asked for the files of {repo_id}@{commit}"):
         listing = api.list_repo_tree(repo_id, repo_type="kernel", revision=commit, recursive=True)
         return {entry.path: entry for entry in listing if isinstance(entry, RepoFile)}
@@ -270,7 +272,7 @@ def newest_version(branches: dict[str, str]) -> int:
 
 
 def make_plan(api: HfApi, repo_id: str, branch: str, parent: str | None, wanted: dict[str, bytes], owned) -> Plan:
-    """Compares what the branch holds with `wanted`; files that match `owned` and are not wanted are stale."""
+    """The changes from the branch at `parent` to the files `wanted`. Other files that match `owned` are deleted."""
     remote = {} if parent is None else remote_files(api, repo_id, parent)
     changed = {
         path: content for path, content in wanted.items() if path in remote and not same_content(content, remote[path])
@@ -281,7 +283,7 @@ def make_plan(api: HfApi, repo_id: str, branch: str, parent: str | None, wanted:
 
 
 def plan_version(api: HfApi, release: Release, head: str | None) -> Plan:
-    """What one commit shall do to the version's branch at `head`, and nowhere else: with that it has been compared."""
+    """The changes to the version's branch at the commit `head`, whose interface has been compared."""
     project = release.project
     plan = make_plan(api, project.repo_id, project.branch, head, release.files, PUBLISHED)
     if head is not None and not plan.is_empty:
@@ -290,7 +292,7 @@ def plan_version(api: HfApi, release: Release, head: str | None) -> Plan:
 
 
 def check_compatible(api: HfApi, release: Release, head: str) -> None:
-    """Raises if a user of this version loses a name or finds another signature."""
+    """Raises CommandError if the build lacks part of the published interface."""
     project = release.project
     paths = sorted(path for path in remote_files(api, project.repo_id, head) if fnmatch.fnmatch(path, "build/*/*.py"))
     if not paths:
@@ -315,7 +317,7 @@ def check_compatible(api: HfApi, release: Release, head: str) -> None:
     if breaks:
         more = f"; and {len(breaks) - 10} more" if len(breaks) > 10 else ""
         raise CommandError(
-            f"branch {project.branch} promises what this build breaks: {'; '.join(breaks[:10])}{more}; "
+            f"this build breaks the interface of branch {project.branch}: {'; '.join(breaks[:10])}{more}; "
             f"raise `version` in build.toml (now {project.version}) to publish it"
         )
 
@@ -325,11 +327,11 @@ def compare_interfaces(published: Path, ours: dict) -> list[str]:
         return interface.breaks(json.loads(published.read_bytes()), ours)
     except (LookupError, TypeError, ValueError):
         raise CommandError(
-            f"build/{published.parent.name}/interface.json on the Hub is not what a build writes"
+            f"build/{published.parent.name}/interface.json on the Hub: expected a file written by build_kernel.py"
         ) from None
 
 
-# Builds of before interface.json: their source is read, never run
+# Published builds without interface.json: their source is parsed, not run
 
 
 def compare_sources(published: Path, release: Release, scratch: Path) -> list[str]:
@@ -346,17 +348,15 @@ def compare_sources(published: Path, release: Release, scratch: Path) -> list[st
         ]
         breaks = {describe(each) for each in griffe.find_breaking_changes(*interfaces)}
     except (griffe.GriffeError, AttributeError, LookupError, TypeError) as error:
-        raise CommandError(
-            f"the public names cannot be read from the source: {type(error).__name__}: {error}"
-        ) from error
+        raise CommandError(f"the source does not show the public names: {type(error).__name__}: {error}") from error
     old, new = (dict(signatures(each)) for each in interfaces)
-    # Whatever griffe forgives, an optional parameter more, say: a version has one signature.
+    # griffe accepts some changes, such as a new optional parameter. Here signatures must be equal.
     breaks |= {f"{path}{old[path]}: now {new[path]}" for path in old.keys() & new.keys() if old[path] != new[path]}
     return sorted(breaks)
 
 
 def public_interface(package: Path) -> griffe.Object:
-    """What `__all__` of a package names, read from its source."""
+    """The names of a package's `__all__`, read from its source."""
     interface = griffe.load(package.name, search_paths=[package.parent], allow_inspection=False, resolve_aliases=True)
     for name in set(interface.members) - set(interface.exports or ()):
         del interface.members[name]
@@ -366,7 +366,7 @@ def public_interface(package: Path) -> griffe.Object:
 def signatures(owner: griffe.Object, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(name, parameters) of every public function and method, without annotations."""
     for name, member in owner.members.items():
-        # Below the package an alias is something imported.
+        # Below the package, aliases are imports.
         if name.startswith("_") or (prefix and member.is_alias):
             continue
         if member.is_function:
@@ -406,9 +406,9 @@ def render_card(root: Path, project: Project, names: dict, has_benchmark: bool) 
 
 
 def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, step: Callable[[str], None]) -> Release:
-    """Everything about the build that can be checked without the Hub."""
+    """Checks the build as far as that needs no Hub, and returns the release."""
     found = read_build(build)
-    step("building what is committed")
+    step("building the commit")
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
         tree, origin, unique_id = root, head_commit(root), None
         if allow_dirty:
@@ -423,7 +423,7 @@ def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, ste
             unique_id = build_kernel.git(root, "rev-parse", f"{origin}^{{tree}}")[:7]
         project = read_project(tree, repo_id)
         files = fresh_build(tree, unique_id, Path(scratch, "build"))
-        step("comparing the build with it")
+        step("comparing both builds")
         compare_builds(build, found, files)
         files.update({f"benchmarks/{path.name}": path.read_bytes() for path in tree.glob("benchmarks/benchmark*.py")})
         release = Release(project, build, files, b"", origin)
@@ -435,11 +435,11 @@ def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, ste
 def upload(
     api: HfApi, release: Release, branches: dict[str, str] | None, dry_run: bool, step: Callable[[str], None]
 ) -> list[str]:
-    """Brings the Hub, which has `branches`, to what `release` holds; a line on each branch."""
+    """Uploads `release` to the Hub, which has `branches`. Returns one line for each branch."""
     project, repo_id, branch = release.project, release.project.repo_id, release.project.branch
 
     def plans(heads: dict[str, str]) -> list[Plan]:
-        # Of two versions the newer one has the card.
+        # The newest version provides the card.
         card = {} if newest_version(heads) > project.version else {"README.md": release.card}
         return [
             plan_version(api, release, heads.get(branch)),
@@ -458,12 +458,13 @@ def upload(
         with understood(f"asked to make branch {branch} of {repo_id}"):
             api.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True)
     if plan.parent is None or card_plan.parent is None:
-        # What is new holds something already: a branch what main did or what another publisher has sent meanwhile, a
-        # repository its .gitattributes.
+        # A new repository holds .gitattributes, and a new branch starts at main or already has another publisher's files.
         heads = remote_branches(api, repo_id) or {}
         missing = {branch, "main"} - heads.keys()
         if missing:
-            raise CommandError(f"{repo_id}: made, but the Hub does not list {', '.join(sorted(missing))}; run it again")
+            raise CommandError(
+                f"{repo_id}: created, but the Hub does not list {', '.join(sorted(missing))}; run it again"
+            )
         plan, card_plan = plans(heads)
     step(f"uploading {len(plan.added) + len(plan.changed)} files")
     commit = send(api, repo_id, plan, f"{project.name} v{project.version}, built from {release.source}")
@@ -480,19 +481,19 @@ def create_repository(api: HfApi, repo_id: str) -> None:
         if error.response is not None and error.response.status_code in (401, 403):
             raise CommandError(
                 f"{repo_id}: the Hub does not let this token create a kernel repository (HTTP "
-                f"{error.response.status_code}); organisations have to be admitted as kernel publishers first"
+                f"{error.response.status_code}); the Hub must first admit the organisation as a kernel publisher"
             ) from None
         raise
 
 
 def send(api: HfApi, repo_id: str, plan: Plan, message: str) -> str:
-    """One commit with all of the plan; the commit the branch is at afterwards."""
+    """Commits the plan. Returns the commit that the branch is at afterwards."""
     if plan.is_empty:
         return plan.parent
     operations = [CommitOperationAdd(path, content) for path, content in {**plan.added, **plan.changed}.items()]
     operations += [CommitOperationDelete(path, is_folder=False) for path in plan.deleted]
     try:
-        # Named as parent, the commit of the plan makes the Hub refuse if another publisher was faster.
+        # With parent_commit the Hub refuses if another publisher has committed since.
         with understood(f"asked to commit to {plan.branch} of {repo_id}"):
             done = api.create_commit(
                 repo_id,
@@ -504,18 +505,26 @@ def send(api: HfApi, repo_id: str, plan: Plan, message: str) -> str:
             )
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code == 412:
-            raise CommandError(f"{repo_id}: branch {plan.branch} was changed meanwhile; run it again") from None
+            raise CommandError(f"{repo_id}: branch {plan.branch} was changed during this run; run it again") from None
         raise
     return done.oid
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", type=Path, default=ROOT / "build", metavar="DIR", help="(default: build/)")
-    parser.add_argument("--repo-id", metavar="ORG/NAME", help="where to (default: repo-id in build.toml)")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, show what would change, send nothing")
     parser.add_argument(
-        "--allow-dirty", action="store_true", help="publish uncommitted changes too; nobody can build that again"
+        "--build",
+        type=Path,
+        default=ROOT / "build",
+        metavar="DIR",
+        help="folder made by `make build` (default: build/)",
+    )
+    parser.add_argument(
+        "--repo-id", metavar="ORG/NAME", help="kernel repository to publish to (default: repo-id in build.toml)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run all checks and show the changes, but send nothing")
+    parser.add_argument(
+        "--allow-dirty", action="store_true", help="publish uncommitted changes too; no commit reproduces such a build"
     )
     options = parser.parse_args()
     disable_progress_bars()
@@ -534,7 +543,7 @@ def main() -> int:
             step("asking the Hub")
             branches = remote_branches(api, release.project.repo_id)
             lines = upload(api, release, branches, options.dry_run, step)
-        print(f"{release.project.repo_id} at {api.endpoint}{': what would be sent' if options.dry_run else ''}")
+        print(f"{release.project.repo_id} at {api.endpoint}{': dry run, nothing was sent' if options.dry_run else ''}")
         for line in lines:
             print(" ", line)
 

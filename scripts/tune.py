@@ -1,28 +1,32 @@
 #!/usr/bin/env python3
-"""Measure launch plans on the GPU at hand, and write those that beat the package's own as JSON.
+"""Measure launch configurations of the kernels on this GPU, and write those that are faster than the defaults as JSON.
 
-Every candidate's results are compared with eager's, bit for bit, and a plan with other bits is discarded and reported. The
-candidates of a case take turns under CUDA graphs, on inputs that rotate through more memory than the L2 holds: a first
-look at all, more turns for the fastest. A plan is written if its median is below the default's by more than --margin and by
-more than the default's own spread. Kernels are compiled before, in processes that fill Triton's cache on the disk.
+A launch configuration holds the numbers with which a kernel is launched, such as rows per program and warps. The package
+computes a default for every shape; a file in its folder plans/ overrides the default on one generation of GPUs.
 
-ops:
+The results of every candidate are compared with eager's bit by bit; a candidate with other bits is discarded and reported.
+Candidates of a case take turns as CUDA graphs, on inputs that rotate over more memory than the L2 cache holds. All are
+measured briefly, the fastest ones again. A configuration is written if its median is below the default's by more than
+--margin and by more than the spread of the default's own times. Kernels are compiled first, in parallel processes.
+
+ops, and what their configurations choose:
   rms_norm, add_rms_norm
-                     rows and warps a program, whether it reads them twice, one after the other or at once, by lane, and then
-                     programs a row, whether it has later ones brought into the L2
+                     rows and warps per program; whether a row is kept in registers (default), read a second time (streamed)
+                     or read in two layouts at once (by_lane); programs per row; prefetching of later rows into the L2 cache
   rms_norm_backward, add_rms_norm_backward
-                     one kernel or several, rows, warps and stages; columns, stages and warps of the sums
-  silu, silu_backward  elements and warps a program
+                     one fused kernel or several; rows, warps and stages; columns, stages and warps of dweight's sums
+  silu, silu_backward
+                     elements and warps per program
 
 examples:
-  tune.py                                        what ships: bf16, minutes on an H200
+  tune.py                                        what the package ships: bf16, minutes on an H200
   tune.py --dtypes fp32 --output torch-ext/lossless_kernels/plans/hopper_fp32.json
-  tune.py --ops rms_norm_backward --hidden-sizes 32768 --update     once more, when a kernel has changed
+  tune.py --ops rms_norm_backward --hidden-sizes 32768 --update     measure again after a kernel has changed
   tune.py --ops rms_norm --hidden-sizes 5120 --rows 16 512:4096 --output /tmp/plans.json
   tune.py --ops rms_norm --rows 1 2:4 16 --most-rows 63 --update    decode alone
 
-Build again afterwards: the package reads its plans from where it lies.
-Exit status: 0; 1 if a default plan differed from eager in a bit or failed; 2 if it could not run.
+Run `make build` afterwards: a build holds its own copy of plans/.
+Exit status: 0; 1 if a default configuration differed from eager in a bit or failed; 2 if it could not run.
 """
 
 import argparse
@@ -60,34 +64,34 @@ EPS = 1e-5
 
 # Head dimensions, and the hidden sizes of models of 1B to 70B parameters and beyond.
 HIDDEN_SIZES = (64, 128, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
-# Rows from which on a plan holds, up to the next, and with how many it is measured: decode, a short and a long prompt, a batch.
+# (fewest rows, measured rows) of each range; a range ends where the next begins. Decode, short and long prompts, a batch.
 ROWS = ((1, 1), (2, 4), (16, 16), (32, 32), (64, 128), (512, 1024), (2048, 4096), (8192, 32768))
-# Gradients are of training.
+# Backward passes are tuned from this many rows on.
 TRAINING_ROWS = 512
-# Of the last range short rows are as many more as these elements have, and long ones as many less.
+# Bounds on the elements measured in the last range: short rows are measured with more rows, long rows with fewer.
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 23, 1 << 28
 ACTIVATION_SHAPE = (8192, 14336)
-# The largest share of the input's bytes that the sums may take that a fused program leaves of dweight, unless those of the
-# default plan take more.
+# Most bytes of dweight's partial sums over bytes of the input in a fused backward kernel, unless the default exceeds it.
 MOST_SUMS = 1 / 50
-# Longer rows are streamed if they are fused.
+# Most elements of a fused backward program that keeps its rows.
 FUSED_TILE = 1 << 13
-# Shorter rows need no streaming in the backward pass.
+# Fused backward kernels stream rows from this length on.
 STREAMED_TILE = 1 << 14
-# In the forward pass a step of shorter rows is too short to be loaded by itself.
+# Forward kernels may stream rows from this length on: a step of a shorter row is too small to be loaded alone.
 LEAST_STREAMED_FORWARD = 1 << 13
-# Registers hold all steps of rows that are loaded by lane, if there are few also of long ones. Many rows are loaded with fewer
-# requests.
+# Row lengths for by_lane. Below FEW_BY_LANE rows there is no upper limit; from ROWS_BY_LANE rows on it is not tried,
+# because it needs more load requests.
 LEAST_BY_LANE = 1 << 10
 MOST_BY_LANE = 1 << 13
 FEW_BY_LANE = 512
 ROWS_BY_LANE = 8192
-# Programs share rows as long as each has a multiprocessor for itself, and a thread writes so many elements and reads so many.
+# Several programs share a row while there are at most this many programs, one for each SM, and within these elements that a
+# thread writes and reads.
 MOST_SHARING = 128
 WRITTEN_A_THREAD = range(4, 33)
 MOST_READ_A_THREAD = 128
-# Rows are brought into the L2 ahead only of so many, of which not all are on their way at once, and of programs with few
-# rows: each row is a request.
+# Prefetching into the L2 cache is tried from this many rows on, since fewer rows are all in flight at once, and with few rows
+# per program, since each row is one request.
 PREFETCHING_ROWS = 512
 MOST_PREFETCHED = 2
 
@@ -96,7 +100,12 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Point:
-    """A case, and what a plan found in it is for."""
+    """A measured case, and the range of rows that its launch configuration is for.
+
+    Attributes:
+        least_rows: the first row count of the range.
+        most_rows: the last one; None: no end.
+    """
 
     case: Case
     dtype: str
@@ -112,12 +121,12 @@ class Point:
 
     @property
     def sums_rows(self) -> bool:
-        """Whether it has the gradient of a weight."""
+        """Whether the op computes dweight, a sum over rows."""
         return self.has_size and OPS[self.case.op].backward
 
     @property
     def adds(self) -> bool:
-        """Whether it adds a residual, or its gradient."""
+        """Whether the op adds a residual, or the residual's gradient."""
         return self.has_size and OPS[self.case.op].outputs == 2
 
     @property
@@ -126,16 +135,17 @@ class Point:
 
     @property
     def kind(self) -> tuple:
-        """What an entry of a file that is for the same calls begins with."""
+        """The first values of an entry of the file: op, hidden_size, element_size, least_rows, most_rows."""
         size = self.case.hidden_size if self.has_size else None
         return self.case.op, size, self.element_size, self.least_rows, self.most_rows
 
 
 def points(ops, hidden_sizes, rows, dtypes, most_rows: Optional[int] = None) -> Iterator[Point]:
-    """Everything that is measured, one after the other.
+    """All cases to measure.
 
     Args:
-        most_rows: the last range's; None: it has no end.
+        rows: (fewest rows, measured rows) of each range, ascending.
+        most_rows: end of the last range; None: no end.
     """
     for dtype, op in itertools.product(dtypes, ops):
         if "rms_norm" not in OPS[op].family:
@@ -159,7 +169,7 @@ def powers_of_two(least: int, most: int) -> list[int]:
 
 
 def programs(tile: int, most_rows: int, most_elements: int, a_thread: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(rows, warps) of a program whose threads have so many elements each, from the fewest to the most."""
+    """(rows, warps) of a program for which each thread has between `a_thread[0]` and `a_thread[1]` elements."""
     for rows, warps in itertools.product(powers_of_two(1, min(most_rows, 64)), powers_of_two(1, 32)):
         elements = rows * tile
         if (rows == 1 or 512 <= elements <= most_elements) and a_thread[0] <= elements // (32 * warps) <= a_thread[1]:
@@ -198,7 +208,7 @@ def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
 
 
 def backward_candidates(point: Point, default: Fields, threads: tuple[int, int]) -> list[list[Fields]]:
-    """First how dx and the chains are computed, then the plans of the other kernels, one of them after the other."""
+    """Three stages: the kernel that computes dx and chains of dweight, the kernel for the chains alone, and that for sums."""
     tile, (height, leaving) = tile_of(point.case.hidden_size), threads
     input_bytes = point.least_rows * point.element_size
     least = min(leaving * 4 / (MOST_SUMS * input_bytes), default["rows_per_program"] if default["fused"] else height)
@@ -224,7 +234,7 @@ def backward_candidates(point: Point, default: Fields, threads: tuple[int, int])
         {"sum_columns": columns, "sum_log2_steps": steps, "sum_warps": warps}
         for columns, steps, warps in itertools.product((16, 32, 64), (3, 4), (4, 8))
     ]
-    # Where the package sums chains in passing, another kernel for them has not been faster yet.
+    # If the default fuses the chains into the kernel of dx, a separate kernel has never been faster.
     return [first, [] if default["fused"] else chains, sums]
 
 
@@ -243,10 +253,12 @@ CANDIDATES = {
 }
 
 
-# The package's kernels, with a plan that is given
+# Calls of the package's kernels with a given launch configuration
 
 
 class Kernels:
+    """The tuned kernels of a built package."""
+
     def __init__(self, kernel):
         def module(name):
             return importlib.import_module(f"{kernel.__name__}.{name}")
@@ -260,7 +272,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def planned(self, fields: Optional[Fields]):
-        """The package finds these plans and no others; with None those that it computes."""
+        """Within the block the package uses this launch configuration; with None, its defaults."""
         tuned = self.plans.tuned
         self.plans.tuned = lambda plan_class, *_: fields and plan_class(**fields)
         try:
@@ -269,14 +281,14 @@ class Kernels:
             self.plans.tuned = tuned
 
     def columns(self, point: Point, device, rows: int):
-        """ATen's order of dweight's sum over so many rows."""
+        """ATen's reduction order of dweight's sum over `rows` rows."""
         gpu = self.plans.gpu(device)
         return self.config.column_reduction(rows, point.case.hidden_size, gpu.multiprocessors, gpu.threads)
 
     def threads(self, point: Point, device) -> Optional[tuple[int, int]]:
-        """How many threads share a column in a block of dweight's sum, and how many there are at the point's fewest rows.
+        """Threads that share a column in ATen's sum of dweight: in a block, and in all blocks at the point's fewest rows.
 
-        None for an op without.
+        None for an op without dweight.
         """
         if not point.sums_rows:
             return None
@@ -284,14 +296,14 @@ class Kernels:
         return self.columns(point, device, point.case.rows).height, fewest.blocks * fewest.height
 
     def default(self, point: Point, device) -> Fields:
-        """The fields of the plan that the package computes."""
+        """The fields of the default launch configuration."""
         case, size = point.case, point.element_size
         with self.planned(None):
             if point.sums_rows:
                 multiprocessors = self.plans.gpu(device).multiprocessors
                 columns = self.columns(point, device, case.rows)
-                edges = "added" if point.adds else "one"
-                plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, edges)
+                dx_mode = "accumulate" if point.adds else "single"
+                plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, dx_mode)
             elif point.has_size:
                 plan = self.rms_norm.default_plan(*case.shape, size, point.adds)
             else:
@@ -299,14 +311,17 @@ class Kernels:
         return dataclasses.asdict(plan)
 
     def candidates(self, point: Point, device) -> list[list[Fields]]:
-        """What may be faster than the default, stage by stage, if this GPU can do it."""
+        """Candidates by stage, without those that this GPU does not support."""
         stages = CANDIDATES[point.case.op](point, self.default(point, device), self.threads(point, device))
         if (self.plans.gpu(device).compute_capability or 0) >= plan_files.LEAST_PREFETCHING:
             return stages
         return [[fields for fields in stage if not fields.get("prefetch")] for stage in stages]
 
     def call(self, point: Point, fields: Fields, sets: list) -> Callable[[int], tuple]:
-        """The call with this plan, by the index of its inputs; `results_of` what it returns is compared with eager's."""
+        """The call with this launch configuration, a function of the index of its inputs.
+
+        `results_of` its return value is compared with eager's.
+        """
         import torch
 
         llama, silu = self.variants.LLAMA, self.activation.SILU
@@ -319,7 +334,7 @@ class Kernels:
                 def call(index):
                     given = sets[index]
                     normed, total = torch.empty_like(given.x), torch.empty_like(given.x)
-                    launch.on_five(given.x, given.residual, given.weight, normed, total)
+                    launch.call_5(given.x, given.residual, given.weight, normed, total)
                     return normed, total
 
             elif point.case.op == "rms_norm":
@@ -328,13 +343,13 @@ class Kernels:
                 def call(index):
                     given = sets[index]
                     out = torch.empty_like(given.x)
-                    launch.on_three(given.x, given.weight, out)
+                    launch.call_3(given.x, given.weight, out)
                     return (out,)
 
             elif point.sums_rows:
                 first = sets[0]
-                edges = self.backward.edges_of(x.dtype, first.d_sum)
-                backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True, edges)
+                dx_mode = self.backward.dx_mode_of(x.dtype, first.d_sum)
+                backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True, dx_mode)
 
                 def call(index):
                     given = sets[index]
@@ -345,7 +360,7 @@ class Kernels:
 
                 def call(index):
                     out = torch.empty_like(sets[index].x)
-                    launch.on_two(sets[index].x, out)
+                    launch.call_2(sets[index].x, out)
                     return (out,)
 
             else:
@@ -353,13 +368,13 @@ class Kernels:
 
                 def call(index):
                     dx = torch.empty_like(sets[index].dy)
-                    launch.on_three(sets[index].dy, sets[index].x, dx)
+                    launch.call_3(sets[index].dy, sets[index].x, dx)
                     return (dx,)
 
         return call
 
     def given(self, point: Point, inputs) -> "Given":
-        """A benchmark's inputs as kernels take them."""
+        """The tensors that the kernels take, of a benchmark's inputs."""
         import torch
 
         *inputs_, last = (tensor.detach() for tensor in inputs.arguments)
@@ -373,7 +388,7 @@ class Kernels:
         return Given(x, last, dy, rstd, d_sum)
 
     def eager(self, point: Point, inputs) -> tuple:
-        """What a call must return."""
+        """The expected results of a call."""
         import measure
         import torch
 
@@ -390,7 +405,7 @@ class Kernels:
         functions = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": torch.nn.functional.silu}
         with torch.set_grad_enabled(op.backward):
             found = measure.outcome(functions[op.family], inputs, op)
-        # Both terms of a sum receive the same gradient.
+        # x and the residual have the same gradient, which the kernels return once.
         return found[op.outputs + op.inputs - 1 :] if op.backward else found
 
 
@@ -407,7 +422,7 @@ class Given:
 
 
 def results_of(found) -> list:
-    """fp32 activations receive two gradients one after the other: together they are what autograd returns."""
+    """The tensors that a call returns; of fp32 activations autograd adds two gradients, so they are added here."""
     if hasattr(found, "dx_mean"):
         return [found.dx if found.dx_mean is None else found.dx + found.dx_mean, found.dweight]
     return list(found)
@@ -417,7 +432,7 @@ def results_of(found) -> list:
 
 
 def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
-    """What the candidates of a point have Triton compile."""
+    """The kernels that Triton must compile for the candidates of a point."""
     import torch
 
     rows, hidden_size = point.case.shape
@@ -426,21 +441,21 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
     sets = [Given(x, weight, dy, rstd, dy if point.adds else None, residual=dy)]
     default = kernels.default(point, device)
     stages = kernels.candidates(point, device)
-    # The sum that is left over has a kernel for each number of rows.
+    # The kernel that adds the partial sums depends on the rows per program.
     bases = {fields["rows_per_program"]: fields for fields in stages[0] if fields.get("fused")} if stages[2:] else {}
     plans = [default, *({**default, **fields} for fields in itertools.chain(*stages[:2]))]
     plans += [
         {**default, **base, **fields} for base in (default, *bases.values()) for fields in itertools.chain(*stages[2:])
     ]
-    with kernels.launch.asking() as found, torch.no_grad():
+    with kernels.launch.collect_compilations() as found, torch.no_grad():
         for fields in plans:
-            with contextlib.suppress(Exception):  # It will be reported when it is measured.
+            with contextlib.suppress(Exception):  # The error occurs again, and is reported, when it is measured.
                 kernels.call(point, fields, sets)(0)
     return found
 
 
 def compile_kernel(source: Path, target: tuple, specification: tuple) -> None:
-    """In a process without a GPU's context, for Triton's cache on the disk."""
+    """Compiles into Triton's cache on disk, in a process without a CUDA context."""
     kernels, active = _compiler(source, target)
     name, constants, num_warps, dtypes, scalars = specification
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
@@ -472,24 +487,24 @@ def _compiler(source: Path, target: tuple):
 
 
 def specification(compilation) -> tuple:
-    """What another process needs to know: a kernel there is found by its name."""
+    """A compilation as picklable data; the other process finds the kernel by its name."""
     names = (compilation.kernel.__name__, compilation.constants, compilation.num_warps)
     return *names, compilation.dtypes, compilation.scalars
 
 
 def compile_all(found: Iterable, source: Path, jobs: int, advance: Callable[[], None]) -> None:
-    """What fails here fails again where it is measured, with its reason."""
+    """Compiles in `jobs` processes. Errors are ignored: they occur again, and are reported, when a candidate is measured."""
     from triton.runtime import driver
 
     target = driver.active.get_current_target()
     target = (target.backend, target.arch, target.warp_size)
-    # Not forked: a process that has CUDA's context cannot be.
+    # A process with a CUDA context must not be forked.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = [pool.submit(compile_kernel, source, target, specification(each)) for each in found]
         for future in as_completed(futures):
             if isinstance(future.exception(), BrokenProcessPool):
-                raise BenchError("a process that compiles has ended: too little memory? Try fewer --jobs")
+                raise BenchError(f"--jobs: a compiling process was killed; try fewer than {jobs} if memory ran out")
             advance()
 
 
@@ -498,10 +513,14 @@ def compile_all(found: Iterable, source: Path, jobs: int, advance: Callable[[], 
 
 @dataclass
 class Measured:
-    """What came of a point.
+    """The result of a point.
 
-    Args:
-        discarded: plan -> why it was.
+    Attributes:
+        default: fields of the default launch configuration.
+        best: fields of the fastest one, which may be the default.
+        candidates: how many were measured.
+        discarded: launch configuration -> why it was discarded.
+        error: why nothing was measured.
     """
 
     point: Point
@@ -529,7 +548,7 @@ class Measured:
         }
 
 
-# Rounds of the first look, and how many go on from there.
+# Rounds in which all candidates are measured, and how many of them are measured again.
 _LOOK_ROUNDS, _FINALISTS = 3, 4
 
 
@@ -551,7 +570,7 @@ def tune_point(kernels: Kernels, point: Point, gpu, rounds: int, margin: float) 
     gpu.release()
     for changes in kernels.candidates(point, device):
         if changes and "chain_columns" in changes[0] and result.best["fused"]:
-            continue  # They are about a kernel that the fastest plan has not.
+            continue  # The fastest configuration has no separate kernel for chains.
         candidates = [{**result.best, **change} for change in changes]
         race(kernels, point, gpu, sets, expected, candidates, result, rounds, margin)
         if result.error:
@@ -560,12 +579,12 @@ def tune_point(kernels: Kernels, point: Point, gpu, rounds: int, margin: float) 
 
 
 def dropping(call, index) -> None:
-    """Outputs are not kept: a graph of many calls holds one."""
+    """Calls and drops the outputs: a CUDA graph of many calls then needs the memory of one."""
     call(index)
 
 
 def race(kernels, point, gpu, sets, expected, candidates, result: Measured, rounds, margin) -> None:
-    """Puts the fastest of the candidates into `result` if it beats what is there, and the default's time beside it."""
+    """Measures candidates; stores the fastest in `result` if it beats the best so far, and the default's time."""
     import measure
     import torch
 
@@ -577,7 +596,7 @@ def race(kernels, point, gpu, sets, expected, candidates, result: Measured, roun
         with torch.no_grad(), measure.blamed_on(outcome):
             call = kernels.call(point, fields, sets)
             if not measure.same_bits(results_of(call(0)), expected):
-                outcome.error = "other bits than eager's"
+                outcome.error = "its bits differ from eager's"
             else:
                 once = functools.partial(dropping, call)
                 runner = measure.Runner(outcome, once, itertools.cycle(range(len(sets))))
@@ -603,7 +622,7 @@ def race(kernels, point, gpu, sets, expected, candidates, result: Measured, roun
     low, result.default_ms, high = found[default]
     incumbent = found.get(best, found[default])
     fastest = min(found, key=lambda text: found[text][1])
-    # Of the default's own spread, half of it lies below the median.
+    # Half of the distance between the default's quartiles, relative to its median.
     needed = max(margin, (high - low) / 2 / result.default_ms)
     if found[fastest][1] < result.default_ms * (1 - needed) and found[fastest][1] < incumbent[1] * (1 - margin / 2):
         result.best = plans[fastest]
@@ -616,7 +635,7 @@ def race(kernels, point, gpu, sets, expected, candidates, result: Measured, roun
 
 
 def write(path: Path, capability: int, found: dict[str, str], entries: list[dict]) -> None:
-    """One line for each entry, so that a change of one is a change of one line; in place as a whole or not at all."""
+    """Writes the file atomically, with one line for each entry, so that diffs are short."""
     lines = ",\n".join(f"    {json.dumps(entry)}" for entry in entries)
     text = (
         f'{{\n  "compute_capability": {capability},\n  "found": {json.dumps(found, indent=4)[:-1].rstrip()}\n  }},\n'
@@ -631,7 +650,7 @@ def write(path: Path, capability: int, found: dict[str, str], entries: list[dict
 def table(results: list[Measured]):
     from rich.table import Table
 
-    made = Table("op", "shape", "dtype", "candidates", "default ms", "ms", "gain", "plan")
+    made = Table("op", "shape", "dtype", "candidates", "default ms", "ms", "gain", "launch configuration")
     for result in results:
         case = result.point.case
         gain = f"{result.default_ms / result.best_ms - 1:.1%}" if result.better else ""
@@ -669,64 +688,78 @@ def hidden(text):
     return number
 
 
+def rows_text(rows) -> str:
+    return " ".join(f"{least}:{measured}" for least, measured in rows)
+
+
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--ops", nargs="+", choices=CANDIDATES, default=list(CANDIDATES), metavar="OP", help="see above")
+    what.add_argument(
+        "--ops",
+        nargs="+",
+        choices=CANDIDATES,
+        default=list(CANDIDATES),
+        metavar="OP",
+        help="ops to tune, listed above (default: all)",
+    )
     what.add_argument(
         "--hidden-sizes", nargs="+", type=hidden, default=HIDDEN_SIZES, metavar="N",
-        help=f"of RMSNorm (default: {' '.join(map(str, HIDDEN_SIZES))})",
+        help=f"hidden sizes of RMSNorm (default: {' '.join(map(str, HIDDEN_SIZES))})",
     )  # fmt: skip
     what.add_argument(
         "--rows", nargs="+", type=row_range, default=ROWS, metavar="LEAST[:MEASURED]",
-        help="from so many rows on, up to the next, the last for all that are more, and measured with so many (default: "
-        f"{' '.join(f'{least}:{measured}' for least, measured in ROWS)}; gradients from {TRAINING_ROWS} on)",
+        help="ranges of rows: the first row count of each, and the one it is measured with; a range ends where the next begins "
+        f"(default: {rows_text(ROWS)}; backward from {TRAINING_ROWS} rows on)",
     )  # fmt: skip
     what.add_argument(
-        "--most-rows", type=positive, metavar="N", help="the last of these ranges ends with so many (default: no end)"
+        "--most-rows", type=positive, metavar="N", help="last row count of the last range (default: no end)"
     )
     what.add_argument(
         "--dtypes", nargs="+", choices=DTYPES, default=["bf16"], metavar="DTYPE",
-        help="bf16, fp16 or fp32; plans are for a size of elements, 16 bits alike (default: bf16)",
+        help="bf16, fp16 or fp32; bf16 and fp16 share their configurations (default: bf16)",
     )  # fmt: skip
     how = parser.add_argument_group("how")
     how.add_argument(
         "--milliseconds", type=positive, default=40, metavar="N",
-        help="GPU time of each plan that is among the fastest of its case, beside a first look (default: 40)",
+        help="GPU time for each of the fastest candidates of a case, after the first brief measurement (default: 40)",
     )  # fmt: skip
     how.add_argument(
         "--margin", type=float, default=0.01, metavar="SHARE",
-        help="a plan must be faster than the default by so much (default: 0.01)",
+        help="write a configuration only if it is faster than the default by more than this share (default: 0.01)",
     )  # fmt: skip
     how.add_argument(
         "--jobs", type=positive, default=len(os.sched_getaffinity(0)), metavar="N",
-        help="processes that compile (default: as many as there are cores)",
+        help="compiling processes (default: the number of CPU cores)",
     )  # fmt: skip
     how.add_argument(
-        "--build", type=Path, default=ROOT / "build", help="folder with the built kernel (default: build/)"
+        "--build",
+        type=Path,
+        default=ROOT / "build",
+        help="folder of the built kernel, made by `make build` (default: build/)",
     )
     how.add_argument(
         "--output", type=Path, metavar="PATH",
-        help="JSON to write, as a whole (default: the file of this GPU's generation in the package's plans/)",
+        help="JSON file to write or replace (default: the file of this GPU's generation in the package's plans/)",
     )  # fmt: skip
-    how.add_argument("--update", action="store_true", help="keep what the file has for cases that are not measured")
+    how.add_argument("--update", action="store_true", help="keep the file's entries for cases that are not measured")
     options = parser.parse_args(arguments)
     options.rows = sorted(options.rows)
     if len({least for least, _ in options.rows}) < len(options.rows):
-        parser.error("--rows: expected ranges that begin with different numbers")
+        parser.error(f"--rows: expected ranges with different first row counts, found {rows_text(options.rows)}")
     if any(measured >= later for (_, measured), (later, _) in zip(options.rows, options.rows[1:])):
-        parser.error("--rows: expected numbers that are measured to lie below the next range")
+        parser.error(f"--rows: expected measured row counts below the next range, found {rows_text(options.rows)}")
     if options.most_rows is not None and options.most_rows < options.rows[-1][1]:
         parser.error(
-            f"--most-rows: expected at least {options.rows[-1][1]}, which is measured, found {options.most_rows}"
+            f"--most-rows: expected at least {options.rows[-1][1]}, the last measured row count, found {options.most_rows}"
         )
     if not 0 <= options.margin < 1:
-        parser.error(f"--margin: expected a share such as 0.01, found {options.margin}")
+        parser.error(f"--margin: expected a share of at least 0 and below 1, such as 0.01, found {options.margin}")
     return options
 
 
 def run(options, gpu, capability: int, console) -> list[Measured]:
-    """Measures what the options ask for and writes what was found; if it is interrupted, what there was by then."""
+    """Measures the requested cases and writes the file. An interrupted run writes the finished cases."""
     import measure
     import torch
 
@@ -756,7 +789,7 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
                 gpu.release()
                 progress.advance(task)
         except KeyboardInterrupt:
-            console.print("interrupted: what was measured until now is written")
+            console.print("interrupted: the finished cases are written")
     found, entries = how(gpu), [result.entry() for result in results if result.better and not result.error]
     if before is not None:
         found, entries = updated(before, [result.point for result in results if not result.error], found, entries)
@@ -768,10 +801,10 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
 def earlier(
     kernels: Kernels, path: Path, capability: int, now: dict[str, str]
 ) -> Optional[tuple[dict[str, str], list]]:
-    """How a file's plans were found, and its entries; None without a file.
+    """The `found` of a file and its entries; None without a file.
 
     Raises:
-        BenchError: they are not valid, or were measured on another GPU or with other versions than those of `now`.
+        BenchError: the file is not valid, or was measured on another GPU or with other versions than `now`.
     """
     try:
         its_capability, found, entries = plan_files.read(path, kernels.allowed)
@@ -781,15 +814,19 @@ def earlier(
         raise BenchError(f"--update: {error}") from None
     for name in ("gpu", "torch", "triton"):
         if found[name] != now[name]:
-            raise BenchError(f"--update: {path.name} was measured with {name} {found[name]}, found {now[name]}")
+            raise BenchError(f"--update: {path.name}: expected {name} {found[name]}, as in the file, found {now[name]}")
     if its_capability != capability:
-        raise BenchError(f"--update: {path.name} is for compute capability {its_capability}, found {capability}")
+        raise BenchError(
+            f"--update: {path.name}: expected compute capability {its_capability}, as in the file, found {capability}"
+        )
     return found, entries
 
 
 def updated(before: tuple, measured: list[Point], found: dict[str, str], entries: list[dict]) -> tuple:
-    """What a file becomes whose entries stay but for those that share rows with what was measured: how all were found, and
-    they in the order of ops and sizes."""
+    """The `found` and the entries of an updated file.
+
+    Entries whose rows overlap with a measured case are replaced; the others stay. They are ordered by op, rows and size.
+    """
     its_found, its_entries = before
     ranges = [plan_files.Entry(*point.kind, plan={}, measured=None) for point in measured]
     kept = [dataclasses.asdict(entry) for entry in its_entries if not any(entry.overlaps(each) for each in ranges)]
@@ -822,10 +859,12 @@ def tell(options, results, console) -> int:
         for plan, why in result.discarded.items():
             console.print(f"discarded: {result.point}, {plan}: {why}", highlight=False)
     better = sum(result.better for result in results)
-    console.print(f"{better} of {len(results)} cases have a faster plan: {options.output}", highlight=False)
+    console.print(
+        f"{better} of {len(results)} cases have a faster launch configuration: {options.output}", highlight=False
+    )
     failed = [result for result in results if result.error]
     for result in failed:
-        print(f"tune: {result.point}: the default plan: {result.error}", file=sys.stderr)
+        print(f"tune: {result.point}: the default launch configuration: {result.error}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -837,7 +876,7 @@ def main(arguments=None) -> int:
         from rich.console import Console
 
         if not torch.cuda.is_available() or torch.version.hip is not None:
-            raise BenchError("an NVIDIA GPU is needed and torch sees none")
+            raise BenchError("expected an NVIDIA GPU, torch finds none")
         console = Console(stderr=True)
         if not console.is_terminal:
             console.width = 200
@@ -845,7 +884,7 @@ def main(arguments=None) -> int:
         name = ARCHITECTURES.get(capability, f"compute_capability_{capability}")
         options.output = options.output or PLANS / f"{name}.json"
         with tempfile.TemporaryDirectory(prefix="tune-") as cache:
-            # Hundreds of kernels that nobody needs again.
+            # Hundreds of kernels, most of which are used only here.
             os.environ.setdefault("TRITON_CACHE_DIR", cache)
             results = run(options, measure.Gpu(), capability, console)
         return tell(options, results, console)

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Fetch a published kernel whole and verified, so that it loads with HF_HUB_OFFLINE=1.
-
-`get_kernel` fetches the one variant it needs and does not remember which commit a version was: offline the same call
-then fails. This fetches all files of the version into a cache from which get_kernel, LayerRepository, load_kernel,
-get_locked_kernel and LockedLayerRepository work without a network. Without --output that is the cache of this machine;
-with it a folder to carry elsewhere, to be named there in KERNELS_CACHE.
-
-Nothing reaches the cache before every file has been compared with the Hub's listing of the commit and with the digests
-in metadata.json. Whatever else lies in the commit's snapshot is then removed: bytecode, say, which Python left there.
-Nothing of the kernel is run. A run that was killed leaves a folder `.vendor-*`, which the next one removes.
+"""Download a published kernel completely, verify it, and store it in a cache from which it loads with HF_HUB_OFFLINE=1.
 
     python scripts/vendor.py ORG/NAME --version 1
     python scripts/vendor.py --lockfile kernels.lock --output kernels-cache
+
+`get_kernel` downloads only the variant it needs and does not store which commit a version is, so the same call fails
+offline. This program downloads all files of the commit. With its cache get_kernel, LayerRepository, load_kernel,
+get_locked_kernel and LockedLayerRepository work without a network. The default is this machine's cache. With --output it is
+another folder, which can be copied to another machine and named there in KERNELS_CACHE.
+
+Every file is compared with the Hub's listing of the commit and with the digests in metadata.json before it enters the
+cache. Other files in the commit's snapshot, such as bytecode written by Python, are removed. No code of the kernel runs. A
+killed run leaves a folder `.vendor-*`, which the next run removes.
 """
 
 import argparse
@@ -38,7 +38,7 @@ with requirements():
 
 
 def resolve(api: HfApi, repo_id: str, version: int) -> str:
-    """The commit of a version."""
+    """The commit that a version is now."""
     try:
         refs = api.list_repo_refs(repo_id, repo_type="kernel")
     except RepositoryNotFoundError:
@@ -48,14 +48,14 @@ def resolve(api: HfApi, repo_id: str, version: int) -> str:
     if commit is None:
         versions = sorted(int(name[1:]) for name in branches if re.fullmatch("v[0-9]+", name))
         there = ", ".join(map(str, versions)) or "none"
-        raise CommandError(f"--version: {repo_id} has no version {version}; it has {there}")
+        raise CommandError(f"--version: {repo_id} has no version {version}; expected one of: {there}")
     if not is_commit(commit):
         raise CommandError(f"{api.endpoint}: branch v{version} of {repo_id}: expected a commit, found {commit!r}")
     return commit
 
 
 def vendor(api: HfApi, repo_id: str, commit: str, branch: str | None, output: Path) -> None:
-    """Fetches a commit into the cache `output`; `branch` then leads to it."""
+    """Downloads a commit into the cache `output`. If `branch` is given, the cache then resolves it to this commit."""
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     try:
@@ -63,7 +63,7 @@ def vendor(api: HfApi, repo_id: str, commit: str, branch: str | None, output: Pa
             install(api, repo_id, commit, branch, output, staged)
     except BaseException:
         for folder in made:
-            # Fails if another process has put its own there meanwhile.
+            # Fails if another process has written to the folder since.
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
@@ -71,16 +71,16 @@ def vendor(api: HfApi, repo_id: str, commit: str, branch: str | None, output: Pa
 
 @contextlib.contextmanager
 def staging(output: Path) -> Iterator[Path]:
-    """A folder for a download, in `output`, which one process at a time may use."""
+    """A temporary folder for a download inside `output`. A lock lets one process at a time use it."""
     lock = os.open(output, os.O_RDONLY)
     try:
-        # The system lets go of it when a process ends, however it ends.
+        # The system releases the lock when the process ends, even if it is killed.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"vendor: waits for another one, which fetches into {output}", file=sys.stderr)
+            print(f"vendor: waiting for another run that downloads into {output}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # Those that used these were killed.
+        # Folders of killed runs.
         for left in output.glob(".vendor-*"):
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix=".vendor-", dir=output) as scratch:
@@ -99,31 +99,32 @@ def install(api: HfApi, repo_id: str, commit: str, branch: str | None, output: P
     findings = [check_blobs(staged, repo_id), *check_snapshot(staged, repo_id, commit, api)]
     wrong = complaints(findings)
     if wrong:
-        raise CommandError(f"{repo_id}@{commit} is damaged, nothing was kept: {wrong}")
+        raise CommandError(f"{repo_id}@{commit}: verification failed, nothing was kept: {wrong}")
     source, target = repository_folder(staged, repo_id), repository_folder(output, repo_id)
     if branch is not None:
         ref = source / "refs" / branch
         ref.parent.mkdir(exist_ok=True)
         ref.write_text(commit, encoding="utf-8")
     listing = {path.relative_to(source) for path in source.rglob("*")}
-    # In this order what is there never leads to what is not yet.
+    # In this order no file ever refers to one that is not there yet.
     for part in ("blobs", "snapshots", "trees", "refs"):
         move(source / part, target / part)
-    # Bytecode of those who loaded it, say.
     removed = remove_others(target / "snapshots" / commit, {target / path for path in listing})
     findings_there = check_snapshot(output, repo_id, commit, None)
     if branch is not None:
         findings_there += check_refs(output, repo_id, None, {branch: commit})
     wrong = complaints(findings_there)
     if wrong:
-        raise CommandError(f"{repo_id}@{commit} is whole at {api.endpoint}, but not in {output}: {wrong}")
+        raise CommandError(
+            f"{repo_id}@{commit}: verification passed for the download from {api.endpoint}, but failed in {output}: {wrong}"
+        )
     name = f"{repo_id}@{commit}{f' ({branch})' if branch else ''}"
-    besides = f"; removed {removed} that did not belong to it" if removed else ""
+    besides = f"; removed {removed} other files or folders" if removed else ""
     print(f"{name}: {len(findings) - 2} variants, verified against the listing of {api.endpoint}{besides}")
 
 
 def complaints(findings: list[Finding]) -> str:
-    """What keeps a commit from being whole."""
+    """The violations and gaps of all findings in one text; empty if the commit is complete."""
     return "; ".join(
         f"{each.subject}: {text}"
         for each in findings
@@ -133,7 +134,7 @@ def complaints(findings: list[Finding]) -> str:
 
 
 def remove_others(folder: Path, known: set[Path]) -> int:
-    """Removes what lies below `folder` and is not `known`; how much that was."""
+    """Removes files and folders below `folder` that are not `known`. Returns how many."""
     removed = 0
     for where, below, names in os.walk(folder):
         for name in below + names:
@@ -149,7 +150,7 @@ def remove_others(folder: Path, known: set[Path]) -> int:
 
 
 def move(source: Path, target: Path) -> None:
-    """Moves a tree into place file by file, each at once, over what is there."""
+    """Moves the files of a tree to `target`, each atomically, replacing existing ones."""
     for folder, _, files in os.walk(source):
         there = target / Path(folder).relative_to(source)
         if there.is_symlink():
@@ -161,17 +162,20 @@ def move(source: Path, target: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("repo_id", nargs="?", metavar="ORG/NAME", help="needed unless a lockfile is given")
+    parser.add_argument("repo_id", nargs="?", metavar="ORG/NAME", help="kernel repository; optional with --lockfile")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--version", type=int, metavar="N", help="the version to fetch, whatever commit that is now")
+    which.add_argument("--version", type=int, metavar="N", help="the version to download, at its current commit")
     which.add_argument(
         "--lockfile",
         type=Path,
         metavar="FILE",
-        help="fetch the commits that `kernels lock` wrote to FILE, and no others",
+        help="download exactly the commits that `kernels lock` wrote to FILE",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="(default: KERNELS_CACHE, or else the cache of huggingface_hub)"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="cache to write (default: KERNELS_CACHE, or else the cache of huggingface_hub)",
     )
     options = parser.parse_args(arguments)
     if not sys.stderr.isatty():
@@ -185,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.lockfile is not None:
             chosen = read_locks(options.lockfile, [] if options.repo_id is None else [options.repo_id])
         elif options.repo_id is None:
-            raise CommandError("ORG/NAME: expected the repository that --version belongs to")
+            raise CommandError("ORG/NAME: expected the repository that --version belongs to, found none")
         else:
             check_repo_id(options.repo_id)
             if options.version < 1:

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Check built, vendored or cached variants of a kernel before anything of them runs.
-
-`kernels` looks at no digest when it loads a kernel. This imports nothing of the kernel, and names whatever lies where
-`kernels` or Python would find it and does not belong there: files, folders, links, branches, and bytecode, which Python
-runs in place of the source. (Python itself leaves bytecode wherever a kernel was loaded from. Delete it.)
+"""Check the files of a built or downloaded kernel before it is loaded. No code of the kernel runs.
 
     python scripts/verify.py                              the variants in build/
-    python scripts/verify.py ORG/NAME                     all that the local cache holds of a repository
+    python scripts/verify.py ORG/NAME                     everything that the local cache holds of a repository
     python scripts/verify.py --lockfile kernels.lock      the cached commits that a lockfile names
     python scripts/verify.py DIR                          a variant, a build, a snapshot or a whole cache
 
-A build is compared with its own digests, a cache with the listings stored in it. That does not find what was changed
-together with them. --lockfile says which commit a version must be. --online compares with the Hub, and alone finds a
-commit that was made anew to fit. Exit status 0: all of it was checked and holds.
+`kernels` checks no digest when it loads a kernel. This program reports each file, folder, link and branch that differs or
+does not belong, and bytecode, which Python runs in place of the source. (Python writes bytecode when it loads a kernel:
+delete it.)
+
+A build is compared with its own digests, a cache with the listings stored in it; a file that was changed together with its
+digest or listing is not found. --lockfile also checks which commit a version is. --online compares with the Hub, and is the
+only check that finds a commit changed together with its listing.
+
+Exit status: 0 if everything was checked and is right; 1 otherwise.
 """
 
 import argparse
@@ -41,10 +43,10 @@ with requirements():
 ROOT = Path(__file__).resolve().parent.parent
 BYTECODE = "bytecode, which Python runs in place of the source: delete it and verify again"
 
-# What a finding rests on.
-DIGESTS = "the digests beside the files alone: a file that was changed together with its digest is not found"
+# What a finding was compared with.
+DIGESTS = "the digests beside the files only: a file that was changed together with its digest is not found"
 CACHE = (
-    "the listings and branches in the cache alone: what was changed together with them is not found "
+    "the listings and branches in the cache only: a file that was changed together with them is not found "
     "(--online compares with the Hub, --lockfile with the locked commits)"
 )
 LOCKED = (
@@ -57,7 +59,7 @@ LOCKED_ONLINE = "the lockfile and the Hub's listings"
 
 @dataclass
 class Finding:
-    """What was found about one thing. It fails the check if there are `violations`, or if it is `unchecked`."""
+    """The result for one subject. The check fails if there are `violations` or if `unchecked` gives a reason."""
 
     subject: str
     summary: str = ""
@@ -73,11 +75,11 @@ class Finding:
 def files_below(
     folder: Path, finding: Finding, expected: Optional[dict] = None, blobs: Sequence[Path] = ()
 ) -> set[str]:
-    """The paths of the files below `folder`. Whatever else lies there is a violation, and not entered.
+    """The paths of the regular files below `folder`. Everything else becomes a violation of `finding`.
 
     Args:
-        expected: the paths of all files that may lie there; without it every regular one may, but bytecode.
-        blobs: the folders into which links may lead.
+        expected: the paths of all files that belong there; None: every regular file except bytecode.
+        blobs: the folders that links may point into.
     """
     found = set()
     folders = None if expected is None else {str(parent) for path in expected for parent in PurePosixPath(path).parents}
@@ -111,7 +113,7 @@ def files_below(
 
 
 def _leads_to_file(link: Path, folders: Sequence[Path]) -> bool:
-    """Whether a link leads to a regular file that lies in one of `folders` itself."""
+    """Whether a link points to a regular file inside one of `folders`."""
     try:
         target = link.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -120,7 +122,7 @@ def _leads_to_file(link: Path, folders: Sequence[Path]) -> bool:
 
 
 def check_variant(variant: Path) -> Finding:
-    """Compares a built variant's files with the digest in its metadata.json. A build holds no links and no bytecode."""
+    """Compares a built variant with the digest in its metadata.json. Links and bytecode are violations."""
     finding = Finding(str(variant), against=DIGESTS)
     if variant.is_symlink():
         finding.violations.append(f"a link to {os.readlink(variant)}")
@@ -133,11 +135,11 @@ def check_variant(variant: Path) -> Finding:
 def check_digest(variant: Path, finding: Finding) -> None:
     """Compares a variant's files with the digest in its metadata.json.
 
-    The digest sees neither bytecode nor metadata.json, nor what lies behind a link to a folder.
+    The digest covers neither bytecode nor metadata.json nor linked folders.
     """
     if not all(path.is_file() for path in variant.rglob("*") if not path.is_dir()):
-        # Reading a pipe would wait for ever. `files_below` has named it.
-        finding.unchecked = "not all in it is a file"
+        # Reading a pipe would block. `files_below` has reported it.
+        finding.unchecked = "expected files only"
         return
     try:
         metadata = _rust.Metadata.read_from_file(variant / "metadata.json")
@@ -161,7 +163,7 @@ def check_digest(variant: Path, finding: Finding) -> None:
 def variants_below(folder: Path) -> list[Path]:
     """The variants in a variant, a build or a folder of builds."""
     found = {path.parent for path in folder.rglob("metadata.json")}
-    # A variant whose metadata.json is gone is a damaged one.
+    # Folders without metadata.json are included: they are damaged variants.
     found |= {path for path in folder.rglob("*") if path.parent.name == "build" and path.is_dir()}
     found |= {path for path in folder.glob("*") if folder.name == "build" and path.is_dir()}
     return sorted(found)
@@ -171,7 +173,7 @@ def variants_below(folder: Path) -> list[Path]:
 
 
 def cached_listing(repository: Path, commit: str) -> Optional[dict[str, RepoFile]]:
-    """What `huggingface_hub` wrote down of a commit when it fetched it; None if it did not."""
+    """The listing of a commit that `huggingface_hub` stored with the download; None without one."""
     path = repository / "trees" / f"{commit}.json"
     try:
         if os.path.lexists(path) and (
@@ -195,21 +197,21 @@ def cached_listing(repository: Path, commit: str) -> Optional[dict[str, RepoFile
 
 
 def hub_listing(hub: HfApi, repo_id: str, commit: str) -> dict[str, RepoFile]:
-    """The Hub's listing of a commit, as far as it is known to be whole."""
+    """The Hub's listing of a commit. Raises CommandError unless the git ids of its folders show that it is complete."""
     entries = list(hub.list_repo_tree(repo_id, repo_type="kernel", revision=commit, recursive=True))
     for entry in entries:
         if not isinstance(entry.path, str):
-            raise CommandError(f"{hub.endpoint} lists {entry.path!r}, expected a path")
+            raise CommandError(f"{hub.endpoint}: expected paths in the listing, found {entry.path!r}")
     torn = incomplete_folders(entries)
     if torn:
         raise CommandError(
-            f"{hub.endpoint}: the listing of {', '.join(torn)} is not whole, or has executable files: its id differs"
+            f"{hub.endpoint}: the listing of {', '.join(torn)} is incomplete or has executable files: its id differs"
         )
     return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
 
 def incomplete_folders(entries: Iterable) -> list[str]:
-    """The folders whose id is not that of the entries listed in them. Files are plain ones, as uploads make them."""
+    """The folders whose git id differs from that of the listed entries, all taken for files that are not executable."""
     inside, ids = defaultdict(dict), {}
     for entry in entries:
         parent, _, name = entry.path.rpartition("/")
@@ -217,28 +219,28 @@ def incomplete_folders(entries: Iterable) -> list[str]:
         if is_folder:
             ids[entry.path] = entry.tree_id
         mode, oid = (b"40000", entry.tree_id) if is_folder else (b"100644", entry.blob_id)
-        # git sorts a folder as if its name ended with a slash.
+        # git sorts folders as if their names ended with a slash.
         raw = bytes.fromhex(oid) if is_commit(oid) else b""
         inside[parent][name.encode() + b"/" * is_folder] = b"%s %s\0%s" % (mode, name.encode(), raw)
-    inside.pop("", None)  # The id of the whole is not listed.
+    inside.pop("", None)  # The id of the top folder is not listed.
     contents = {path: b"".join(inside[path][name] for name in sorted(inside[path])) for path in {*ids, *inside}}
     return sorted(path for path, content in contents.items() if git_id(b"tree", content) != ids.get(path))
 
 
 def same_content(content: bytes, file: RepoFile) -> bool:
-    """Whether the Hub's record of a file is that of `content`."""
+    """Whether the listing's id of a file is that of `content`."""
     if file.lfs is not None:
         return hashlib.sha256(content).hexdigest() == file.lfs.sha256
     return git_id(b"blob", content) == file.blob_id
 
 
 def git_id(kind: bytes, content: bytes) -> str:
-    """The id under which git stores something."""
+    """The git id of an object."""
     return hashlib.sha1(b"%s %d\0" % (kind, len(content)) + content).hexdigest()
 
 
 def record(file: RepoFile) -> tuple:
-    """What two listings must agree on."""
+    """The fields in which two listings of a file must agree."""
     return file.size, file.blob_id, file.lfs and file.lfs.sha256, file.xet_hash
 
 
@@ -246,10 +248,12 @@ def record(file: RepoFile) -> tuple:
 
 
 def cache_folder() -> Path:
-    """Where `kernels` keeps what it downloads."""
+    """The download cache of `kernels`."""
     folder = os.environ.get("KERNELS_CACHE")
     if folder == "":
-        raise CommandError("KERNELS_CACHE: expected a folder, found nothing; `kernels` then takes the current folder")
+        raise CommandError(
+            "KERNELS_CACHE: expected a folder, found an empty text, for which `kernels` takes the current folder"
+        )
     return Path(folder or constants.HF_HUB_CACHE).expanduser()
 
 
@@ -258,7 +262,7 @@ def repository_folder(cache: Path, repo_id: str) -> Path:
 
 
 def blob_folders(cache: Path, repo_id: str) -> tuple[Path, Path]:
-    """Where the content of a cached file may lie: in its repository, or where repositories share large files."""
+    """The folders with contents of cached files: the repository's own, and the one that repositories share."""
     return repository_folder(cache.resolve(), repo_id) / "blobs", cache.resolve() / "blobs"
 
 
@@ -267,7 +271,7 @@ def check_snapshot(
 ) -> list[Finding]:
     """One finding for the files of a commit in the cache, and one for each of its variants.
 
-    The files are compared with the listing that `huggingface_hub` stored beside them, or, with `hub`, with the Hub's.
+    With `hub` the files are compared with the Hub's listing, otherwise with the listing that `huggingface_hub` stored.
     """
     repository = repository_folder(cache, repo_id)
     folder = repository / "snapshots" / commit
@@ -276,7 +280,7 @@ def check_snapshot(
         finding.violations.append(f"not in {cache}")
         return [finding]
     if folder.resolve() != repository_folder(cache.resolve(), repo_id) / "snapshots" / commit:
-        finding.violations.append(f"lies elsewhere, behind a link: {folder.resolve()}")
+        finding.violations.append(f"expected a folder in the cache, found {folder.resolve()} behind a link")
         return [finding]
     listing = None
     try:
@@ -296,7 +300,7 @@ def check_snapshot(
     for path in found:
         if path.startswith("build/") and path.count("/") > 1:
             variants[variant_of(path)].add(path)
-    # `has_kernel` and `kernels lock` fetch nothing else of a variant.
+    # `has_kernel` and `kernels lock` download nothing else of a variant.
     asked_for = {name for name, paths in variants.items() if paths == {f"{name}/metadata.json"}}
     if listing is None:
         if not finding.violations:
@@ -312,16 +316,16 @@ def check_snapshot(
         finding.violations += [f"{path}: missing" for path in torn]
         if absent and not torn:
             finding.notes.append(
-                f"{len(absent)} files are not here: enough online, refused offline (scripts/vendor.py)"
+                f"{len(absent)} files are not here: the kernel loads online, not offline (scripts/vendor.py downloads all files)"
             )
         finding.summary = f"{len(found)} files"
     if not variants.keys() - asked_for and not finding.violations:
-        finding.unchecked = "no variant of it is here, or only metadata.json"
+        finding.unchecked = "no variant is here, or only its metadata.json"
     findings = [finding]
     for name in sorted(variants):
         findings.append(Finding(f"{repo_id}@{commit[:7]}/{name}", against=finding.against))
         if name in asked_for:
-            findings[-1].notes.append("only metadata.json is here, as has_kernel leaves it")
+            findings[-1].notes.append("only metadata.json is here, as after has_kernel")
         else:
             check_digest(folder / name, findings[-1])
     return findings
@@ -333,13 +337,13 @@ def variant_of(path: str) -> str:
 
 
 def check_blobs(cache: Path, repo_id: str) -> Finding:
-    """Whether the stored contents are what their names say: the next commit that has such a file takes it from here."""
+    """Compares stored contents with the ids that name them. Later downloads reuse these contents."""
     folder = repository_folder(cache, repo_id) / "blobs"
     finding = Finding(f"{repo_id} blobs")
     if not folder.is_dir():
         return finding
     found = files_below(folder, finding, blobs=blob_folders(cache, repo_id)[1:])
-    # A download that broke off leaves another name, which nothing asks for.
+    # Interrupted downloads have other names, and nothing reads them.
     ids = sorted(name for name in found if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name))
     for name in ids:
         content = (folder / name).read_bytes()
@@ -350,16 +354,16 @@ def check_blobs(cache: Path, repo_id: str) -> Finding:
 
 
 class Ref(NamedTuple):
-    """A file in which the cache says which commit a branch is."""
+    """A file of the cache that names the commit of a branch."""
 
     path: Path
     name: str
-    version: Optional[int]  # for which `kernels` takes it
+    version: Optional[int]  # the version that `kernels` reads from the name
     content: str
 
 
 def cached_refs(cache: Path, repo_id: str, finding: Finding) -> Iterator[Ref]:
-    # `kernels` asks the second one too, where an old huggingface_hub put kernels, and believes it more than the first.
+    # `kernels` also reads the second folder, where older versions of huggingface_hub stored kernels, and prefers it.
     for repository in (repository_folder(cache, repo_id), cache / f"models--{repo_id.replace('/', '--')}"):
         folder = repository / "refs"
         if not folder.is_dir():
@@ -377,7 +381,7 @@ def cached_refs(cache: Path, repo_id: str, finding: Finding) -> Iterator[Ref]:
 def check_refs(
     cache: Path, repo_id: str, branches: Optional[dict[str, str]], locked: Optional[dict[str, str]]
 ) -> list[Finding]:
-    """Whether each branch leads to a commit that is here, and to the one of the Hub or of the lockfile, if given."""
+    """Checks that each branch is a commit that is here, and is that of the Hub or of the lockfile if given."""
     stray = Finding(f"{repo_id} refs")
     refs = list(cached_refs(cache, repo_id, stray))
     findings = [stray] if stray.violations else []
@@ -398,28 +402,28 @@ def check_refs(
         branch = re.sub("^refs/(heads|tags)/", "", ref.name)
         if branches is not None and branches.get(branch) != ref.content:
             finding.violations.append(
-                f"is {branches.get(branch, 'no branch')} at the Hub (scripts/vendor.py fetches that)"
+                f"is {branches.get(branch, 'no branch')} at the Hub (scripts/vendor.py downloads it)"
             )
         if locked is not None and locked[f"v{ref.version}"] != ref.content:
             finding.violations.append(
-                f"is locked to {locked[f'v{ref.version}']}: get_kernel would load another, offline"
+                f"is locked to {locked[f'v{ref.version}']}: offline, get_kernel would load another commit"
             )
     return findings
 
 
 def hub_branches(hub: HfApi, repo_id: str) -> dict[str, str]:
-    """Branches and tags -> commits."""
+    """Branch or tag -> commit."""
     refs = hub.list_repo_refs(repo_id, repo_type="kernel")
     return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
 
 def check_repository(cache: Path, repo_id: str, hub: Optional[HfApi]) -> list[Finding]:
-    """All commits of a repository in the cache, and whether its branches lead to one of them."""
+    """Findings for all cached commits of a repository, its stored contents and its branches."""
     folder = repository_folder(cache, repo_id) / "snapshots"
     snapshots = sorted(path.name for path in folder.glob("*"))
     if not snapshots:
-        beside = f"; the folder is ./{repo_id}" if Path(repo_id).is_dir() else ""
-        raise CommandError(f"{repo_id}: nothing of it in {cache}{beside}")
+        beside = f"; to check the folder, give ./{repo_id}" if Path(repo_id).is_dir() else ""
+        raise CommandError(f"{repo_id}: expected a repository in the cache {cache}, found none{beside}")
     findings = []
     for commit in snapshots:
         if is_commit(commit):
@@ -431,7 +435,7 @@ def check_repository(cache: Path, repo_id: str, hub: Optional[HfApi]) -> list[Fi
 
 
 def check_locked(cache: Path, locks: list["Lock"], hub: Optional[HfApi]) -> list[Finding]:
-    """The commits of a lockfile, and whether the branches that they were lead to them."""
+    """Findings for the commits of a lockfile, their stored contents, and the branches that were locked."""
     findings = []
     for lock in locks:
         findings += check_snapshot(cache, lock.repo_id, lock.commit, hub, LOCKED_ONLINE if hub else LOCKED)
@@ -445,15 +449,15 @@ def check_locked(cache: Path, locks: list["Lock"], hub: Optional[HfApi]) -> list
 
 
 class Lock(NamedTuple):
-    """What a lockfile says of one version of a repository."""
+    """The entry of a lockfile for one version of a repository."""
 
     repo_id: str
     commit: str
-    branch: Optional[str]  # None where a revision was locked
+    branch: Optional[str]  # None: a revision was locked instead of a version
 
 
 def read_locks(path: Path, wanted: Sequence[str] = ()) -> list[Lock]:
-    """All that a lockfile holds, or all of the repositories `wanted`. It may lock several versions of one."""
+    """All locks of a lockfile, or those of the repositories `wanted`. A repository may have several versions."""
     try:
         kernels = _rust.KernelLocks.from_json(path.read_text(encoding="utf-8")).items()
     except OSError as error:
@@ -467,19 +471,19 @@ def read_locks(path: Path, wanted: Sequence[str] = ()) -> list[Lock]:
         for kernel, lock in kernels
     ]
     if not locks:
-        raise CommandError(f"--lockfile: {path} locks nothing")
+        raise CommandError(f"--lockfile: {path}: expected locked kernels, found none")
     for lock in locks:
         if not is_repo_id(lock.repo_id):
             raise CommandError(f"--lockfile: {path}: expected a repository such as ORG/NAME, found {lock.repo_id!r}")
     there = list(dict.fromkeys(lock.repo_id for lock in locks))
     for repo_id in wanted:
         if repo_id not in there:
-            raise CommandError(f"--lockfile: {path} locks {', '.join(there)}, not {repo_id}")
+            raise CommandError(f"--lockfile: {path}: expected a lock of {repo_id}, found {', '.join(there)}")
     return [lock for lock in locks if lock.repo_id in (wanted or there)]
 
 
 def read_lockfile(path: Path, wanted: Sequence[str] = ()) -> dict[str, tuple[str, Optional[str]]]:
-    """Repository -> commit and branch that `get_locked_kernel` takes of it: of several versions the first."""
+    """Repository -> commit and branch that `get_locked_kernel` loads, which is the first of several versions."""
     return {lock.repo_id: (lock.commit, lock.branch) for lock in reversed(read_locks(path, wanted))}
 
 
@@ -490,15 +494,15 @@ def check(what: list[str], cache: Path, lockfile: Optional[Path], hub: Optional[
     if lockfile is not None:
         return check_locked(cache, read_locks(lockfile, what), hub)
     if not what and not (ROOT / "build").is_dir():
-        raise CommandError(f"no build in {ROOT}; `make build` makes one")
+        raise CommandError(f"expected a build in {ROOT}, found none; run `make build`")
     findings = []
     for each in what or [str(ROOT / "build")]:
-        # One word, a slash, one word is a repository, whatever lies in the current folder.
+        # ORG/NAME is always a repository, even if the current folder has a folder of this name.
         if is_repo_id(each):
             findings += check_repository(cache, each, hub)
         elif each and Path(each).is_dir():
             if hub is not None:
-                raise CommandError(f"--online: needs a repository such as ORG/NAME, found the folder {each}")
+                raise CommandError(f"--online: expected a repository such as ORG/NAME, found the folder {each}")
             findings += check_folder(Path(each))
         else:
             raise CommandError(f"expected a folder or a repository such as ORG/NAME, found {each!r}")
@@ -506,7 +510,7 @@ def check(what: list[str], cache: Path, lockfile: Optional[Path], hub: Optional[
 
 
 def check_folder(folder: Path) -> list[Finding]:
-    """A variant, a build, or whatever of a cache `folder` is or lies in."""
+    """Findings for a folder: a variant, a build, a cache, or a part of a cache."""
     place = folder.absolute()
     for each in (place, *place.parents):
         if each.name.startswith("kernels--"):
@@ -520,12 +524,12 @@ def check_folder(folder: Path) -> list[Finding]:
         return [finding for each in repositories for finding in check_folder(each)]
     variants = variants_below(folder)
     if not variants:
-        raise CommandError(f"{folder}: holds no variant of a kernel, no metadata.json")
+        raise CommandError(f"{folder}: expected variants of a kernel, found no metadata.json")
     return [check_variant(each) for each in variants]
 
 
 def report(findings: list[Finding]) -> int:
-    """Prints the findings; the exit status."""
+    """Prints the findings. Returns the exit status."""
     for finding in findings:
         label = "BAD" if finding.violations else "not checked:" if finding.unchecked else "ok "
         show(label, finding.subject, f"({finding.summary})" if finding.summary else "")
@@ -539,14 +543,14 @@ def report(findings: list[Finding]) -> int:
         show(f"Compared with {against}.")
     bad = sum(bool(finding.violations) for finding in findings)
     unchecked = sum(bool(finding.unchecked and not finding.violations) for finding in findings)
-    for count, text in ((bad, "do not hold what they should"), (unchecked, "could not be checked")):
+    for count, text in ((bad, "have violations"), (unchecked, "could not be checked")):
         if count:
             print(f"verify: {count} of {len(findings)} {text}", file=sys.stderr)
     return 1 if bad or unchecked else 0
 
 
 def show(*words: str) -> None:
-    """Prints a line. Names of files come from whoever made them, and may hold line breaks."""
+    """Prints one line. Unprintable characters are escaped: file names are untrusted and may hold line breaks."""
     text = " ".join(words).rstrip()
     print(
         "".join(
@@ -557,14 +561,19 @@ def show(*words: str) -> None:
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="folders, or repositories in the cache (default: build/)")
+    parser.add_argument("what", nargs="*", help="folders, or repositories ORG/NAME in the cache (default: build/)")
     parser.add_argument(
         "--lockfile", type=Path, metavar="FILE", help="check exactly the commits that `kernels lock` wrote to FILE"
     )
     parser.add_argument(
-        "--cache", type=Path, metavar="DIR", help="(default: KERNELS_CACHE, or else the cache of huggingface_hub)"
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="cache to check (default: KERNELS_CACHE, or else the cache of huggingface_hub)",
     )
-    parser.add_argument("--online", action="store_true", help="compare with the Hub, not with what the cache says")
+    parser.add_argument(
+        "--online", action="store_true", help="compare with the listings of the Hub instead of those in the cache"
+    )
     options = parser.parse_args(arguments)
 
     def command():

@@ -51,7 +51,7 @@ def cpu_kernels(package):
             write(dx_mean, terms.pop())
         write(dx, functools.reduce(torch.add, terms))
         if scalars[0]:
-            d_normalized = variant.incoming(dy) * (1.0 if variant.scale == "none" else variant.factor(weight))
+            d_normalized = variant.grad_of_product(dy) * (1.0 if variant.scale == "none" else variant.factor(weight))
             if variant.scale == "after_cast":
                 d_normalized = d_normalized.to(x.dtype).to(torch.float32)
             write(d_rstd, (d_normalized * h).sum(-1, keepdim=True))
@@ -100,7 +100,7 @@ def cpu_kernels(package):
         for number, (x, out, count, at) in enumerate(tensors if k_heads else tensors[:1]):
             x, into = heads(x, count, slice(at, at + 3)), slice(at + 6, at + 9)
             if constants["STEP"] == "forward":
-                variant = rotary.WIDENED if constants["WIDENED"] else rotary.PLAIN
+                variant = next(v for v in rotary.FORMULAS.values() if v.keeps_dtype == constants["FP32_COMPUTE"])
                 heads(out, count, into).copy_(variant.rotate(x, cos, sin))
                 continue
             halves, through_cos = rotary.PLAIN.gradients(x, cos, sin, out.dtype)

@@ -57,11 +57,10 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "intermediate_size": 72,
          "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 
 
-# What is known to differ (README, Limits): an option that is not drawn, or what is not compared. `--known` leaves out nothing.
+# What is known to differ (docs/limits.md): an option that is not drawn, or what is not compared. `--known` leaves out nothing.
 LEFT_OUT = {
     "keys": "where a key alone has a gradient, the query's weights may get zeros instead of None",
     "hooks that get None": "hooks are called with None where another output of a fused operation has a gradient",
-    "strides of length 1": "dimensions of length 1 have other strides than eager's",
 }
 
 
@@ -108,7 +107,7 @@ class Subject:
         names: layer names that classes get first.
         inputs: how many tensors a call takes.
         keeps_copies: of its weight eager keeps a copy for the backward pass, in which ours sees or refuses what was written
-            to the weight since (README, Limits).
+            to the weight since (docs/limits.md).
     """
 
     is_decoder = False
@@ -130,7 +129,7 @@ class Subject:
         dtype = draw.rarely("dtype", world.dtype(), *DTYPES.values())
         numbers = functools.partial(draw.normal, dtype=dtype)
         # Of a transposed row eager's norm keeps the strides and ours does not: a product of it may then have other bits.
-        rows = 0 if len(shape) == 1 or ("strides of length 1" in LEFT_OUT and 1 in shape) else 1
+        rows = 0 if len(shape) == 1 else 1
         swapped = (shape[1], shape[0], *shape[2:]) if rows else shape
         make, view = draw.rarely("layout", *{
             "contiguous": (lambda: numbers(*shape), lambda x: x.view_as(x)),
@@ -321,7 +320,7 @@ def other_forward(world):
 
 
 def forward_mode(world):
-    """Not of a checkpointed model: README's Limits have it."""
+    """Not of a checkpointed model: docs/limits.md has it."""
     checkpointed = getattr(world.model, "is_gradient_checkpointing", False)
     return contextlib.nullcontext() if checkpointed else forward_ad.dual_level()
 
@@ -732,9 +731,7 @@ def summary(value):
 
 
 def facts(tensor):
-    every = "strides of length 1" not in LEFT_OUT
-    strides = [step for step, size in zip(tensor.stride(), tensor.shape) if size != 1 or every]
-    return tensor.dtype, tensor.shape, strides, tensor.requires_grad, tensor.is_inference()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.is_inference()
 
 
 def compare(ours, theirs, where):

@@ -18,7 +18,7 @@ PLACES = {
     "add_rms_norm": "ops.rms_norm.add",
     "gated_rms_norm": "ops.rms_norm.gated",
     "decoder": "decoder.layer",
-    "decoder_call": "decoder.replay",
+    "replay": "decoder.replay",
     "attention": "decoder.attention",
     "mlp": "decoder.mlp",
     "warmup": "warm_up",

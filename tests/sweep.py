@@ -237,9 +237,9 @@ def decoder_layers(kernel, device) -> list[tuple]:
         for layer_class in found:
             name = layer_class.__name__
             if kind == "DecoderLayer" and mapping._arguments(layer_class) == like:
-                yield name * bool(decoder._recognized(layer_class, device))
+                yield name * bool(decoder._verdict(layer_class, device))
             elif kind == "Attention":
-                variant = attention.admitted(layer_class, states)
+                variant = attention.formula_of(layer_class, states)
                 yield "" if variant is None else f"{name}: {variant.formula}"
             elif kind == "MLP":
                 yield name * (mlp.activation_of(layer_class, silu, states) is not None)

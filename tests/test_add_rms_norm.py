@@ -40,7 +40,9 @@ def test_inference(kernel, seed, shape, dtypes):
         assert_bits_equal(ours, expected)
 
 
-@pytest.mark.parametrize("used", ["both", "normed", "total"])
+@pytest.mark.parametrize(
+    "used", ["both", *(pytest.param(used, marks=pytest.mark.long) for used in ("normed", "total"))]
+)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_gradients(kernel, seed, dtypes, used):
     """With another consumer of the sum before the norm's gradient comes, and of the inputs."""

@@ -10,7 +10,7 @@ import cases
 import pytest
 import report as reporting
 import torch
-from cases import COMPILED, EAGER, EVENTS, GRAPH, LIGER, NATIVE_BARE, OURS, QUACK, Bar, Case
+from cases import COMPILED, CPU, EAGER, EVENTS, GRAPH, LIGER, NATIVE_BARE, OURS, QUACK, Case, Target
 from report import Report, Result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ def result(op, shape, peer, ms, device_ms=None, **more):
 def report():
     """Times of an H200, ours made up."""
     forward, decode, backward = (32768, 4096), (4, 4096), (32768, 32768)
-    host = cases.HOST_SHAPE
+    one_row = cases.CPU_SHAPE
     return Report(
         environment={
             "gpu": "NVIDIA H200",
@@ -59,10 +59,10 @@ def report():
             result("rms_norm", decode, COMPILED, 0.0060, 0.0020, bit_equal=False),
             result("rms_norm", decode, OURS, 0.0070, 0.0019, bit_equal=True),
             result("rms_norm_backward", backward, OURS, 2.3, 2.3, bit_equal=False),
-            result("host_inference", host, OURS, 0.0071, bit_equal=True),
-            result("host_inference", host, NATIVE_BARE, 0.0072, bit_equal=False),
-            result("host_training", host, OURS, 0.0150, bit_equal=True),
-            result("host_training", host, NATIVE_BARE, 0.0080, bit_equal=False),
+            result("cpu_time_inference", one_row, OURS, 0.0071, bit_equal=True),
+            result("cpu_time_inference", one_row, NATIVE_BARE, 0.0072, bit_equal=False),
+            result("cpu_time_training", one_row, OURS, 0.0150, bit_equal=True),
+            result("cpu_time_training", one_row, NATIVE_BARE, 0.0080, bit_equal=False),
         ],
         first_call={"empty": {"torch and CUDA": 5.0}, "full": {"torch and CUDA": 4.0}},
         failures=["rms_norm_backward 32768x32768: not bit-equal with eager"],
@@ -72,9 +72,9 @@ def report():
 # What is measured
 
 
-def test_every_case_has_an_op_and_a_bar():
-    assert len(cases.CASES) == len(set(cases.CASES)) == 32
-    assert all(bars for bars in cases.BARS.values())
+def test_every_case_has_an_op_and_a_target():
+    assert len(cases.CASES) == len(set(cases.CASES)) == 35
+    assert all(targets for targets in cases.TARGETS.values())
     assert {case.op for case in cases.CASES} == set(cases.OPS)
     assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
 
@@ -91,7 +91,7 @@ def test_bytes_are_those_that_must_move():
 def test_selection():
     assert cases.select(["rms_norm", "silu"], [(2, 64)]) == [Case("rms_norm", (2, 64)), Case("silu", (2, 64))]
     assert cases.select(["silu"]) == [Case("silu", (8192, 14336))]
-    assert cases.select(["host", "first_call"]) == []
+    assert cases.select(["cpu_time", "first_call"]) == []
 
 
 def test_sets_of_inputs_exceed_the_l2_and_end_somewhere():
@@ -113,24 +113,24 @@ def verdict(report, op, shape, clock=EVENTS):
 
 
 def test_verdicts(report):
-    floor = report.floor_ms(Case("rms_norm", (32768, 4096)))
+    roofline = report.roofline_ms(Case("rms_norm", (32768, 4096)))
     # To the digits that are written here.
-    assert floor == pytest.approx(0.1261, abs=1e-4)
+    assert roofline == pytest.approx(0.1261, abs=1e-4)
     assert verdict(report, "rms_norm", (32768, 4096)) == [
-        "met: 0.1290 <= 0.1299 (1.03 x floor)",
+        "met: 0.1290 <= 0.1299 (1.03 x roofline)",
         "met: 0.1290 <= 0.1343 (fastest peer, Liger)",
     ]
     assert verdict(report, "rms_norm", (32768, 4096), GRAPH) == [
-        "not met: 0.1350 > 0.1299 (1.03 x floor)",
+        "not met: 0.1350 > 0.1299 (1.03 x roofline)",
         "not met: 0.1350 > 0.1330 (fastest peer, Liger)",
     ]
-    # By the graph alone.
+    # A target of device time in a CUDA graph alone.
     assert verdict(report, "rms_norm", (4, 4096)) == []
     assert verdict(report, "rms_norm", (4, 4096), GRAPH) == ["met: 0.00190 <= 0.00200 (torch.compile)"]
     # The only peer failed.
     assert verdict(report, "rms_norm", (16384, 8192))[1] == "no verdict: fastest peer was not measured"
-    assert verdict(report, "host_inference", (1, 4096))[0].startswith("met: ")
-    assert verdict(report, "host_training", (1, 4096))[0].startswith("not met: ")
+    assert verdict(report, "cpu_time_inference", (1, 4096), CPU)[0].startswith("met: ")
+    assert verdict(report, "cpu_time_training", (1, 4096), CPU)[0].startswith("not met: ")
 
 
 def test_a_recorded_time_stands_in_for_a_missing_peer_on_the_same_gpu(report):
@@ -141,15 +141,15 @@ def test_a_recorded_time_stands_in_for_a_missing_peer_on_the_same_gpu(report):
     assert text == "no verdict: 0.9 x quack was not measured"
 
 
-def test_a_bar_for_what_exceeds_the_l2_is_for_that_alone(report):
-    bar = Bar(1.15, cases.FLOOR, beyond_l2=True)
+def test_a_target_beyond_the_l2_is_for_larger_cases_alone(report):
+    target = Target(1.15, cases.ROOFLINE, beyond_l2=True)
     case = Case("rms_norm", (32768, 4096))
-    assert reporting.judge(report, case, bar, EVENTS).met
+    assert reporting.judge(report, case, target, EVENTS).met
     report.l2_bytes = case.bytes("bf16")
-    assert reporting.judge(report, case, bar, EVENTS) is None
+    assert reporting.judge(report, case, target, EVENTS) is None
 
 
-def test_no_bars_for_other_dtypes(report):
+def test_no_targets_for_other_dtypes(report):
     report.dtype = "fp16"
     assert reporting.verdicts(report) == []
 
@@ -178,14 +178,15 @@ def test_markdown(report):
     named = dict(zip([cell.strip() for cell in head.strip("|").split("|")], cells, strict=True))
     assert named["eager"] == "1.640 ±0.025"
     assert named[OURS] == "0.1290 ±0.0019"
-    assert named["x floor"] == "1.02"
+    assert named["of roofline"] == "97.8%"
     assert named["bits equal"] == "yes"
-    assert named["verdict"].count("met: ") == 2
+    assert named["targets"].count("met: ") == 2
     assert named[COMPILED] == ""
     assert any("| failed" in line for line in lines if line.startswith("| 16384x8192"))
     assert any("| NO " in line for line in lines if line.startswith("| 32768x32768"))
     assert any(line.startswith("| inference") and "7.100 ±0.10" in line for line in lines)
-    assert "- bars met by events: 4 of 7" in lines
+    assert "- targets met by CUDA-event timing: 3 of 5" in lines
+    assert "- targets met by CPU time: 1 of 2" in lines
     assert f"- {OURS}: eager's bits in 5 of 6 cases" in lines
     assert "- quack is not in this run: ModuleNotFoundError: No module named 'quack'" in lines
     assert "- Liger, rms_norm 16384x8192: RuntimeError: no such row" in lines
@@ -203,6 +204,20 @@ def test_json_and_back(report, tmp_path):
     again = Report.load(path)
     assert again.results[0].case == Case("rms_norm", (32768, 4096))
     assert reporting.markdown(again) == reporting.markdown(report)
+
+
+def test_the_shipped_page_is_that_of_the_shipped_measurements(tmp_path):
+    shipped = Report.load(ROOT / "docs/peers/peers.json")
+    assert reporting.markdown(shipped) == (ROOT / "docs/peers/peers.md").read_text(encoding="utf-8")
+    shipped.save(tmp_path / "peers.json")
+    assert json.loads((tmp_path / "peers.json").read_text()) == json.loads((ROOT / "docs/peers/peers.json").read_text())
+    assert len(shipped.results) == 158
+    for found in shipped.results:
+        fractions = (found.roofline_fraction, found.median_ms), (found.device_roofline_fraction, found.device_ms)
+        for fraction, milliseconds in fractions:
+            assert (fraction is None) == (milliseconds is None or found.op in cases.CPU_OPS)
+            if fraction is not None:
+                assert fraction == pytest.approx(shipped.roofline_ms(found.case) / milliseconds)
 
 
 def test_a_plot_has_every_case_that_moves_something(report):
@@ -246,7 +261,10 @@ def test_plots_from_json(report, tmp_path):
         (["--rounds", "0"], "argument --rounds: expected a number from 1 on, found '0'"),
         (["--rounds", "a"], "argument --rounds: expected a number from 1 on, found 'a'"),
         (["--from-json", "/nowhere.json"], "--from-json: /nowhere.json: No such file or directory"),
-        (["--from-json", str(ROOT / "README.md")], "README.md: is no result of peers.py"),
+        (
+            ["--from-json", str(ROOT / "README.md")],
+            f"--from-json: expected JSON written by peers.py, found {ROOT / 'README.md'}",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -262,7 +280,7 @@ def test_without_a_gpu():
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert "a GPU is needed and torch sees none" in done.stderr
+    assert "expected a GPU, torch finds none" in done.stderr
 
 
 def test_help():
@@ -294,20 +312,25 @@ def test_files_are_looked_at_before_anything_is_printed(report, tmp_path):
     for text in ("{}", "[]", '"text"'):
         path.write_text(text)
         done = peers("--from-json", path)
-        message = f"peers: error: --from-json: {path}: is no result of peers.py\n"
+        message = f"peers: error: --from-json: expected JSON written by peers.py, found {path}\n"
         assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 @pytest.mark.parametrize(
     "script, arguments, status, message",
     [
-        ("first_call", ["/nowhere"], 2, "first_call: error: BUILD: no folder /nowhere"),
-        ("first_call", [BENCHMARKS], 2, "first_call: error: needs a GPU, torch sees no CUDA device"),
+        (
+            "first_call",
+            ["/nowhere"],
+            2,
+            "first_call: error: BUILD: expected a folder made by `make build`, found no folder /nowhere",
+        ),
+        ("first_call", [BENCHMARKS], 2, "first_call: error: expected a GPU, torch finds no CUDA device"),
         (
             "benchmark_layers",
             [],
             1,
-            "benchmark_layers: holds benchmarks and runs none: `make build`, then `kernels benchm",
+            "benchmark_layers: error: not a program; run `make build`, then `kernels benchmark .`",
         ),
     ],
 )
@@ -342,11 +365,11 @@ class Cpu:
         return lambda _: [call(index) for index in indices]
 
 measure._COPY_BYTES = 1 << 20
-measure._HOST_CALLS_A_TURN = 2
+measure._CPU_CALLS_A_TURN = 2
 folder = Path(sys.argv[2])
 options = peers.parse(
     "--cases 3x64 2x2x128 --peers F.rms_norm Liger quack --ops rms_norm rms_norm_backward silu silu_backward "
-    "silu_and_mul silu_and_mul_backward host "
+    "silu_and_mul silu_and_mul_backward cpu_time "
     "--rounds 3".split() + ["--json", str(folder / "peers.json"), "--markdown", str(folder / "a.md")]
     + ["--build", sys.argv[3]]
 )
@@ -378,7 +401,7 @@ def test_a_run_by_the_clocks_of_a_cpu(build, run_python, tmp_path):
     # Liger needs a GPU, and says so without ending the run.
     liger = [found for found in report.results if found.peer == LIGER]
     assert liger == [] or all(found.error for found in liger if found.op in cases.OPS)
-    assert NATIVE_BARE in report.of(Case("host_training", cases.HOST_SHAPE))
+    assert NATIVE_BARE in report.of(Case("cpu_time_training", cases.CPU_SHAPE))
     assert "bits ['rms_norm 3x64: not bit-equal with eager']" in done.stderr
     assert "raises ['rms_norm 3x64: ZeroDivisionError: division by zero']" in done.stderr
 
@@ -444,5 +467,22 @@ def test_a_quick_run_on_a_gpu(build, tmp_path):
     for found in report.results:
         if found.peer == OURS:
             assert found.bit_equal is True and found.median_ms > 0
-            assert found.op in cases.HOST_OPS or found.device_ms > 0
+            assert found.op in cases.CPU_OPS or found.device_ms > 0
     assert "## RMSNorm backward" in (tmp_path / "a.md").read_text()
+
+
+def test_a_step_is_the_loss_and_the_gradient_of_its_logits():
+    import measure
+    import peers
+
+    case = cases.Case("cross_entropy", (5, 40))
+    assert case.bytes("bf16") == 3 * 5 * 40 * 2
+    (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
+    logits, target = inputs.arguments
+    assert logits.shape == (5, 40) and target.shape == (5,) and inputs.differentiable == (logits,)
+    function, op = peers.eager()["cross_entropy"], cases.OPS["cross_entropy"]
+    loss, gradient = measure.outcome(function, inputs, op)
+    assert loss.shape == () and gradient.shape == logits.shape
+    call = measure.prepare(function, [inputs], op)
+    for _ in range(2):  # Each call has a graph of its own.
+        assert torch.equal(call(0)[0], gradient)

@@ -378,7 +378,7 @@ def test_only_an_earlier_build_is_replaced(exported, tmp_path):
         before = everything(output)
         with pytest.raises(build_kernel.BuildError) as caught:
             quick(exported, output, "new")
-        assert f"{output} is not replaced, {found} in it is not what a build of lossless-kernels wrote" in str(
+        assert f"{output} is not replaced: expected only unmodified builds of lossless-kernels, found {found};" in str(
             caught.value
         ), name
         assert everything(output) == before, name
@@ -391,7 +391,12 @@ def test_a_folder_with_a_repository_in_one_line(project, tmp_path):
     put(".ssh/id_ed25519", b"secret")(home)
     put("data/metadata.json", b"{}")(home)
     before = everything(home)
-    assert_fails_in_one_line(project, "--output", str(home), match=f"{home} is not replaced, .git in it is not")
+    assert_fails_in_one_line(
+        project,
+        "--output",
+        str(home),
+        match=f"{home} is not replaced: expected only unmodified builds of lossless-kernels, found .git",
+    )
     assert everything(home) == before
 
 
@@ -433,7 +438,7 @@ def test_a_damaged_build_says_the_way_out(project):
 def test_output_that_cannot_be_made(project):
     assert_fails_in_one_line(project, "--output", "/proc/x", match="--output: /proc/x cannot be made: No such file")
     output = project / "build.toml"
-    assert_fails_in_one_line(project, "--output", output, match=f"--output: {output} is no folder")
+    assert_fails_in_one_line(project, "--output", output, match=f"--output: expected a folder, found the file {output}")
 
 
 def test_interrupted(project, monkeypatch, capsys):

@@ -1,11 +1,12 @@
 """Cross-entropy: the kernels in Triton's interpreter against the model of CUDA's arithmetic, and what surrounds them.
 
-The interpreter has numpy's exponentials, for the model too, and rounds an FMA twice. It truncates to bf16: gradients are compared
+The interpreter has numpy's exponentials, for the model too, and rounds an FMA as its version does. It truncates to bf16: gradients are compared
 in fp32 and fp16.
 """
 
 import itertools
 import math
+import os
 import random
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import numpy
 import pytest
 import torch
 from bits import assert_bits_equal, bits_equal
+from interpreter import multiply_add
 from torch.nn import functional
 
 pytestmark = [
@@ -46,10 +48,6 @@ def numpy_log(x):
     return torch.from_numpy(numpy.asarray(numpy.log(x.numpy())))
 
 
-def twice_rounded(a, b, c):
-    return a * b + c
-
-
 def logits_and_targets(generator, rows, vocab, dtype):
     """Rows whose sums of exponentials have many terms that count, some with infinities and NaN, some without a target."""
     x = (torch.randn(rows, vocab, generator=generator) * 2).to(dtype)
@@ -75,7 +73,7 @@ def model_of(x, misaligned=0):
 def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
     """Statistics, loss and gradient of one call against the model."""
     family = module("cross_entropy")
-    call = family._Call(x, IGNORE, reduction)
+    call = family._LossCall(x, IGNORE, reduction)
     loss, maxima, log_sums, count = call(x, target)
     maximum, log_sum, logp = model_of(x, misaligned)
     counts = target != IGNORE
@@ -92,7 +90,7 @@ def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
         return
     gradient = call.gradient(x, target, maxima, log_sums, d_loss, count)
     weight = total_weight if reduction == "mean" else None
-    expected = aten_model.cross_entropy_backward(logp, target, IGNORE, d_loss, weight, numpy_exp, twice_rounded)
+    expected = aten_model.cross_entropy_backward(logp, target, IGNORE, d_loss, weight, numpy_exp, multiply_add)
     assert_bits_equal(gradient, expected.to(x.dtype), f"gradient of {label}")
 
 
@@ -172,7 +170,7 @@ def test_the_model_tells_of_a_wrong_order(module, monkeypatch, seed, vocab, wron
     target = torch.zeros(rows, dtype=torch.int64)
 
     def log_sums():
-        return family._Call(x, IGNORE, "mean")(x, target)[2]
+        return family._LossCall(x, IGNORE, "mean")(x, target)[2]
 
     assert_bits_equal(log_sums(), right)
     if "tree" in wrong:
@@ -222,7 +220,7 @@ def gradients_of(function, logits):
 def test_autograd_gets_what_the_kernels_compute(kernel, module, seed, dtype, reduction):
     family, generator = module("cross_entropy"), torch.Generator().manual_seed(seed)
     x, target = logits_and_targets(generator, 12, 2050, dtype)
-    call = family._Call(x, IGNORE, reduction)
+    call = family._LossCall(x, IGNORE, reduction)
     expected, maxima, log_sums, count = call(x, target)
     weight = torch.tensor(0.3)
     loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target, reduction=reduction) * weight, x)
@@ -493,3 +491,69 @@ def test_the_model_is_what_eager_computes(seed, vocab):
         one = torch.tensor(1.0)
         expected = aten_model.cross_entropy_backward(logp, target.cpu(), IGNORE, one, weight, of_gpu["exp"])
         assert_bits_equal(expected, gradient.cpu(), f"gradient, {reduction}")
+
+
+# The proof's power, on its own kind of rows, in the model of CUDA's arithmetic
+
+# So many proofs of each order: `LOSSLESS_PROOFS=1000 pytest tests/test_cross_entropy.py -k power -rP` for docs/numerics.md.
+PROOFS = int(os.environ.get("LOSSLESS_PROOFS", 3))
+
+
+def wrong_orders(vocab):
+    """By name the steps of each thread, and whether the tree takes warps first."""
+    right = aten_model.softmax_steps(vocab)
+    threads = len(right[0])
+    by_thread = [
+        first + threads * 0 + torch.arange(threads) * -(-vocab // threads) for first in range(-(-vocab // threads))
+    ]
+    orders = {
+        "another number of threads": (
+            [first + torch.arange(threads // 2) for first in range(0, vocab, threads // 2)],
+            True,
+        ),
+        "a thread's elements beside each other": (by_thread, True),
+    }
+    if vocab > 2048:
+        orders["the other tree"] = (right, False)
+    if vocab > 9216:
+        plain = [first + torch.arange(1024) for first in range(0, vocab, 1024)]
+        wide = [first + 8 * torch.arange(1024) + position for first in range(0, vocab, 8192) for position in range(8)]
+        orders |= {"vectors of 1": (plain, True), "vectors of 8": (wide, True)}
+    if len(right) % 4 and vocab > 12255:
+        tail = vocab // 4096 * 4
+        orders["the tail first"] = (right[tail:] + right[:tail], True)
+    return right, orders
+
+
+def row_sums(terms, steps, warps_first):
+    total = 0.0
+    for step in steps:
+        total = total + terms[:, torch.where((step >= 0) & (step < terms.shape[1] - 1), step, -1)]
+    if warps_first:
+        total = aten_model._halving_sum(total.view(len(total), -1, min(32, total.shape[1])), dim=2)
+    return aten_model._halving_sum(total, dim=1)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "vocab", [1000, 9000, *(pytest.param(vocab, marks=pytest.mark.long) for vocab in (9220, 12252, 13256))]
+)
+def test_power_of_the_proof(module, seed, vocab):
+    """How many proofs of 64 rows find each wrong order by log-probabilities that differ."""
+    right, orders = wrong_orders(vocab)
+    generator, rows = torch.Generator().manual_seed(seed), module("cross_entropy")._PROOF_ROWS
+    caught, shown = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
+    for _ in range(PROOFS):
+        x, _ = module("cross_entropy").proof_rows(rows, vocab, 0, generator, torch.device("cpu"))
+        maximum = x.amax(-1)
+        terms = functional.pad(numpy_exp(x - maximum[:, None]), (0, 1))
+
+        # A row's largest element has this as its log-probability, but for the sign.
+        expected = numpy_log(row_sums(terms, right, True))
+        for name, order in orders.items():
+            wrong = (numpy_log(row_sums(terms, *order)) != expected).sum()
+            caught[name] += bool(wrong)
+            shown[name] += int(wrong)
+    print(f"{vocab}: of {PROOFS * rows} rows {shown}")
+    print(f"{vocab}: {caught} of {PROOFS}")
+    assert set(caught.values()) == {PROOFS}

@@ -281,11 +281,11 @@ def test_attentions_that_depend_on_what_may_be_absent(kernel, monkeypatch):
     monkeypatch.setattr(attention.proof, "_verdicts", {})
     monkeypatch.setattr(attention.proof, "_warned", set())
     monkeypatch.setattr(attention.inspection, "_codes", {})
-    assert attention.admitted(LlamaAttention, x).window == "" and attention.admitted(MistralAttention, x).window
+    assert attention.formula_of(LlamaAttention, x).window == "" and attention.formula_of(MistralAttention, x).window
     with pytest.warns(RuntimeWarning, match="lossless-kernels: .* none of the known formulas"):
-        assert attention.admitted(Cohere2Attention, x) is None
+        assert attention.formula_of(Cohere2Attention, x) is None
     with pytest.warns(RuntimeWarning, match="lossless-kernels: .* without a rotary embedding"):
-        assert attention.admitted(GraniteMoeHybridAttention, x) is None
+        assert attention.formula_of(GraniteMoeHybridAttention, x) is None
 
 
 def test_children_that_are_no_modules(kernel, seed):
@@ -449,7 +449,7 @@ def test_hooks_on_all_modules_see_none_of_a_proof(kernel, seed, monkeypatch):
     attention = python_module(kernel, "attention")
     try:
         ours(tokens(seed))
-        assert attention.admitted(type(ours.model.layers[0].self_attn), torch.ones(1)) is not None
+        assert attention.formula_of(type(ours.model.layers[0].self_attn), torch.ones(1)) is not None
     finally:
         handle.remove()
     assert called and {*called} <= {*ours.modules()} | {each for each in called if type(each).__name__ == "Func"}

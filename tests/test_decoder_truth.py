@@ -10,7 +10,7 @@ from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
 from places import forget_calls, python_module
 from test_decoder import MODELS, make, replaced, tokens
-from test_decoder_call import with_other_weights
+from test_replay import with_other_weights
 from training import DEVICE_TYPE, assert_same, llama, random_batches, train
 from transformers.cache_utils import Cache
 
@@ -82,7 +82,7 @@ def test_logits_and_gradients(kernel, seed, name, dtype):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_call_that_is_kept(kernel, seed, name, dtype):
     model = with_other_weights(make(name, seed).to("cuda", dtype))
-    ours, kept = kernelized(kernel, model), python_module(kernel, "decoder_call")._kept
+    ours, kept = kernelized(kernel, model), python_module(kernel, "replay")._recordings
     for batch, length in ((1, 1), (1, 60), (3, 17), (2, 1)):
         ids = tokens(seed, batch, length).cuda()
         with torch.no_grad():

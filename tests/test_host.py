@@ -849,20 +849,20 @@ class Comparisons:
 
 def test_proof_runs_once(proof):
     comparisons = Comparisons()
-    assert [proof.admits("key", subject(proof), comparisons) for _ in range(3)] == [True] * 3
+    assert [proof.kernel_is_proved("key", subject(proof), comparisons) for _ in range(3)] == [True] * 3
     assert comparisons.calls == 1
-    assert proof.admits("another key", subject(proof), comparisons)
+    assert proof.kernel_is_proved("another key", subject(proof), comparisons)
     assert comparisons.calls == 2
 
 
 def test_a_kernel_that_differs_is_refused_for_ever_with_one_warning(proof):
     comparisons = Comparisons((1.0, 2.0, 3.0), (1.0, 2.5, 3.5))
     with pytest.warns(RuntimeWarning, match=r"f on cpu, fp32, keeps .* 2 elements of the output differ$") as warned:
-        assert not proof.admits("key", subject(proof), comparisons)
+        assert not proof.kernel_is_proved("key", subject(proof), comparisons)
     assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not proof.admits("key", subject(proof), Comparisons())
+        assert not proof.kernel_is_proved("key", subject(proof), Comparisons())
     assert comparisons.calls == 1
 
 
@@ -892,7 +892,7 @@ def test_a_kernel_that_fails_is_refused_with_the_reason(proof):
         raise OSError("no C compiler")
 
     with pytest.warns(RuntimeWarning, match="f on cpu, fp32, keeps its original forward: OSError: no C compiler$"):
-        assert not proof.admits("key", subject(proof), comparisons)
+        assert not proof.kernel_is_proved("key", subject(proof), comparisons)
 
 
 def test_a_warning_that_is_an_error_is_raised_once(proof):
@@ -900,8 +900,8 @@ def test_a_warning_that_is_an_error_is_raised_once(proof):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning):
-            proof.admits("key", subject(proof), comparisons)
-        assert not proof.admits("key", subject(proof), comparisons)
+            proof.kernel_is_proved("key", subject(proof), comparisons)
+        assert not proof.kernel_is_proved("key", subject(proof), comparisons)
     assert comparisons.calls == 1
 
 
@@ -910,23 +910,23 @@ def test_strict_raises_every_time(proof, monkeypatch):
     comparisons = Comparisons((1.0,), (2.0,))
     for calls in (1, 2):
         with pytest.raises(proof.LosslessProofError, match="f .* 1 elements of the output differ"):
-            proof.admits("key", subject(proof), comparisons)
+            proof.kernel_is_proved("key", subject(proof), comparisons)
         assert comparisons.calls == calls
 
 
 def test_off_admits_without_proof_and_remembers_nothing(proof, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     comparisons = Comparisons((1.0,), (2.0,))
-    assert proof.admits("key", subject(proof), comparisons) and not comparisons.calls
+    assert proof.kernel_is_proved("key", subject(proof), comparisons) and not comparisons.calls
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     with pytest.warns(RuntimeWarning):
-        assert not proof.admits("key", subject(proof), comparisons)
+        assert not proof.kernel_is_proved("key", subject(proof), comparisons)
 
 
 def test_unknown_policy_is_an_error(proof, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "yes")
     with pytest.raises(ValueError, match="^LOSSLESS_PROOF: expected one of on, off, strict, found 'yes'$"):
-        proof.admits("key", subject(proof), Comparisons())
+        proof.kernel_is_proved("key", subject(proof), Comparisons())
 
 
 def test_differing_counts_bits(proof):
@@ -955,9 +955,9 @@ def test_proof_leaves_everything_as_it_was(proof):
 
     before = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-        assert proof.admits("key", subject(proof), comparisons)
+        assert proof.kernel_is_proved("key", subject(proof), comparisons)
         assert torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()
-    assert proof.admits("another key", subject(proof), comparisons) and torch.is_grad_enabled()
+    assert proof.kernel_is_proved("another key", subject(proof), comparisons) and torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
     assert inside == [(False, False, False)] * 2
 
@@ -972,7 +972,7 @@ def test_threads_wait_for_one_proof(proof):
 
     def ask():
         started.wait()
-        answers.append(proof.admits("key", subject(proof), slow))
+        answers.append(proof.kernel_is_proved("key", subject(proof), slow))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -998,11 +998,11 @@ def test_a_backward_pass_does_not_wait_for_another_threads_proof(proof):
 
         @staticmethod
         def backward(ctx, dy):
-            answers.append(proof.admits("another key", subject(proof), Comparisons()))
+            answers.append(proof.kernel_is_proved("another key", subject(proof), Comparisons()))
             finish.set()
             return dy
 
-    thread = threading.Thread(target=lambda: answers.append(proof.admits("key", subject(proof), slow)))
+    thread = threading.Thread(target=lambda: answers.append(proof.kernel_is_proved("key", subject(proof), slow)))
     thread.start()
     assert proving.wait(60)
     Asks.apply(torch.ones(2, requires_grad=True)).sum().backward()
@@ -1014,7 +1014,7 @@ def test_no_proof_where_a_transform_would_reach_into_it(proof):
     comparisons = Comparisons((1.0,), (2.0,))
 
     def asks(x):
-        assert not proof.admits("key", subject(proof), comparisons)
+        assert not proof.kernel_is_proved("key", subject(proof), comparisons)
         return x
 
     torch.vmap(asks)(torch.ones(2, 3))
@@ -1023,7 +1023,7 @@ def test_no_proof_where_a_transform_would_reach_into_it(proof):
         asks(X)
     torch.jit.trace(asks, (torch.ones(3),), check_trace=False)
     assert not comparisons.calls and not proof._verdicts
-    assert proof.admits("key", subject(proof), Comparisons())
+    assert proof.kernel_is_proved("key", subject(proof), Comparisons())
 
 
 def test_anomaly_mode_and_forbidden_hooks_do_not_reach_into_a_proof(proof):
@@ -1034,10 +1034,10 @@ def test_anomaly_mode_and_forbidden_hooks_do_not_reach_into_a_proof(proof):
         yield "the gradient", dx, dx.clone()
 
     with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
-        assert proof.admits("key", subject(proof), comparisons)
+        assert proof.kernel_is_proved("key", subject(proof), comparisons)
         assert torch.is_anomaly_enabled()
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
-        assert proof.admits("another key", subject(proof), comparisons)
+        assert proof.kernel_is_proved("another key", subject(proof), comparisons)
 
 
 def test_anomaly_mode_is_as_it_was_after_proofs_that_overlap(proof):
@@ -1244,9 +1244,9 @@ def test_a_proof_without_memory_refuses_for_good_and_says_what_to_do(proof, shor
         raise shortage
         yield
 
-    with pytest.warns(RuntimeWarning, match=r"memory was full when it was verified; call warmup\(\) while"):
-        assert not proof.admits("key", subject(proof), comparisons)
-    assert not proof.admits("key", subject(proof), comparisons)
+    with pytest.warns(RuntimeWarning, match=r"memory was full during verification; call warmup\(\) while"):
+        assert not proof.kernel_is_proved("key", subject(proof), comparisons)
+    assert not proof.kernel_is_proved("key", subject(proof), comparisons)
     assert len(tries) == 1
 
 
@@ -1453,7 +1453,7 @@ def test_who_may_ask_more_of_a_module_than_a_stand_in_shows(kernel, module, proo
     expected = kernel.silu(x) if is_plain else activation(x)
     assert_bits_equal(MethodType(kernel.layers.SiLUActivation.forward, activation)(x), expected)
     assert (module("inspection").functions_of(Norm) is not None) == is_plain
-    assert module("activation").is_shown(Activation.forward) == is_plain
+    assert module("activation").reads_only_attributes(Activation.forward) == is_plain
     if not is_plain:  # The CPU's own SiLU is another one than the kernel's formula in torch.
         assert module("mlp")._recognize("key", modeling_llama.LlamaMLP, Activation.forward, x.dtype, CPU) is None
 

@@ -117,7 +117,7 @@ def test_what_is_locked_is_not_checked_before_it_is_here(lockfile, capsys):
     for what in ([REPO_ID], ["--lockfile", str(lockfile)]):
         assert verify([*what, "--cache", str(lockfile.parent / "cache")]) == 1
         out, err = capsys.readouterr()
-        assert out.count("not checked: no variant of it is here, or only metadata.json") == 1
+        assert out.count("not checked: no variant is here, or only its metadata.json") == 1
         assert out.count("note: only metadata.json is here") == 3
         assert err == f"verify: 1 of {out.count(REPO_ID)} could not be checked\n"
 
@@ -216,6 +216,7 @@ for model, kernel in zip(models, kernels):
 """
 
 
+@pytest.mark.long
 def test_two_versions_and_one_twice_in_a_process(hub, published, interpreted, tmp_path):
     project = published.copy_project(tmp_path / "project")
     for name, old, new in (

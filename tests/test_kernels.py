@@ -1,7 +1,7 @@
 """The kernels in Triton's interpreter against the model of CUDA's arithmetic: fp32 and fp16, bit for bit.
 
 The interpreter truncates where a GPU rounds to bf16 and knows no libdevice: bf16 and the last bit of exponentials belong to
-the tests on a GPU, and so do FMAs, which the interpreter rounds twice. CPU eager sums in another order than CUDA's, so proof
+the tests on a GPU, and so do FMAs, which interpreters round once or twice. CPU eager sums in another order than CUDA's, so proof
 would rightly refuse and is off.
 """
 
@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from bits import assert_bits_equal
+from interpreter import multiply_add, the_fma
 from places import forget_calls
 
 pytestmark = [
@@ -112,8 +113,8 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
-@pytest.mark.parametrize("edges", ["one", "added"])
-def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, edges):
+@pytest.mark.parametrize("dx_mode", ["single", "accumulate"])
+def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, dx_mode):
     """Which it would have to compile, and which one depends on the call's rows: verdicts are kept for more than those."""
     family, launcher = module("rms_norm_proof"), module("launch").Launcher
     llama, through_triton, launched = module("variants").LLAMA, launcher.through_triton, set()
@@ -124,11 +125,13 @@ def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, edges)
 
     monkeypatch.setattr(launcher, "through_triton", recorded)
     subject = llama, family.EAGER[llama], torch.float16, torch.float16, 64
-    list(family._gradient_comparisons(*subject, 16, 40, torch.device("cpu"), (True, True), edges))
+    list(family._gradient_comparisons(*subject, 16, 40, torch.device("cpu"), (True, True), dx_mode))
     assert launched == {"rms_norm_backward", "rms_norm_sum_chains", "rms_norm_sum_blocks"}
 
 
-@pytest.mark.parametrize("way", ["streamed", "by_lane", "shared"])
+@pytest.mark.parametrize(
+    "way", ["streamed", pytest.param("by_lane", marks=pytest.mark.long), pytest.param("shared", marks=pytest.mark.long)]
+)
 def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
     """Of every length of a step and number of steps, alone and as a sum with a residual; by lane of few rows, too."""
     family, added, generator = module("rms_norm_plan"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
@@ -268,11 +271,6 @@ def test_other_variants_equal_the_model(module, seed, name):
             assert_bits_equal(dweight, gradients.dweight.to(weight_dtype), f"dweight of {label}")
 
 
-def numpy_multiply_add(a, b, c):
-    """The interpreter's, which rounds twice."""
-    return a * b + c
-
-
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "unweighted"])
 def test_torch_rms_norm_equals_the_model(module, seed, weighted):
     family, generator = module("rms_norm"), torch.Generator().manual_seed(seed)
@@ -282,7 +280,7 @@ def test_torch_rms_norm_equals_the_model(module, seed, weighted):
         parameter = weight.clone().requires_grad_() if weighted else None
         # The rows of the last are further apart, and so copied by ATen.
         spaced = torch.cat([x, torch.full((rows, 4), float("nan"), dtype=dtype)], -1)[:, :hidden_size]
-        statistics = aten_model.fused_rms_norm_statistics(x, 1e-5, numpy_rsqrt, numpy_multiply_add)
+        statistics = aten_model.fused_rms_norm_statistics(x, 1e-5, numpy_rsqrt, multiply_add)
         expected = aten_model.fused_rms_norm_given_rstd(x, weight if weighted else None, statistics.rstd)
         for given_x in (x, spaced):
             label = f"{rows}x{hidden_size} {dtype} {given_x.stride()}"
@@ -411,7 +409,15 @@ def test_every_fused_plan_has_the_same_bits(module, monkeypatch, seed, rows, hid
         assert_gradients_equal_the_model(rms_norm, *inputs, label=f"fused {fused}")
 
 
-@pytest.mark.parametrize("rows, hidden_size", [(5, 128), (140, 128), (40, 640), (12, 2052)])
+@pytest.mark.parametrize(
+    "rows, hidden_size",
+    [
+        (5, 128),
+        pytest.param(140, 128, marks=pytest.mark.long),
+        pytest.param(40, 640, marks=pytest.mark.long),
+        (12, 2052),
+    ],
+)
 def test_streamed_rows_have_the_same_gradients(module, monkeypatch, seed, rows, hidden_size):
     rms_norm, choose = module("rms_norm_backward"), random.Random(seed)
     inputs = given(
@@ -443,7 +449,7 @@ def test_a_weights_gradient_alone_has_the_plan_it_is_proved_with(module, monkeyp
         forget_calls(module)
         asked.clear()
         found = rms_norm.gradients(llama(rms_norm), dy, x, weight, rstd[:, None], needs_dx, True, True, d_sum)
-        assert set(asked) == {"added" if needs_dx else rms_norm.edges_of(dtype)}
+        assert set(asked) == {"accumulate" if needs_dx else rms_norm.dx_mode_of(dtype)}
         assert (found.dx is not None) is needs_dx
         assert_bits_equal(found.dweight, aten_model.rms_norm_backward(dy, x, weight, rstd).dweight, "dweight")
 
@@ -600,9 +606,9 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @pytest.fixture
-def rounded_twice(monkeypatch):
+def its_fma(monkeypatch):
     """The interpreter's FMA."""
-    monkeypatch.setattr(aten_model, "fused_multiply_add", lambda a, b, c: a * b + c)
+    monkeypatch.setattr(aten_model, "fused_multiply_add", the_fma())
 
 
 def function(kernel, name):
@@ -641,7 +647,7 @@ def activation_inputs(generator, dtype):
 
 @each_dtype
 @each_activation
-def test_activation_equals_the_model(kernel, module, rounded_twice, seed, name, dtype):
+def test_activation_equals_the_model(kernel, module, its_fma, seed, name, dtype):
     model, eager = MODELS[name][0], module("activation")._ACTIVATIONS[name].forward
     for x in activation_inputs(torch.Generator().manual_seed(seed), dtype):
         found = function(kernel, name)(x)
@@ -651,7 +657,7 @@ def test_activation_equals_the_model(kernel, module, rounded_twice, seed, name, 
 
 @each_dtype
 @each_activation
-def test_activation_gradients_equal_the_model(kernel, module, rounded_twice, seed, name, dtype):
+def test_activation_gradients_equal_the_model(kernel, module, its_fma, seed, name, dtype):
     """One by one, and added up by autograd to another gradient that reaches the input first."""
     generator = torch.Generator().manual_seed(seed)
     *dense, _ = activation_inputs(generator, dtype)
@@ -703,7 +709,7 @@ def as_tuple(gradients):
 
 @each_dtype
 @each_gated
-def test_gated_activation_equals_the_model(module, rounded_twice, seed, name, dtype):
+def test_gated_activation_equals_the_model(module, its_fma, seed, name, dtype):
     gated = module("gated_activation")
     activation = gated.ACTIVATIONS[name]
     for gate, up in gated_inputs(torch.Generator().manual_seed(seed), dtype):
@@ -714,7 +720,7 @@ def test_gated_activation_equals_the_model(module, rounded_twice, seed, name, dt
 
 @each_dtype
 @each_gated
-def test_gated_activation_gradients_equal_the_model(module, rounded_twice, seed, name, dtype):
+def test_gated_activation_gradients_equal_the_model(module, its_fma, seed, name, dtype):
     generator = torch.Generator().manual_seed(seed)
     gated = module("gated_activation")
     activation = gated.ACTIVATIONS[name]
@@ -739,7 +745,7 @@ def test_gated_activation_gradients_equal_the_model(module, rounded_twice, seed,
 
 @each_dtype
 @each_gated
-def test_packed_gated_activation_equals_the_model(module, rounded_twice, seed, name, dtype):
+def test_packed_gated_activation_equals_the_model(module, its_fma, seed, name, dtype):
     """Gradients that are -0 arrive as +0, as the sum with the other half's zeros is."""
     generator = torch.Generator().manual_seed(seed)
     gated = module("gated_activation")
@@ -754,7 +760,7 @@ def test_packed_gated_activation_equals_the_model(module, rounded_twice, seed, n
         dy = torch.empty_like(found).copy_(torch.randn(gate.shape, generator=generator))
         dy[..., :3] = torch.tensor((-0.0, 0.0, -1e-30))
         if index == 2:  # Eager's gradient is contiguous, so its rows lie in another order.
-            with pytest.raises(module("calls").Outside, match="do not lie in memory as gate and up do"):
+            with pytest.raises(module("calls").Outside, match="do not have the layout of gate and up"):
                 gated._resolve_packed_gradient(dy, packed, activation)
             continue
         other = torch.randn(packed.shape, generator=generator).to(dtype)

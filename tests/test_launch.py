@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 
-LAUNCHES = """
+DRIVER = """
     import contextlib, ctypes, importlib, json, os, sys
     from pathlib import Path
 
@@ -59,6 +59,9 @@ LAUNCHES = """
     launch, domain, proof = map(module, ("launch", "domain", "proof"))
     domain._KERNEL_DEVICE = "cpu"
     launch.current_stream = lambda device: stream
+"""
+
+LAUNCHES = """
     through_triton, found = launch.Launcher.through_triton, {}
     BITS = {"i32": 32, "fp32": 32, "i64": 64}
 
@@ -110,6 +113,85 @@ LAUNCHES = """
     print(json.dumps(found))
 """
 
+# What a later Triton may do otherwise. All of them launch.
+LATER = """
+    import warnings
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    class Later(CudaLauncher):
+        pass
+
+    def another_order(self, x, y, z, stream, function, *rest):
+        class Reordered:
+            def __init__(this, run):
+                this.run = run
+
+            def __getattr__(this, name):
+                return getattr(this.run, name)
+
+            def launch(this, *sent):
+                this.run.launch(sent[3], *sent[:3], *sent[4:])
+
+        CudaLauncher.__call__(Reordered(self), x, y, z, stream, function, *rest)
+
+    def another_parameter(self, x, y, z, stream, function, one_more, *rest):
+        CudaLauncher.__call__(self, x, y, z, stream, function, one_more, *rest)
+
+    def init(change):
+        def __init__(self, *given):
+            CudaLauncher.__init__(self, *given)
+            self.__dict__["launch"] = change(self.__dict__["launch"])
+        return __init__
+
+    def in_order(launch):
+        return lambda stream, *sent: launch(*sent[:3], stream, *sent[3:])
+
+    def tensors_only(launch):
+        def launch_tensors(*sent):
+            if not any(isinstance(each, torch.Tensor) for part in sent for each in (part if type(part) is tuple else (part,))):
+                raise TypeError("expected tensors, found addresses")
+            launch(*sent)
+        return launch_tensors
+
+    def fixed(self, name, value):
+        if name == "launch" and name in self.__dict__:
+            raise AttributeError("can't set attribute 'launch'")
+        self.__dict__[name] = value
+
+    way = sys.argv[1]
+    if way == "another order":
+        Later.__init__, Later.__call__ = init(in_order), another_order
+    elif way == "tensors only":
+        Later.__init__ = init(tensors_only)
+    elif way == "fixed":
+        Later.__setattr__ = fixed
+    elif way == "no hooks":
+        python_module(kernel, "core.triton_internals").launch_hooks = launch._enter_hooks = None
+    elif way == "without names":
+        Later.global_scratch_size = property(lambda self: self.__dict__["gone"], lambda self, value: None)
+    if way == "without names":
+        call = CudaLauncher.__call__
+        def __call__(self, x, y, z, stream, function, *rest):
+            class Sizes:
+                global_scratch_size = 0
+                __getattr__ = lambda this, name: getattr(self, name)
+            call(Sizes(), x, y, z, stream, function, *rest)
+        Later.__call__ = __call__
+    triton.runtime.driver.active.launcher_cls = Later
+
+    count = ctypes.c_int.in_dll(driver, "launches")
+    x, launches = torch.randn(64, 1024).bfloat16(), []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            for function in (kernel.silu, kernel.silu, kernel.silu, kernel.gelu, kernel.gelu):
+                before = count.value
+                function(x)
+                launches.append(count.value - before)
+    messages = [str(each.message) for each in warned if "lossless-kernels" in str(each.message)]
+    print(json.dumps({"launches": launches, "warnings": messages}))
+"""
+
 
 @pytest.fixture(scope="module")
 def fake_driver(tmp_path_factory):
@@ -124,7 +206,9 @@ def fake_driver(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launches(fake_driver, build, run_python, tmp_path_factory):
     cache = tmp_path_factory.mktemp("triton")
-    done = run_python(LAUNCHES, FAKE_DRIVER=fake_driver, TRITON_LIBCUDA_PATH=fake_driver.parent, TRITON_CACHE_DIR=cache)
+    done = run_python(
+        DRIVER + LAUNCHES, FAKE_DRIVER=fake_driver, TRITON_LIBCUDA_PATH=fake_driver.parent, TRITON_CACHE_DIR=cache
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -158,3 +242,28 @@ def test_every_kernel_is_launched(launches):
         "rms_norm_sum_chains",
         "rotary",
     }
+
+
+@pytest.mark.parametrize(
+    "way, reason",
+    [
+        ("as it is", None),
+        ("another order", "grid and stream do not come first"),
+        ("tensors only", "expected tensors, found addresses"),
+        ("fixed", "0 launches by positional arguments instead of one"),
+        ("no hooks", "no knobs.runtime.launch_enter_hook with calls"),
+        ("without names", "KeyError: 'gone'"),
+    ],
+)
+def test_a_later_triton_launches_as_often_with_one_warning(fake_driver, build, run_python, tmp_path, way, reason):
+    done = run_python(
+        DRIVER + LATER, arguments=[way], FAKE_DRIVER=fake_driver, TRITON_LIBCUDA_PATH=fake_driver.parent,
+        TRITON_CACHE_DIR=tmp_path,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["launches"] == [1] * 5
+    if reason is None:
+        assert not found["warnings"]
+    else:
+        (warning,) = found["warnings"]
+        assert f"({reason})" in warning and "results are the same" in warning

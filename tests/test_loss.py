@@ -1,8 +1,11 @@
 """`attach_loss`: transformers' models compute their loss by `causal_lm_loss`."""
 
+import aten_model
 import pytest
 import torch
 from bits import assert_bits_equal
+from interpreter import multiply_add
+from test_cross_entropy import numpy_exp, numpy_log
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -45,6 +48,45 @@ def test_training_is_the_same(kernel, monkeypatch, seed):
     assert model.loss_function is kernel.causal_lm_loss
     for found, original in zip(losses_of(model, seed), expected, strict=True):
         assert_bits_equal(found, original)
+
+
+class Transcribed(torch.autograd.Function):
+    """The mean cross-entropy in CUDA's arithmetic, with the exponential, logarithm and FMA of Triton's interpreter."""
+
+    @staticmethod
+    def forward(ctx, logits, target):
+        maximum, total = aten_model.softmax_statistics(logits, 0, numpy_exp)
+        logp = (logits - maximum[:, None]) - numpy_log(total)[:, None]
+        loss, ctx.count = torch.ops.aten.nll_loss_forward(logp, target, None, 1, -100)
+        ctx.save_for_backward(logp, target)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        return aten_model.cross_entropy_backward(
+            *ctx.saved_tensors, -100, d_loss, ctx.count, numpy_exp, multiply_add
+        ), None
+
+
+def transcribed_loss(logits, labels, vocab_size, **_):
+    target = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    return Transcribed.apply(logits.reshape(-1, vocab_size), target)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
+def test_training_in_the_interpreter_is_that_of_the_transcription(kernel, module, monkeypatch, proof_off, seed):
+    # Another test's proof has refused the kernels: a CPU's eager adds in another order.
+    module("proof")._verdicts.clear()
+    module("cross_entropy")._calls.clear()
+    expected_model, model = make(seed), make(seed)
+    expected_model.loss_function = transcribed_loss
+    kernel.attach_loss(model)
+    found, expected = losses_of(model, seed), losses_of(expected_model, seed)
+    assert len({float(loss) for loss in found[:20]}) > 10  # They change from step to step.
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_bits_equal(ours, theirs)
+    module("proof")._verdicts.clear()
+    module("cross_entropy")._calls.clear()
 
 
 def test_the_report_shows_the_loss(kernel, monkeypatch, seed):

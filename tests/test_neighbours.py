@@ -402,7 +402,7 @@ def test_what_eager_can_do(layers, name, call, seed):
         "GELU",
         "GELUTanh",
     ):  # TorchScript keeps no function that Python could call.
-        assert "script the model around it" in str(found)
+        assert "script the model around the layer" in str(found)
         return
     assert type(found) is type(expected), results
     if isinstance(expected, torch.Tensor):
@@ -497,7 +497,7 @@ def test_nothing_of_a_model_outlives_it(layers, make):
 def test_reasons_and_verdicts_do_not_grow(layers, module, monkeypatch):
     """One reason for a kind of call, however long sequences are; of verdicts the oldest go."""
     proof = module("proof")
-    monkeypatch.setattr(proof, "_outside", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())
     monkeypatch.setattr(proof, "_verdicts", {})
     monkeypatch.setattr(proof, "_MAX_VERDICTS", 3)
     norm = bound(layers.LlamaRMSNorm, modeling_llama.LlamaRMSNorm(HIDDEN_SIZE))
@@ -511,14 +511,14 @@ def test_reasons_and_verdicts_do_not_grow(layers, module, monkeypatch):
     monkeypatch.setattr(tables.launch, "INTERPRETED", False)
     for length in range(1, 70):
         tables.replacement(rotary, torch.randn(1), torch.zeros(3, 1, length, dtype=torch.int64), type(rotary))
-    assert sum(map(len, proof._outside.values())) <= 4, dict(proof._outside)
+    assert sum(map(len, proof._refusals.values())) <= 4, dict(proof._refusals)
     for number in range(100):
-        proof.outside(nn.Identity.forward, f"reason {number}")
-    assert len(proof._outside[nn.Identity.forward]) == proof._MAX_REASONS
+        proof.record_refusal(nn.Identity.forward, f"reason {number}")
+    assert len(proof._refusals[nn.Identity.forward]) == proof._MAX_REASONS
     subject = proof.Subject(nn.Identity.forward, torch.device("cpu"), "here")
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     for key in range(7):
-        assert proof.admits(key, subject, lambda: iter([("the output", torch.ones(2), torch.ones(2))]))
+        assert proof.kernel_is_proved(key, subject, lambda: iter([("the output", torch.ones(2), torch.ones(2))]))
     assert [*proof._verdicts] == [4, 5, 6]
 
 
@@ -569,14 +569,14 @@ def test_every_refusal_has_a_reason(layers, module, monkeypatch):
         "cos that needs a gradient": (plain, lambda: rotated(torch.randn(1, 3, 16, requires_grad=True))),
     }  # fmt: skip
     for what, (original, call) in cases.items():
-        monkeypatch.setattr(proof, "_outside", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())
         assert call() is None, what
-        assert proof._outside.get(original), what
+        assert proof._refusals.get(original), what
 
 
 def test_gradients_that_no_kernel_takes_have_a_reason(layers, module, monkeypatch):
     proof = module("proof")
-    monkeypatch.setattr(proof, "_outside", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())
     x, norm = torch.randn(2, 3, 2, 5, 4, HIDDEN_SIZE, requires_grad=True), modeling_llama.LlamaRMSNorm(HIDDEN_SIZE)
     out = bound(layers.LlamaRMSNorm, norm)(x)
     dy = torch.randn(4, 5, 3, 2, 2, HIDDEN_SIZE).permute(3, 2, 4, 1, 0, 5)
@@ -585,7 +585,7 @@ def test_gradients_that_no_kernel_takes_have_a_reason(layers, module, monkeypatc
         torch.autograd.grad(out, (x, norm.weight), dy), torch.autograd.grad(expected, (x, norm.weight), dy)
     ):
         assert_bits_equal(ours, eagers)
-    assert any("gradients" in reason for reason in proof._outside[modeling_llama.LlamaRMSNorm.forward])
+    assert any("gradients" in reason for reason in proof._refusals[modeling_llama.LlamaRMSNorm.forward])
 
 
 def test_a_mapping_of_decoders_that_no_class_has_the_names_of_warns(kernel, module, monkeypatch):
@@ -614,7 +614,7 @@ def test_no_module_is_imported_by_a_public_functions_name(kernel, module, layers
                 names = {alias.name for alias in node.names if callable(getattr(kernel, alias.name, None))}
                 assert not names, (path.name, names)
     # What is imported again finds modules, not functions.
-    for name in ("gated_rms_norm", "decoder_call"):
+    for name in ("gated_rms_norm", "replay"):
         importlib.reload(module(name))
     norm = bound(layers.RMSNormGated, Qwen3NextRMSNormGated(HIDDEN_SIZE))
     x, gate = torch.randn(2, 4, HIDDEN_SIZE)

@@ -74,7 +74,7 @@ def test_there_is_a_file_for_hopper_and_no_other_gpu_takes_it(plans):
     assert FILES
     for capability, expected in ((9, True), (8, False), (10, False), (None, False)):
         gpu = plans.Gpu(capability, 227 << 10)
-        assert bool(plans.turning_points(gpu, "rms_norm", 4096, 2)) is expected
+        assert bool(plans.plan_boundaries(gpu, "rms_norm", 4096, 2)) is expected
 
 
 def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
@@ -96,8 +96,8 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
         (16, 128, 2, plans.UNKNOWN, default),
     ):
         assert rms_norm.launch_plan(rows, hidden_size, element_size, gpu) == expected
-    assert rms_norm.planned_rows(128, 2, hopper) == (1, 2, 4, 8, 16, 100)
-    assert rms_norm.planned_rows(128, 2, plans.UNKNOWN) == (1, 2, 4, 8, 16)
+    assert rms_norm.rows_of_every_plan(128, 2, hopper) == (1, 2, 4, 8, 16, 100)
+    assert rms_norm.rows_of_every_plan(128, 2, plans.UNKNOWN) == (1, 2, 4, 8, 16)
 
 
 def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
@@ -106,7 +106,7 @@ def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
     assert rms_norm.launch_plan(60, 128, 2, hopper) == rms_norm.Plan(8, 2)
     assert rms_norm.launch_plan(60, 128, 2, hopper, added=True) == rms_norm.Plan(8, 8)
     assert rms_norm.launch_plan(40, 128, 2, hopper, added=True) == rms_norm.default_plan(40, 128)
-    assert {16, 50} <= set(rms_norm.planned_rows(128, 2, hopper))
+    assert {16, 50} <= set(rms_norm.rows_of_every_plan(128, 2, hopper))
     # A long row does not stay in L1 together with its residual.
     assert rms_norm.default_plan(16, 32768).streamed and not rms_norm.default_plan(16, 32768, added=True).streamed
 
@@ -149,7 +149,7 @@ def test_programs_share_single_rows_by_lane(read, write, wrong):
     shared = {**PLAN, "rows_per_program": 1, "by_lane": True, "programs_per_row": 4}
     assert len(read(write({**ENTRY, "plan": shared}))[2]) == 1
     with pytest.raises(
-        plan_files.PlanError, match="plan, programs_per_row: expected 1 but for single rows by lane, .* found 4"
+        plan_files.PlanError, match="plan, programs_per_row: expected 1 unless by_lane is true, .* found 4"
     ):
         read(write({**ENTRY, "plan": {**shared, **wrong}}))
 
@@ -176,12 +176,12 @@ def test_a_residuals_gradient_has_plans_of_its_own(module, plans, write):
     write({**ENTRY, "op": "add_rms_norm_backward", "plan": FUSED, "most_rows": None})
     backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu(9, 227 << 10)
     columns = config.column_reduction(4096, 128, 132, 2048)
-    for edges, expected in (
-        ("added", backward.Plan(**FUSED)),
-        ("one", backward.default_plan(4096, 128, columns, 132)),
-        ("two", backward.default_plan(4096, 128, columns, 132)),
+    for dx_mode, expected in (
+        ("accumulate", backward.Plan(**FUSED)),
+        ("single", backward.default_plan(4096, 128, columns, 132)),
+        ("split", backward.default_plan(4096, 128, columns, 132)),
     ):
-        assert backward.launch_plan(4096, 128, columns, 2, gpu, edges) == expected
+        assert backward.launch_plan(4096, 128, columns, 2, gpu, dx_mode) == expected
 
 
 def test_no_more_rows_are_on_their_way_than_fit(module, plans):
@@ -236,7 +236,10 @@ def test_no_more_rows_are_on_their_way_than_fit(module, plans):
         ({"most_rows": 15}, "most_rows: expected null or a number from 100 on, found 15"),
         ({"measured": {"ms": 0}}, "measured: expected null, or shape, ms and default_ms"),
         ({"comment": ""}, "expected the keys op, .* found"),
-        ({"least_rows": 99, "most_rows": None}, r"plans\[1\]: overlaps plans\[0\]"),
+        (
+            {"least_rows": 99, "most_rows": None},
+            r"plans\[1\]: expected rows of no other entry, found an overlap with plans\[0\]",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -275,7 +278,7 @@ def test_what_is_malformed_counts_as_missing(module, plans, write, change):
     rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)
     write({**ENTRY, **change} if isinstance(change, dict) else change)
     assert rms_norm.launch_plan(16, 128, 2, hopper) == rms_norm.default_plan(16, 128)
-    assert min(rms_norm.planned_rows(128, 2, hopper)) == 1
+    assert min(rms_norm.rows_of_every_plan(128, 2, hopper)) == 1
     path = write({**ENTRY, **change} if isinstance(change, dict) else change, ENTRY)
     for name, text in (
         ("list", json.dumps([change])),
@@ -294,8 +297,11 @@ def test_what_is_malformed_counts_as_missing(module, plans, write, change):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"compute_capability": "9"}, "compute_capability: expected a major compute capability, found '9'"),
-        ({"found": {"gpu": "a"}}, "found: expected the texts gpu, .* missing driver, torch, triton, date, command"),
+        (
+            {"compute_capability": "9"},
+            "compute_capability: expected the major number of a compute capability, found '9'",
+        ),
+        ({"found": {"gpu": "a"}}, "found: expected the texts gpu, .* found no driver, torch, triton, date, command"),
         ({"plans": {}}, "plans: expected a list, found {}"),
     ],
 )

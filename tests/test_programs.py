@@ -20,7 +20,11 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Functions of this package and of kernels that the text names with their arguments.
 CALL = re.compile(r"`(kernel\.\w+\([^`\n]*\)|get_\w+\([^`\n]+\))`")
 # What cannot run here, by a word in it, and why. Its imports run, and its names are looked up.
-LOOKED_UP = {"KernelConfig": "transformers' KernelConfig refuses a model on a CPU"}
+LOOKED_UP = {
+    "KernelConfig": "transformers' KernelConfig refuses a model on a CPU",
+    "CUDAGraph": "a CUDA graph needs a GPU",
+    "init_process_group": "torchrun starts it, on two GPUs",
+}
 
 
 def text_of(path):
@@ -52,13 +56,14 @@ def test_what_is_python_says_so():
                 ast.parse(text)
     for path in DOCUMENTS:
         assert len(re.findall(r"^\s*(```|~~~)", text_of(path), re.MULTILINE)) == 2 * len(FENCE.findall(text_of(path)))
-    assert {document for document, _, _ in PROGRAMS} == {"README.md", "CARD.md"}
+    pages = ("how-it-works", "hub", "inference", "install", "models", "quickstart", "training")
+    assert {document for document, _, _ in PROGRAMS} == {"README.md", "CARD.md", *(f"docs/{page}.md" for page in pages)}
     for word in LOOKED_UP:
         assert any(word in text for _, _, text in PROGRAMS), word
 
 
 def test_programs_that_share_a_process(build, run_python, tmp_path):
-    """One after another, with an empty cache, and with telemetry switched off in the way that the README describes."""
+    """One after another, with an empty cache, and with telemetry switched off in the way that docs/hub.md describes."""
     calls = sorted({call for path in DOCUMENTS for call in CALL.findall(text_of(path))})
     assert len(calls) > 10
     programs = [(*each, any(word in each[2] for word in LOOKED_UP)) for each in TOGETHER]
@@ -66,7 +71,7 @@ def test_programs_that_share_a_process(build, run_python, tmp_path):
     with local_hub.serve(tmp_path / "hub") as hub:
         upload_build(hub, build)
         settings = {"CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1", "HF_HUB_USER_AGENT_ORIGIN": "unknown"}
-        assert all(f"{name}={value}" in text_of(ROOT / "README.md") for name, value in [*settings.items()][1:])
+        assert all(f"{name}={value}" in text_of(ROOT / "docs/hub.md") for name, value in [*settings.items()][1:])
         environment = {**local_hub.variables(hub), **settings, "HF_HOME": tmp_path / "home"}
         code = "import sys, programs; programs.main(sys.argv[1])"
         done = run_python(code, arguments=[tmp_path / "programs.json"], **environment)

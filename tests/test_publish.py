@@ -139,7 +139,7 @@ def test_someone_else_publishes_meanwhile(hub, published, monkeypatch):
         REPO_ID, [CommitOperationAdd("a.txt", b"")], commit_message="other", repo_type="kernel", revision="v1"
     )
     before = heads(hub)
-    with pytest.raises(publish.CommandError, match="v1 was changed meanwhile"):
+    with pytest.raises(publish.CommandError, match="v1 was changed during this run"):
         publish.send(api, REPO_ID, plan, "message")
     assert heads(hub) == before
 
@@ -170,7 +170,9 @@ def test_the_second_of_two_publishers_who_met_no_repository(published, empty):
     assert met == [None, None]
     publish.upload(api, published.release, met[0], False, lambda step: None)
     before = heads(empty)
-    with pytest.raises(publish.CommandError, match="branch v1 promises what this build breaks: silu: removed; raise"):
+    with pytest.raises(
+        publish.CommandError, match="this build breaks the interface of branch v1: silu: removed; raise"
+    ):
         publish.upload(api, without_silu(published.release), met[1], False, lambda step: None)
     assert heads(empty) == before
     # What breaks nothing is the next commit.
@@ -203,7 +205,7 @@ def test_two_publishers_at_once(published, empty):
     for thread in threads:
         thread.join()
     # The card, which both send too, may be the other one's: then both are told.
-    assert [error for error in errors if error and re.search("promises what this build breaks|v1 was changed", error)]
+    assert [error for error in errors if error and re.search("breaks the interface of branch v1|v1 was changed", error)]
     log = run(["git", "log", "--format=%s", "v1"], empty.repositories.root / f"{REPO_ID}.git").stdout.splitlines()
     assert len(log) == 2
     listing = publish.remote_files(client(empty), REPO_ID, heads(empty)["v1"])
@@ -302,21 +304,27 @@ def damaged_object(project):
 
 
 REFUSALS = {
-    "no build": (lambda project: shutil.rmtree(project / "build"), "build is no folder"),
+    "no build": (
+        lambda project: shutil.rmtree(project / "build"),
+        "--build: expected a folder made by `make build`, found no folder .*/build",
+    ),
     "a file more": (edit_build("torch-cpu/notes.txt", b""), "torch-cpu.*notes.txt"),
     "a folder more": (edit_build("notes/notes.txt", b""), "notes/notes.txt does not belong"),
     "a variant less": (lambda project: shutil.rmtree(project / "build/torch-rocm"), "torch-rocm/.* is missing"),
-    "bytecode": (edit_build("torch-cpu/__pycache__/layers.cpython-311.pyc", b""), "is bytecode"),
-    "link": (link, "more.py is a link"),
+    "bytecode": (
+        edit_build("torch-cpu/__pycache__/layers.cpython-311.pyc", b""),
+        "expected no bytecode, found torch-cpu/__pycache__",
+    ),
+    "link": (link, "found the link .*more.py"),
     "same length": (same_length, "torch-cuda.*mismatch for layers.py"),
-    "rewritten": (rewritten, "torch-cuda/layers.py is not what the project builds"),
+    "rewritten": (rewritten, "torch-cuda/layers.py differs from the build of the commit"),
     "metadata": (edit_build("torch-cpu/metadata.json", b"{"), "torch-cpu: Cannot parse metadata"),
     "tracked change": (tracked, "uncommitted changes: build.toml"),
     "untracked file": (untracked, "uncommitted changes: .*new.py"),
-    "another commit": (next_commit, "the build is _lossless_kernels_cpu_[0-9a-f]{7}, the project is at _lossless_kern"),
+    "another commit": (next_commit, "expected the build _lossless_kernels_cpu_[0-9a-f]{7}, found _lossless_kernels"),
     "no git": (lambda project: shutil.rmtree(project / ".git"), "no commit to publish"),
     "another repository": (inside_another, "no commit to publish"),
-    "damaged index": (damaged_index, "git diff fails in .*, so what is committed is not known"),
+    "damaged index": (damaged_index, "git diff fails in .*, so the committed files are unknown"),
     "damaged object": (damaged_object, "git cannot read torch-ext/lossless_kernels/functions.py of [0-9a-f]{40}"),
     "does not build": (broken, "the project does not build: the package does not import: NameError: name 'nowhere'"),
     "link to elsewhere": (link_out, "benchmark_x.py: link to /etc/hostname, which is outside the commit"),
@@ -397,7 +405,7 @@ def test_what_git_does_not_show_is_not_sent(published, empty, tmp_path, differ):
     build_kernel.build(clean, clean / "build", None, None, quiet=True)
     if differ is not times:
         build_kernel.build(project, project / "build", None, None, quiet=True)
-        reasons = "the build is not of the commit's own files, |the build is _|uncommitted changes: "
+        reasons = "the build differs from the commit's own files, |expected the build _|uncommitted changes: "
         with pytest.raises(publish.CommandError, match=reasons):
             publish.prepare(project, project / "build", REPO_ID, False, lambda step: None)
     git(project, "--no-replace-objects", "checkout", "--quiet", "--", PACKAGE)
@@ -425,7 +433,7 @@ def test_what_others_rely_on_needs_a_new_version(project, hub):
         r"silu: was \(input\), is \(x\)",
     ]
     with pytest.raises(
-        publish.CommandError, match=f"v1 promises what this build breaks: {'; '.join(breaks)}; raise `v"
+        publish.CommandError, match=f"this build breaks the interface of branch v1: {'; '.join(breaks)}; raise `v"
     ):
         upload(hub, release)
     assert heads(hub) == before
@@ -454,7 +462,7 @@ def test_what_was_published_without_an_interface_is_read(project, hub, name, old
     change(project, f"{PACKAGE}/{name}", old, new)
     commit(project)
     before = heads(hub)
-    with pytest.raises(publish.CommandError, match=f"branch v1 promises.*{message}.*raise `version`"):
+    with pytest.raises(publish.CommandError, match=f"the interface of branch v1: .*{message}.*raise `version`"):
         upload(hub, release_of(project))
     assert heads(hub) == before
 
@@ -469,7 +477,9 @@ def test_the_first_interface_is_published(published, hub):
 def test_an_interface_on_the_hub_that_is_none(published, hub, content):
     spoiled = [CommitOperationAdd(path, content) for path in held(hub, "v1") if path.endswith("/interface.json")]
     client(hub).create_commit(REPO_ID, spoiled, commit_message="spoiled", repo_type="kernel", revision="v1")
-    with pytest.raises(publish.CommandError, match="torch-cpu/interface.json on the Hub is not what a build writes"):
+    with pytest.raises(
+        publish.CommandError, match="torch-cpu/interface.json on the Hub: expected a file written by build_kernel.py"
+    ):
         upload(hub, published.release)
 
 

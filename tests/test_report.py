@@ -7,8 +7,10 @@ import pytest
 import torch
 from kernels import Mode, kernelize, use_kernel_mapping
 from places import forget_calls, python_module
+from transformers import LlamaConfig
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 pytestmark = pytest.mark.either
@@ -20,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def fresh(kernel, monkeypatch):
     """The kernel, with no verdicts yet."""
     proof = python_module(kernel, "proof")
-    for table in ("_verdicts", "_outside", "_warned"):
+    for table in ("_verdicts", "_refusals", "_warned"):
         monkeypatch.setattr(proof, table, type(getattr(proof, table))())
     forget_calls(functools.partial(python_module, kernel))
     return kernel
@@ -45,13 +47,13 @@ def test_nothing_replaced(fresh, capsys):
         ("Olmo2RMSNorm", 1, "original"),
         ("SiLUActivation", 1, "original"),
     }
-    assert all(entry.reasons == ["not kernelized, or no kernel for its device"] for entry in report.layers)
+    assert all(entry.reasons == ["not kernelized"] for entry in report.layers)
     assert capsys.readouterr().out == f"{report}\n" and "not kernelized" in str(report)
 
 
 def test_replaced_but_not_called(fresh, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
-    assert entries(fresh, model(fresh))["LlamaRMSNorm"].reasons == ["no proof yet: no call that a kernel takes"]
+    assert entries(fresh, model(fresh))["LlamaRMSNorm"].reasons == ["not called yet"]
 
 
 def test_refused_or_proved(fresh, monkeypatch):
@@ -102,6 +104,74 @@ def test_somebody_elses_kernel_is_warned_of(fresh):
     }
 
 
+def test_a_repl_does_not_print_it_twice(fresh, capsys):
+    report = fresh.replacement_report(model())
+    assert capsys.readouterr().out.count("LlamaRMSNorm") >= 1
+    assert repr(report) == "<ReplacementReport: original 4; print it for the reasons>"
+    assert repr(fresh.replacement_report(torch.nn.Linear(2, 2))).startswith("<ReplacementReport: no layers; ")
+
+
+def test_reasons_are_told_apart_and_have_a_step(fresh, monkeypatch):
+    """Each kind once: what was found, and what to do."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    proof, layers = python_module(fresh, "proof"), model(fresh)
+    kinds = {}
+
+    def reason():
+        (found,) = entries(fresh, layers)["LlamaRMSNorm"].reasons
+        assert found.step and f"next: {found.step} (" in str(fresh.replacement_report(layers, verbose=False))
+        kinds[found.kind] = found.step
+        return found.kind, str(found)
+
+    assert reason() == ("not called yet", "not called yet") and "warmup" in kinds["not called yet"]
+    subject = proof.Subject(LlamaRMSNorm.forward, torch.device(DEVICE), "16 rows", "n")
+    for key, text, words in (
+        ("one", "3 elements of the output differ", "strict"),
+        ("two", "RuntimeError: Failed to find C compiler.", "install a C compiler"),
+        ("three", "the GPU's memory was full when it was verified; call warmup() while there is room", "warmup"),
+    ):
+        proof._verdicts[key] = proof.Verdict(subject, text)
+        assert reason() == ("verification failed", f"16 rows: {text}") and words in kinds["verification failed"]
+        del proof._verdicts[key]
+    unlike = proof.Subject(LlamaRMSNorm.forward, torch.device(DEVICE), "16 rows")
+    proof._verdicts["formula"] = proof.Verdict(unlike, "none of the known formulas: 9 elements of the output differ")
+    assert reason()[0] == "another formula"
+    del proof._verdicts["formula"]
+    for text, words in (
+        ("activations torch.float64, weight torch.float64, hidden size 64", "float32, float16 or bfloat16"),
+        ("hidden size 66", "multiples of 4"),
+        ("activations whose rows are strided or not equally spaced", "contiguous"),
+        ("autocast, which computes powers in fp32", "autocast"),
+        (proof.NOT_PLAIN, "transforms"),
+        ("activations on cpu, weight on cpu", "to a GPU"),
+    ):
+        proof._refusals.clear()
+        proof.record_refusal(LlamaRMSNorm.forward, text)
+        assert reason() == ("no kernel for", text) and words in kinds["no kernel for"]
+    proof._refusals.clear()
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    assert reason()[0] == "not verified"
+    fresh.restore(layers)
+    assert reason() == ("not kernelized", "not kernelized") and kinds["not kernelized"] == "kernel.apply(model)"
+    layers[0].forward = layers[1].forward = lambda hidden_states: hidden_states
+    assert reason()[0] == "another forward"
+    monkeypatch.setattr(python_module(fresh, "domain"), "_KERNEL_DEVICE", "elsewhere")
+    del layers[0].forward, layers[1].forward
+    assert reason() == ("no kernels here", f"the model is on {DEVICE}")
+    assert len(kinds) == 8
+
+
+def test_layers_that_could_have_a_name(fresh):
+    layers = torch.nn.Sequential(GemmaRMSNorm(64), torch.nn.GELU(), LlamaMLP(LlamaConfig(hidden_size=64))).to(DEVICE)
+    found = entries(fresh, layers)
+    for name, layer_name in (("GemmaRMSNorm", "RMSNormZeroCentered"), ("GELU", "GeLU"), ("LlamaMLP", "SwiGLUMLP")):
+        assert found[name].reasons == [f"{layer_name} would fit"] and found[name].path == "original"
+    assert 'replace_kernel_forward_from_hub(torch.nn.GELU, "GeLU")' in found["GELU"].reasons[0].step
+    assert "kernel.apply(model)" in found["LlamaMLP"].reasons[0].step
+    fresh.apply(layers)
+    assert entries(fresh, layers)["GELU"].reasons and entries(fresh, layers)["GemmaRMSNorm"].path == "not called yet"
+
+
 def test_a_model_without_such_layers(fresh, capsys):
     assert fresh.replacement_report(torch.nn.Linear(2, 2)).layers == []
     assert "no layer" in capsys.readouterr().out
@@ -127,7 +197,7 @@ def test_every_refused_class_has_its_reason(fresh):
     with torch.no_grad():
         layers(torch.randn(16, 64, device=DEVICE))
     found = entries(fresh, layers)
-    assert all("more than every instance" in " ".join(found[name].reasons) for name in ("A", "B")), found
+    assert all("more than its module's attributes" in " ".join(found[name].reasons) for name in ("A", "B")), found
 
 
 def test_activations_and_norms_that_keep_the_original_say_where(fresh):
@@ -137,5 +207,8 @@ def test_activations_and_norms_that_keep_the_original_say_where(fresh):
     with torch.no_grad():
         silu(norm(torch.randn(2, 4, 64, device=DEVICE)))
     proof = python_module(fresh, "proof")
-    assert "inplace is set" in proof.known(torch.nn.SiLU.forward)[1]
-    assert any("shape to normalise" in reason for reason in proof.known(torch.nn.RMSNorm.forward)[1])
+    assert "inplace is set" in proof.verdicts_about(torch.nn.SiLU.forward)[1]
+    assert any(
+        "normalized_shape is not the last dimension" in reason
+        for reason in proof.verdicts_about(torch.nn.RMSNorm.forward)[1]
+    )

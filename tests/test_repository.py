@@ -69,12 +69,17 @@ def imports(tree):
             yield name.split(".")[0], id(node) in inside
 
 
+# What may be imported by functions of one module: it need not be installed.
+IN_FUNCTIONS = {"kernels": "mapping.py", "transformers": "diagnosis.py"}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_modules_import_only_torch_triton_and_the_standard_library(path):
     allowed = {"torch", "triton", *sys.stdlib_module_names}
     for name, inside in imports(parse(path)):
-        if name == "kernels":
-            assert path.name == "mapping.py" and inside, "kernels may be imported by a function of mapping.py alone"
+        if name in IN_FUNCTIONS:
+            only = IN_FUNCTIONS[name]
+            assert path.name == only and inside, f"{name} may be imported by a function of {only} alone"
         else:
             assert name in allowed, f"{path.name} imports {name}"
 

@@ -100,7 +100,7 @@ def test_kernel_in_the_interpreter(tables, seed, half):
     inv_freq = torch.rand(half)
     for dtype, shape in itertools.product((torch.float32, torch.float16), ((1, 1), (3, 7), (2, 40))):
         for positions in (torch.randint(0, 3000, shape), torch.randint(0, 3000, shape[::-1], dtype=torch.int32).t()):
-            found = tables._Call(tables.LLAMA, positions, inv_freq, dtype, 0.7)(positions, inv_freq)
+            found = tables._TablesCall(tables.TABLES, positions, inv_freq, dtype, 0.7)(positions, inv_freq)
             angle = positions[..., None].numpy().astype(numpy.float32) * inv_freq.numpy()
             for what, ours, function in zip(("cos", "sin"), found, (numpy.cos, numpy.sin)):
                 expected = (torch.from_numpy(function(numpy.concatenate((angle, angle), -1))) * 0.7).to(dtype)
@@ -110,7 +110,7 @@ def test_kernel_in_the_interpreter(tables, seed, half):
 @pytest.mark.parametrize("number", range(4))
 def test_eager_formula(tables, seed, number):
     torch.manual_seed(seed)
-    variant = tables._VARIANTS[number]
+    variant = tables._FORMULAS[number]
     positions, inv_freq = torch.randint(0, 500, (2, 9)), torch.rand(8)
     found = variant.eager(torch.empty(0, dtype=torch.float16), positions, inv_freq, 0.5)
     angle = positions.numpy().astype(numpy.float64)[..., None] * inv_freq.numpy().astype(numpy.float64)
@@ -157,7 +157,7 @@ def without_kernel(module, tables, monkeypatch):
     def resolve(position_ids, inv_freq, forward, dtype, device, scaling, rope_type, precision):
         resolved.append(forward)
         tables._check(position_ids, inv_freq, dtype, device, rope_type)
-        return Eager(tables.LLAMA.eager, dtype, scaling)
+        return Eager(tables.TABLES.eager, dtype, scaling)
 
     monkeypatch.setattr(tables.launch, "INTERPRETED", False)
     monkeypatch.setattr(tables, "runs_kernels", lambda device: device.type == "cpu")
@@ -313,7 +313,7 @@ def test_every_angle(tables):
     """cos and sin of all fp32 numbers but NaNs and infinities: a sign and a power of two times every number in [1, 2)."""
     powers = torch.tensor([[sign << power for power in range(63) for sign in (1, -1)]], device="cuda")
     mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda")
-    call = tables._Call(tables.LLAMA, powers, mantissas[:512].float(), torch.float32, 1.0)
+    call = tables._TablesCall(tables.TABLES, powers, mantissas[:512].float(), torch.float32, 1.0)
     # 2**-126, up to 2**127; from 0 on the subnormal numbers, of which powers of two make others again.
     for least in (1, 64, 127, 190, 192, 0):
         for start in range(0, 1 << 23, 512):

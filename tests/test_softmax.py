@@ -12,7 +12,7 @@ WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
 
 
 @pytest.mark.parametrize(
-    "size, dtype, widened, aligned, kind, threads, vector",
+    "size, dtype, fp32_output, aligned, kind, threads, vector",
     [
         (2, FP32, False, True, WARP, 2, 1),
         (3, FP32, False, True, WARP, 4, 1),
@@ -44,9 +44,9 @@ WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
         (12256, BF16, True, True, LOOP, 1024, 4),
     ],
 )
-def test_forward(module, size, dtype, widened, aligned, kind, threads, vector):
+def test_forward(module, size, dtype, fp32_output, aligned, kind, threads, vector):
     softmax = module("softmax")
-    assert softmax.softmax_forward(size, dtype, widened, aligned) == softmax.Softmax(kind, threads, vector)
+    assert softmax.softmax_forward(size, dtype, fp32_output, aligned) == softmax.Softmax(kind, threads, vector)
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,8 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
             for d_total in (None, up.detach())
         ],
     }
+    y = leaf.softmax(-1)
+    samples |= {"softmax": [(leaf,)], "softmax_backward": [(dy, y.detach())]}
     # tests/test_rotary.py has these.
     samples |= {"rotary": [], "rotary_backward": []}
     namespace, names = operators(kernel)

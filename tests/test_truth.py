@@ -442,7 +442,7 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
             plan = norm.default_plan(norm.ROW_CLASSES[-1], hidden_size, dtype.itemsize)
         fields = {**dataclasses.asdict(plan), "prefetch": True, "by_lane": not plan.streamed and choose.random() < 0.5}
         monkeypatch.setattr(
-            module("plans"), "tuned", lambda gpu, op, *_, f=fields: f if op in norm._OPS.values() else None
+            module("plans"), "tuned", lambda plan, gpu, op, *_, f=fields: plan(**f) if op in norm.TUNING else None
         )
         forget_calls(module)
         bound.clear()
@@ -760,7 +760,7 @@ def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
         del x, weight
         forward = (llama, family.EAGER[llama], dtype, dtype, hidden_size, 16, hidden_size, device)
         one_row = (*forward[:5], 1, hidden_size, device)
-        least, _ = module("rms_norm_backward").proof_class(4096, hidden_size, device, True, 2, "one")
+        least, _ = module("rms_norm_backward").proof_class(4096, hidden_size, device, True, 2, "single")
         backward = (*forward[:5], least, 4096, device, (True, True), None)
         for what, comparisons, arguments in (
             ("forward", family._comparisons, forward),
@@ -789,7 +789,7 @@ def test_a_known_verdict_costs_a_lookup(kernel, module):
     key, verdict = next(iter(proof._verdicts.items()))
     start = time.perf_counter()
     for _ in range(100_000):
-        proof.admits(key, verdict.subject, None)
+        proof.kernel_is_proved(key, verdict.subject, None)
     each = (time.perf_counter() - start) * 10
     print(f"a known verdict takes {each:.3f} us")
     assert each < 0.5

@@ -145,9 +145,9 @@ def test_an_update_keeps_what_was_not_measured(kernel, tmp_path):
     assert tune.updated(before, [results[1].point], found, [])[1] == [first]
     (wide,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(20, 600)])
     assert tune.updated(before, [wide], found, [])[1] == []
-    with pytest.raises(tune.BenchError, match="for compute capability 9, found 8"):
+    with pytest.raises(tune.BenchError, match="expected compute capability 9, as in the file, found 8"):
         tune.earlier(kernels, path, 8, found)
-    with pytest.raises(tune.BenchError, match="with torch text, found 2.0"):
+    with pytest.raises(tune.BenchError, match="expected torch text, as in the file, found 2.0"):
         tune.earlier(kernels, path, 9, {**found, "torch": "2.0"})
     path.write_text("{}")
     with pytest.raises(tune.BenchError, match="--update: plans.json, compute_capability"):
@@ -192,7 +192,7 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     through_triton = launch.Launcher.through_triton
 
     def record(self, *arguments):
-        if not launch.is_asking():
+        if not launch.is_collecting():
             launched.append(self.num_warps)
         return through_triton(self, *arguments)
 
@@ -273,10 +273,13 @@ def test_other_processes_compile_what_is_asked_for(kernel, module, build, monkey
     [
         (["--rows", "0"], "argument --rows: expected LEAST or LEAST:MEASURED such as 512:4096, found '0'"),
         (["--rows", "16:8"], "found '16:8'"),
-        (["--rows", "16:900", "512"], "--rows: expected numbers that are measured to lie below the next range"),
-        (["--rows", "16", "16"], "--rows: expected ranges that begin with different numbers"),
+        (
+            ["--rows", "16:900", "512"],
+            "--rows: expected measured row counts below the next range, found 16:900 512:512",
+        ),
+        (["--rows", "16", "16"], "--rows: expected ranges with different first row counts, found 16:16 16:16"),
         (["--hidden-sizes", "66"], "expected a multiple of 4 from 64 to 32768, found '66'"),
-        (["--margin", "2"], "--margin: expected a share such as 0.01, found 2.0"),
+        (["--margin", "2"], "--margin: expected a share of at least 0 and below 1, such as 0.01, found 2.0"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments, message):
@@ -288,7 +291,7 @@ def test_wrong_arguments_are_named(capsys, arguments, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")
 def test_without_a_gpu_it_says_so():
     done = subprocess.run([sys.executable, TUNE], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "tune: error: an NVIDIA GPU is needed and torch sees none\n"
+    assert done.returncode == 2 and done.stderr == "tune: error: expected an NVIDIA GPU, torch finds none\n"
 
 
 @pytest.mark.alone
@@ -300,4 +303,4 @@ def test_a_quick_run_on_a_gpu(build, tmp_path):
     print(done.stderr)
     assert done.returncode == 0, done.stderr
     assert json.loads(output.read_text())["compute_capability"] == torch.cuda.get_device_capability()[0]
-    assert "other bits than eager's" not in done.stderr
+    assert "its bits differ from eager's" not in done.stderr

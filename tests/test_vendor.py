@@ -148,7 +148,7 @@ DAMAGES = {
         CommitOperationAdd("build/torch-xpu/metadata.json", json.dumps(METADATA).encode()),
         "torch-xpu: only metadata.json is here",
     ),
-    "no variant": (CommitOperationDelete("build/", is_folder=True), "no variant of it is here"),
+    "no variant": (CommitOperationDelete("build/", is_folder=True), "no variant is here"),
 }
 
 
@@ -220,17 +220,17 @@ ANSWERS = {
     "listing without a variant": (
         "/tree/",
         without("build/torch-cuda"),
-        "the listing of build is not whole",
+        "the listing of build is incomplete",
     ),
     "listing without files of a variant": (
         "/tree/",
         without("build/torch-cuda/"),
-        "the listing of build/torch-cuda is not whole",
+        "the listing of build/torch-cuda is incomplete",
     ),
     "listing without a file": (
         "/tree/",
         without("build/torch-cpu/layers.py"),
-        "the listing of build/torch-cpu is not whole",
+        "the listing of build/torch-cpu is incomplete",
     ),
     "listing without folders": (
         "/tree/",
@@ -382,7 +382,7 @@ def test_what_does_not_belong_to_the_commit_is_removed(hub, released, cache, tmp
     status, out, err = fetch(cache, capsys)
     assert (status, err) == (0, "")
     assert "(v1): 2 variants, verified against the listing of" in out
-    assert "; removed 3 that did not belong to it\n" in out
+    assert "; removed 3 other files or folders\n" in out
     assert other.is_dir() and Path("/etc/passwd").exists()
     other.rmdir()
     assert verify.main([REPO_ID, "--online", "--cache", str(cache)]) == 0
@@ -395,7 +395,7 @@ def test_a_branch_of_the_old_layout_that_leads_elsewhere(hub, cache, capsys):
     ref.write_text("2" * 40)
     status, out, err = fetch(cache, capsys)
     assert (status, out) == (1, "")
-    assert f"but not in {cache}: " in err and f"{REPO_ID} models--org--small/refs/v1: that commit is not here" in err
+    assert f"but failed in {cache}: " in err and f"{REPO_ID} models--org--small/refs/v1: that commit is not here" in err
 
 
 @pytest.mark.parametrize("name", ["snapshots", "snapshots/{}", "snapshots/{}/build", "blobs", "trees", "refs"])
@@ -449,7 +449,7 @@ def test_one_fetches_while_another_waits(hub, released, tmp_path, capsys):
         assert not done and staged.is_dir()
     thread.join()
     assert done == [0]
-    assert f"vendor: waits for another one, which fetches into {output}\n" in capsys.readouterr().err
+    assert f"vendor: waiting for another run that downloads into {output}\n" in capsys.readouterr().err
 
 
 def test_a_read_only_folder(hub, cache, tmp_path):
@@ -491,7 +491,7 @@ def test_all_versions_of_a_lockfile(hub, released, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        ([REPO_ID, "--version", "7"], {}, f"--version: {REPO_ID} has no version 7; it has 1"),
+        ([REPO_ID, "--version", "7"], {}, f"--version: {REPO_ID} has no version 7; expected one of: 1"),
         (["org/other", "--version", "1"], {}, "org/other: no such kernel repository"),
         ([REPO_ID, "--version", "1"], NOWHERE, "the Hub at 127.0.0.1:9 does not answer"),
         (["--version", "1"], {}, "ORG/NAME: expected the repository"),

@@ -269,7 +269,7 @@ def delete(case, names):
         (case.variant / name).unlink()
 
 
-@manipulation("only metadata left", "loads", "not checked: no variant of it is here, or only metadata.json")
+@manipulation("only metadata left", "loads", "not checked: no variant is here, or only its metadata.json")
 def delete_all_but_metadata(case):
     for path in case.snapshot.glob("build/*/**/*.py"):
         path.unlink()
@@ -663,7 +663,7 @@ def lock_a_commit_made_up(case):
     lock_another_commit(case, SECOND)
 
 
-@manipulation("lockfile of nothing", "loads", "locks nothing", BY_NAME, change=lambda locks: [])
+@manipulation("lockfile of nothing", "loads", "expected locked kernels, found none", BY_NAME, change=lambda locks: [])
 @manipulation("lockfile twice", "loads", "duplicate", BY_NAME, change=lambda locks: locks * 2)
 @manipulation("lockfile of another form", "loads", "kernels.lock", BY_NAME, change=lambda locks: {})
 @manipulation(
@@ -851,12 +851,15 @@ def test_what_is_enough_online_is_a_note(vendored, tmp_path, capsys):
     for way in WAYS:
         status, output = ask(case, way, capsys)
         assert status == 0
-        assert "note: only metadata.json is here, as has_kernel leaves it" in output
+        assert "note: only metadata.json is here, as after has_kernel" in output
     shutil.rmtree(other)
     for way in WAYS:
         status, output = ask(case, way, capsys)
         assert status == 0
-        assert "note: 4 files are not here: enough online, refused offline (scripts/vendor.py)" in output
+        assert (
+            "note: 4 files are not here: the kernel loads online, not offline (scripts/vendor.py downloads all files)"
+            in output
+        )
     # In a build they are missing.
     assert verify.check_variant(shutil.copytree(case.variant, tmp_path / "build/torch-cpu")).violations == []
     (tmp_path / "build/torch-cpu/layers.py").unlink()
@@ -884,7 +887,10 @@ def test_a_repository_is_not_the_folder_of_its_name(vendored, tmp_path, monkeypa
     shutil.rmtree(case.cache)
     status, output = ask(case, "offline", capsys)
     assert status == 1
-    assert output == f"verify: error: {REPO_ID}: nothing of it in {case.cache}; the folder is ./{REPO_ID}\n"
+    assert output == (
+        f"verify: error: {REPO_ID}: expected a repository in the cache {case.cache}, found none; "
+        f"to check the folder, give ./{REPO_ID}\n"
+    )
 
 
 def test_the_branch_of_the_cache_is_that_of_the_hub(tmp_path, capsys):
@@ -906,7 +912,7 @@ def test_the_branch_of_the_cache_is_that_of_the_hub(tmp_path, capsys):
         write_lockfile(case.lockfile, (REPO_ID, 1, case.commit))
         status, output = ask(case, "online", capsys)
         assert status == 1
-        assert f"is {second} at the Hub (scripts/vendor.py fetches that)" in output
+        assert f"is {second} at the Hub (scripts/vendor.py downloads it)" in output
         assert vendor.main(arguments) == 0
         assert ask(case, "online", capsys)[0] == 0
         # The lockfile says otherwise.
@@ -976,9 +982,9 @@ def test_as_a_command(published, vendored, tmp_path):
     [
         (["tests/nowhere/x"], "expected a folder or a repository such as ORG/NAME, found 'tests/nowhere/x'"),
         ([""], "expected a folder or a repository such as ORG/NAME, found ''"),
-        (["scripts"], "scripts: holds no variant"),
-        (["scripts", "--online"], "--online: needs a repository"),
-        (["a/b"], "a/b: nothing of it in"),
+        (["scripts"], "scripts: expected variants of a kernel"),
+        (["scripts", "--online"], "--online: expected a repository"),
+        (["a/b"], "a/b: expected a repository in the cache"),
         (["--lockfile", "/nowhere"], "--lockfile: /nowhere: No such file"),
     ],
 )
@@ -1001,4 +1007,4 @@ def test_an_empty_name_of_the_cache_is_an_error(monkeypatch, capsys):
 def test_without_a_build(tmp_path):
     done = script(export(tmp_path / "project"), "verify")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"verify: error: no build in {tmp_path}/project; `make build` makes one\n"
+    assert done.stderr == f"verify: error: expected a build in {tmp_path}/project, found none; run `make build`\n"

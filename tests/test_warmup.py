@@ -1,6 +1,9 @@
 """Compiling and proving ahead: what `warmup` does is what later calls find done."""
 
+import io
 import json
+import re
+import sys
 import threading
 
 import pytest
@@ -18,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def fresh(kernel, module, monkeypatch):
     """The kernel, with no verdicts and no calls yet."""
-    for name, tables in (("proof", ("_verdicts", "_outside", "_warned")),):
+    for name, tables in (("proof", ("_verdicts", "_refusals", "_warned")),):
         for table in tables:
             monkeypatch.setattr(module(name), table, type(getattr(module(name), table))())
     forget_calls(module)
@@ -82,7 +85,7 @@ def test_whole_decoder_layers(fresh, module, monkeypatch, training):
     through_triton = launch.through_triton
 
     def record(self, *arguments):
-        if module("launch").is_asking():
+        if module("launch").is_collecting():
             threads.add(torch._C._is_multithreading_enabled())
         else:
             launched.add((self.kernel.__name__, self.constants.get("ADD")))
@@ -104,11 +107,11 @@ def test_nothing_that_was_only_asked_for_is_remembered(fresh, module, monkeypatc
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     launch = module("launch")
     layers, x = model(fresh), torch.randn(5, 64, device=DEVICE)
-    with launch.asking() as found, torch.no_grad():
+    with launch.collect_compilations() as found, torch.no_grad():
         layers[0](x), layers[-1](x)
     if DEVICE == "cpu":
         assert {compilation.kernel.__name__ for compilation in found} == {"rms_norm_forward", "activation_forward"}
-    assert not launch.is_asking()
+    assert not launch.is_collecting()
     assert not any(calls.resolved or calls.recent for calls in module("calls").Calls.every)
     with torch.no_grad():
         expected = LlamaRMSNorm.forward(layers[0], x)
@@ -122,12 +125,43 @@ def test_what_cannot_be_warmed_up_is_told(fresh, monkeypatch, capsys):
     assert "no layer carries a forward of this package" in report.skipped[0]
     assert capsys.readouterr().err == f"{report}\n"
     layers = model(fresh).to("meta")
-    with pytest.warns(RuntimeWarning, match="nothing to warm up: .* no kernel runs there, on meta"):
+    with pytest.warns(RuntimeWarning, match="nothing to warm up: all: the model is on meta; next: load the model"):
         fresh.warmup(layers)
     layers = model(fresh)
     monkeypatch.setattr(type(layers[0]), "forward", lambda self, x: 1 / 0)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
         assert any("ZeroDivisionError" in text for text in fresh.warmup(layers, rows=[4]).skipped)
+
+
+def test_a_cpu_has_nothing_to_warm_up(fresh, module, monkeypatch):
+    monkeypatch.setattr(module("domain"), "_KERNEL_DEVICE", "cuda")
+    layers = model(fresh).cpu()
+    with pytest.warns(RuntimeWarning, match="nothing to warm up: all: the model is on cpu; next: .* GPU") as warned:
+        report = fresh.warmup(layers, training=True)
+    assert len(warned) == 1 and not report.compiled and len(report.skipped) == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("progress, shown", [(None, True), (True, True), (False, False)])
+def test_a_terminal_sees_a_bar(fresh, monkeypatch, progress, shown):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    layers, stderr = model(fresh), Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    report = fresh.warmup(layers, rows=[4], progress=progress)
+    lines = stderr.getvalue().replace("\033[K", "").split("\r")
+    if not shown:
+        assert lines == [""]
+        return
+    assert not report.compiled or any("compiled [" in line for line in lines)
+    assert any(re.fullmatch(r"lossless-kernels: called   \[#{30}\] (\d+)/\1", line) for line in lines)
+    assert lines[-1] == "", "the line is empty in the end"
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    fresh.warmup(layers, rows=[4], progress=progress)
+    assert not sys.stderr.getvalue(), "no terminal, no bar"
 
 
 def test_what_families_offer_is_for_layers_that_there_are(kernel, module):
@@ -145,7 +179,7 @@ def test_a_norm_without_a_weight_is_skipped(fresh, monkeypatch):
     layers = model(fresh)
     layers[0].weight = None
     report = fresh.warmup(layers, rows=[4])
-    assert report.skipped == ["LlamaRMSNorm: a norm without a weight does not tell its hidden size"]
+    assert report.skipped == ["LlamaRMSNorm: a norm without a weight has no hidden size"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +245,7 @@ COMPILED_AHEAD = """
             torch.autograd.grad(kernel.silu(x), x, torch.ones_like(x))
 
     launched = []
-    with launch.asking() as found:
+    with launch.collect_compilations() as found:
         everything()
     module("warmup")._compile(list(found), None)
     ahead = len(made)

@@ -2,34 +2,44 @@
 
 from . import layers
 from .core.proof import LosslessProofError
+from .diagnosis import doctor
 from .loss import attach_loss
 from .mapping import kernel_mapping, name_layers
 from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
 from .ops.cross_entropy import causal_lm_loss, cross_entropy
 from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
 from .ops.rotary import apply_rotary_pos_emb
 from .ops.softmax import softmax
+from .replace import apply, restore
 from .report import replacement_report
 from .warm_up import warmup
 
+# The version of build.toml: the branch of the Hub that this build belongs to.
+__version__ = "1"
+
 __all__ = [
     "LosslessProofError",
+    "apply",
     "apply_rotary_pos_emb",
     "attach_loss",
     "causal_lm_loss",
     "cross_entropy",
+    "doctor",
     "fast_gelu",
     "fused_add_rms_norm",
     "gelu",
     "gelu_tanh_and_mul",
     "kernel_mapping",
     "layers",
+    "linear_cross_entropy",
     "name_layers",
     "new_gelu",
     "quick_gelu",
     "replacement_report",
+    "restore",
     "rms_norm",
     "silu",
     "silu_and_mul",

@@ -1,8 +1,7 @@
 """The layers that `kernels.kernelize` swaps into a model.
 
-Their `forward` is bound onto the module it replaces, so `type(self).forward` is the original one: it runs wherever the
-kernel cannot, or has not proved to return the same bits. One class serves every `Mode`: what a call needs is decided
-by `torch.is_grad_enabled()` and `requires_grad`.
+`kernelize` binds `forward` onto the module, so `type(self).forward` is the original: it runs wherever no kernel fits or
+verification fails. One class serves every `Mode`: each call reads `torch.is_grad_enabled()` and `requires_grad`.
 """
 
 from typing import Optional
@@ -14,9 +13,8 @@ from torch.compiler import is_dynamo_compiling
 
 from .core import proof
 from .core.domain import is_autocast, is_checkpointed
-from .decoder import attention, mlp
+from .decoder import attention, mlp, replay
 from .decoder import layer as decoder
-from .decoder import replay as decoder_call
 from .ops import rotary_tables as rotary_embedding
 from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .ops.activation import replacement as activation_replacement
@@ -28,15 +26,12 @@ from .ops.rms_norm.gated import replacement as gated_replacement
 from .ops.rotary import PLAIN as ROTARY
 from .ops.rotary import replacement as rotary_replacement
 
-# `torch.jit.script` compiles none of the forwards here but has them called. A module that is scripted by itself is of this class.
+# `torch.jit.script` calls the forwards here without compiling them. A module scripted by itself has this class.
 _SCRIPTED = torch.jit.RecursiveScriptModule
 
 
 def _own_weight(state: dict):
-    """The weight in the `__dict__` of a module, None without.
-
-    Whatever computes one when it is asked for, as a parametrization does, is asked by the original forward alone.
-    """
+    """The weight in a module's `__dict__`, or None. Only the original forward evaluates a parametrized weight."""
     weight = state["_parameters"].get("weight")
     if weight is None:
         weight = state["_buffers"].get("weight")
@@ -44,7 +39,7 @@ def _own_weight(state: dict):
 
 
 def _scripted(module, *arguments):
-    """What the original forward returns, for the class of the module before it was scripted."""
+    """Runs the original forward of the class that the module had before it was scripted."""
     original = module._concrete_type.py_class
 
     def attribute(_, name):
@@ -52,8 +47,8 @@ def _scripted(module, *arguments):
             return getattr(module, name)
         except AttributeError:
             raise AttributeError(
-                f"{original.__name__}.{name}: torch.jit.script leaves it out of a kernelized layer that is scripted by itself; "
-                "script the model around it, or kernelize with an empty mapping before"
+                f"{original.__name__}.{name}: torch.jit.script drops it from a kernelized layer that is scripted by itself; "
+                "script the model around the layer, or kernelize with an empty mapping first"
             ) from None
 
     view = type(original.__name__, (original,), {"__getattr__": attribute})
@@ -63,8 +58,8 @@ def _scripted(module, *arguments):
 class LlamaRMSNorm(nn.Module):
     """RMSNorm with `weight` and `variance_epsilon`; hidden_states: `[..., hidden_size]`.
 
-    With `h = hidden_states.to(float32)` and `n = h * rsqrt(mean(h**2, -1) + variance_epsilon)` it replaces transformers' `LlamaRMSNorm`,
-    `weight * n.to(dtype)`, and the classes that compute `(weight * n).to(dtype)`, as Olmo2's and NemotronH's do.
+    With `h = hidden_states.to(float32)` and `n = h * rsqrt(mean(h**2, -1) + variance_epsilon)` it replaces transformers'
+    `LlamaRMSNorm`, `weight * n.to(dtype)`, and `(weight * n).to(dtype)`, as in Olmo2 and NemotronH.
     """
 
     has_backward = True
@@ -86,15 +81,15 @@ class LlamaRMSNorm(nn.Module):
         out = rms_norm_replacement(hidden_states, weight, eps, owner, state=state)
         if out is not None:
             return out
-        # Somebody may have made a module of this class itself.
+        # The class is used as a layer of its own.
         return (EAGER[LLAMA] if isinstance(self, LlamaRMSNorm) else owner).forward(self, hidden_states)
 
 
 class RMSNormZeroCentered(nn.Module):
     """RMSNorm with `weight` around zero and `eps`: `((1 + weight.float()) * n).to(dtype)`, n as in `LlamaRMSNorm`.
 
-    Replaces transformers' `Qwen3_5RMSNorm` and, asked to, Gemma's. A layer without a weight (`weight` None or missing) is
-    replaced where it returns `n.to(dtype)`.
+    Replaces transformers' `Qwen3_5RMSNorm`, and Gemma's given the layer name. A layer without a weight (None or
+    missing) is replaced if it returns `n.to(dtype)`.
     """
 
     has_backward = True
@@ -117,8 +112,8 @@ class RMSNormZeroCentered(nn.Module):
 class TorchRMSNorm(nn.Module):
     """RMSNorm as `F.rms_norm` computes it, with `weight` (or None), `eps` (or None) and `normalized_shape`.
 
-    Asked to, it replaces `torch.nn.RMSNorm` where that normalises the last dimension alone. ATen's own operator computes the
-    gradients.
+    Given the layer name, it replaces `torch.nn.RMSNorm` if that normalises the last dimension alone. ATen's own
+    operator computes the gradients.
     """
 
     has_backward = True
@@ -139,20 +134,20 @@ class TorchRMSNorm(nn.Module):
             if out is not None:
                 return out
         elif not is_dynamo_compiling():
-            proof.outside(owner.forward, "autocast, or a shape to normalise that is not the last dimension")
+            proof.record_refusal(owner.forward, "autocast, or normalized_shape is not the last dimension")
         if isinstance(self, TorchRMSNorm):
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return owner.forward(self, x)
 
 
-# PyTorch's default, for 16 bits too. One object: calls are recognised by it.
+# PyTorch's default, for 16 bits too. It is one object since recorded calls compare eps by identity.
 _TORCH_EPS = torch.finfo(torch.float32).eps
 
 
 def _fused(x, weight, normalized_shape) -> bool:
-    """Whether `F.rms_norm` normalises the last dimension alone, in these very dtypes.
+    """Whether `F.rms_norm` normalises the last dimension alone and without casts.
 
-    Autocast leaves it alone in torch 2.11 and computes it in fp32 in 2.13. Compiled, rows must be in the order of eager's output.
+    Autocast ignores it in torch 2.11 and casts to fp32 in 2.13. Under torch.compile rows must have eager's order.
     """
     if not isinstance(normalized_shape, tuple) or len(normalized_shape) != 1:
         return False
@@ -165,10 +160,10 @@ def _fused(x, weight, normalized_shape) -> bool:
 
 
 class RMSNormGated(nn.Module):
-    """RMSNorm with `weight` and `variance_epsilon`, times `activation(gate)` in fp32, rounded to the dtype of hidden_states.
+    """RMSNorm with `weight` and `variance_epsilon`, times `activation(gate)` in fp32, cast to the dtype of hidden_states.
 
-    Replaces transformers' `Qwen3NextRMSNormGated` and `KimiLinearRMSNormGated` and those that compute the same; both
-    tensors are `[..., hidden_size]`.
+    Both tensors are `[..., hidden_size]`. Replaces transformers' `Qwen3NextRMSNormGated`, `KimiLinearRMSNormGated` and
+    classes that compute the same.
     """
 
     has_backward = True
@@ -188,7 +183,10 @@ class RMSNormGated(nn.Module):
 
 
 class SiLUActivation(nn.Module):
-    """`input / (1 + exp(-input))`, any shape. Replaces transformers' `SiLUActivation` and, asked to, `torch.nn.SiLU`."""
+    """`input / (1 + exp(-input))`, any shape.
+
+    Replaces transformers' `SiLUActivation`, and `torch.nn.SiLU` given the layer name.
+    """
 
     has_backward = True
     can_torch_compile = True
@@ -205,30 +203,33 @@ class SiLUActivation(nn.Module):
             if out is not None:
                 return out
         elif not is_dynamo_compiling():
-            proof.outside(original, "inplace is set")
+            proof.record_refusal(original, "inplace is set")
         return (SILU.forward if isinstance(self, SiLUActivation) else original)(self, input)
 
 
-def _gelu(self, input, activation):
-    """The output of `activation` around `self.act` (transformers) or `self.approximate` (torch.nn.GELU), or None."""
-    original = type(self).forward
-    act = self.__dict__.get("act")
-    if act is not None:
-        if mlp.is_function(act):
-            return activation_replacement(input, (original, "act", act), activation)
-        proof.outside(original, f"act is {getattr(act, '__qualname__', act)}")
-        return None
-    approximate = self.__dict__.get("approximate")
-    if approximate is not None:
-        activation = GELU_TANH if approximate == "tanh" else GELU
-        return activation_replacement(input, (original, "approximate", approximate), activation)
-    return activation_replacement(input, original, activation)
+def _gelu(self, input, layer, activation):
+    """The forward of `layer`: transformers' layers call `self.act`, `torch.nn.GELU` reads `self.approximate`."""
+    if type(self) is _SCRIPTED:
+        return _scripted(self, input)
+    original, act = type(self).forward, self.__dict__.get("act")
+    if act is None:
+        subject, found, approximate = original, activation, self.__dict__.get("approximate")
+        if approximate is not None:
+            subject, found = (original, "approximate", approximate), GELU_TANH if approximate == "tanh" else GELU
+        out = activation_replacement(input, subject, found)
+    elif mlp.is_function(act):
+        out = activation_replacement(input, (original, "act", act), activation)
+    else:
+        out = proof.record_refusal(original, f"act is {getattr(act, '__qualname__', act)}")
+    if out is not None:
+        return out
+    return (activation.forward if isinstance(self, layer) else original)(self, input)
 
 
 class GELUActivation(nn.Module):
-    """`0.5 * input * (1 + erf(input / sqrt(2)))`, any shape. Replaces transformers' `GELUActivation` around `F.gelu`.
+    """`0.5 * input * (1 + erf(input / sqrt(2)))`, any shape.
 
-    Asked to, it replaces `torch.nn.GELU` too, with either value of `approximate`.
+    Replaces transformers' `GELUActivation` around `F.gelu` and, given the layer name, `torch.nn.GELU` of both kinds.
     """
 
     has_backward = True
@@ -236,12 +237,7 @@ class GELUActivation(nn.Module):
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if type(self) is _SCRIPTED:
-            return _scripted(self, input)
-        out = _gelu(self, input, GELU)
-        if out is not None:
-            return out
-        return (GELU.forward if isinstance(self, GELUActivation) else type(self).forward)(self, input)
+        return _gelu(self, input, GELUActivation, GELU)
 
 
 class GELUTanh(nn.Module):
@@ -252,12 +248,7 @@ class GELUTanh(nn.Module):
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if type(self) is _SCRIPTED:
-            return _scripted(self, input)
-        out = _gelu(self, input, GELU_TANH)
-        if out is not None:
-            return out
-        return (GELU_TANH.forward if isinstance(self, GELUTanh) else type(self).forward)(self, input)
+        return _gelu(self, input, GELUTanh, GELU_TANH)
 
 
 class NewGELUActivation(nn.Module):
@@ -301,7 +292,10 @@ class FastGELUActivation(nn.Module):
 
 
 class QuickGELUActivation(nn.Module):
-    """`input * sigmoid(1.702 * input)`, operation by operation, any shape. Replaces transformers' `QuickGELUActivation`."""
+    """`input * sigmoid(1.702 * input)`, operation by operation, any shape.
+
+    Replaces transformers' `QuickGELUActivation`.
+    """
 
     has_backward = True
     can_torch_compile = True
@@ -318,6 +312,8 @@ class QuickGELUActivation(nn.Module):
 
 
 def _gated_mlp(self, x):
+    if type(self) is _SCRIPTED:
+        return _scripted(self, x)
     modules = self._modules
     gate_proj, up_proj, down_proj = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
     act_fn = modules.get("act_fn")
@@ -336,15 +332,15 @@ def _gated_mlp(self, x):
     product = product_replacement(gate, up, subject, activation)
     if product is None:
         product = act_fn(gate) * up
-    del gate, up  # Eager, too, has none of them any more when it projects.
+    del gate, up  # Eager has freed both too when it projects.
     return attention.project(down_proj, product)
 
 
 class LlamaMLP(nn.Module):
     """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`, the product by one kernel; x: `[..., hidden_size]`.
 
-    Replaces transformers' `LlamaMLP` and those that compute the same with SiLU or GELU, given a layer name. The projections
-    are called as the modules they are, whatever somebody made of them.
+    Given the layer name, it replaces transformers' `LlamaMLP` and classes that compute the same with SiLU or GELU. The
+    projections are called as modules, with their own forward and hooks.
     """
 
     has_backward = True
@@ -352,29 +348,25 @@ class LlamaMLP(nn.Module):
 
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if type(self) is _SCRIPTED:
-            return _scripted(self, x)
         return _gated_mlp(self, x)
 
 
 class GeGLUMLP(nn.Module):
-    """`LlamaMLP` for the layer name "GeGLUMLP": which activation it is decides the module."""
+    """`LlamaMLP` for the layer name "GeGLUMLP": both take the activation from the module."""
 
     has_backward = True
     can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if type(self) is _SCRIPTED:
-            return _scripted(self, x)
         return _gated_mlp(self, x)
 
 
 class LlamaDecoderLayer(nn.Module):
     """A pre-norm decoder layer: `h = x + self_attn(input_layernorm(x))`, then `h + mlp(post_attention_layernorm(h))`.
 
-    hidden_states: `[batch, tokens, hidden_size]`. The first sum and the norm after it come from one kernel. Norm, attention
-    and MLP are called as the modules they are, with whatever forward, hooks, cache and attention function they have.
+    hidden_states: `[batch, tokens, hidden_size]`. One kernel computes the residual add `h` and its norm. Norm,
+    attention and MLP are called as modules, with their own forward, hooks, cache and attention function.
     """
 
     has_backward = True
@@ -393,18 +385,16 @@ class LlamaDecoderLayer(nn.Module):
         owner = type(self)
         arguments = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
         if not is_dynamo_compiling():
-            out = decoder_call.again(
-                self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments
-            )
+            out = replay.replay(self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments)
             if out is not None:
                 return out
         arguments.update(
             attention_mask=attention_mask, past_key_values=past_key_values, position_embeddings=position_embeddings
         )
-        if decoder.admits(owner, hidden_states, self.__dict__):
+        if decoder.is_proved(owner, hidden_states, self.__dict__):
             out = decoder.fused_forward(self, hidden_states, arguments)
             if not is_dynamo_compiling():
-                decoder_call.note(self, hidden_states, position_embeddings)
+                replay.record(self, hidden_states, position_embeddings)
             return out
         if isinstance(self, LlamaDecoderLayer):
             return decoder.forward(self, hidden_states, arguments)
@@ -412,10 +402,10 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaRotaryEmbedding(nn.Module):
-    """cos and sin of `position_ids * inv_freq`, times `attention_scaling`: `[batch, tokens, head_dim]` of the dtype of x.
+    """cos and sin of `position_ids * inv_freq`, times `attention_scaling`: `[batch, tokens, head_dim]`, in x's dtype.
 
-    Replaces transformers' `LlamaRotaryEmbedding` and those that compute the same, which `name_layers` gives a name. One whose
-    frequencies depend on the length ("dynamic", "longrope") keeps its own forward.
+    Replaces transformers' `LlamaRotaryEmbedding` and classes that compute the same, named by `name_layers`. The
+    original runs if frequencies depend on the length ("dynamic", "longrope").
     """
 
     has_backward = True
@@ -424,7 +414,7 @@ class LlamaRotaryEmbedding(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         owner = type(self)
         if isinstance(self, LlamaRotaryEmbedding):
-            return rotary_embedding.LLAMA.eager(x, position_ids, self.inv_freq, self.attention_scaling)
+            return rotary_embedding.TABLES.eager(x, position_ids, self.inv_freq, self.attention_scaling)
         out = rotary_embedding.replacement(self, x, position_ids, owner)
         return owner.forward(self, x, position_ids) if out is None else out
 
@@ -432,8 +422,8 @@ class LlamaRotaryEmbedding(nn.Module):
 class RotaryPosEmb(nn.Module):
     """`x * cos + rotate_half(x) * sin` for x = q and x = k: `[batch, heads, tokens, head_dim]`, any strides.
 
-    Replaces transformers' `apply_rotary_pos_emb`, of which kernels makes one module for each model file: for all models of
-    the process at once. Functions that compute something else, as GPT-OSS's does, keep running themselves.
+    Replaces transformers' `apply_rotary_pos_emb`. `kernels` makes one module of it for each model file, shared by all
+    models of the process. Functions that compute something else, such as GPT-OSS's, keep running.
     """
 
     has_backward = True

@@ -1,10 +1,12 @@
 """The loss of transformers' causal language models, from the kernels: `attach_loss`."""
 
+from collections.abc import Iterator
 from typing import Callable
 
 import torch
 
 from .core import proof
+from .mapping import check_model
 from .ops.cross_entropy import causal_lm_loss, eager_causal_lm_loss
 
 _ORIGINAL = ("transformers.loss.loss_utils", "ForCausalLMLoss")
@@ -15,8 +17,8 @@ def attach_loss(model: torch.nn.Module) -> list[str]:
 
     Sets `loss_function`, the property of transformers' models, where its value is `ForCausalLMLoss` and where both functions
     return the same loss and gradient on small fp32 and bf16 logits, bit for bit. Losses and gradients stay eager's; the fp32
-    copies of the logits are not made. `replacement_report` shows the loss, and
-    `module.loss_function = transformers.loss.loss_utils.ForCausalLMLoss` gives the original back.
+    copies of the logits are not made. `replacement_report` shows the loss. `restore(model)`, or
+    `module.loss_function = transformers.loss.loss_utils.ForCausalLMLoss`, gives the original back.
 
     Args:
         model: a model of transformers, or a module that holds one, as PEFT's does.
@@ -28,23 +30,33 @@ def attach_loss(model: torch.nn.Module) -> list[str]:
         TypeError: `model` is no `torch.nn.Module`.
         ValueError: no module of `model` has the loss of a causal language model.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    check_model(model)
     attached, others = [], set()
-    for name, module in model.named_modules():
-        if not isinstance(getattr(type(module), "loss_function", None), property) or not _has_head(module):
-            continue
-        function = module.loss_function
-        if function is not causal_lm_loss:
-            if not _is_original(function):
-                others.add(getattr(function, "__qualname__", type(function).__name__))
-                continue
+    for name, module in _causal_models(model):
+        if _is_original(module.loss_function):
             module.loss_function = causal_lm_loss
-        attached.append(name)
+        if module.loss_function is causal_lm_loss:
+            attached.append(name)
+        else:
+            others.add(getattr(module.loss_function, "__qualname__", type(module.loss_function).__name__))
     if not attached:
         found = f"the loss functions {', '.join(sorted(others))}" if others else "none with a head and a loss function"
         raise ValueError(f"model: expected a causal language model with the loss {_ORIGINAL[1]}, found {found}")
     return attached
+
+
+def takes_our_loss(model: torch.nn.Module) -> bool:
+    """Whether `attach_loss` would attach anything."""
+    return any(
+        module.loss_function is causal_lm_loss or _is_original(module.loss_function)
+        for _, module in _causal_models(model)
+    )
+
+
+def _causal_models(model) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(getattr(type(module), "loss_function", None), property) and _has_head(module):
+            yield name, module
 
 
 def has_our_loss(module: torch.nn.Module) -> bool:
@@ -58,12 +70,12 @@ def _has_head(module) -> bool:
 
 
 def _is_original(function: Callable) -> bool:
-    """Whether this is transformers' function, and computes what ours does."""
+    """Whether this is transformers' function, and returns the bits of `causal_lm_loss`."""
     if (getattr(function, "__module__", None), getattr(function, "__name__", None)) != _ORIGINAL:
         return False
     subject = proof.Subject(function, torch.device("cpu"), "fp32 and bf16", "cross-entropy of logits.float()")
     candidates = {True: lambda: _comparisons(function)}
-    return bool(proof.recognize(("formula of causal_lm_loss", function), subject, candidates))
+    return bool(proof.match_formula(("formula of causal_lm_loss", function), subject, candidates))
 
 
 def _comparisons(function):

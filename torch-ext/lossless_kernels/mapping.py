@@ -1,18 +1,24 @@
-"""The mapping from transformers' layer names to the layers of this package."""
+"""The mapping from transformers' layer names to the layers of this package. Only this module calls `kernels`."""
 
+import contextlib
 import functools
 import inspect
+import logging
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MethodType
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
 from . import layers
+from .core import proof
+from .core.inspection import functions_of
+from .ops.rms_norm.proof import variant_of
 
-# Layer name -> ours.
+# Layer name -> class of `layers`.
 LAYERS = {
     "RMSNorm": "LlamaRMSNorm",
     "RMSNormZeroCentered": "RMSNormZeroCentered",
@@ -24,33 +30,64 @@ LAYERS = {
     "FastGELU": "FastGELUActivation",
     "QuickGELU": "QuickGELUActivation",
     "rotary_pos_emb": "RotaryPosEmb",
-    # No class of transformers carries these: `kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives one.
+    # No class of transformers has these names: `kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives one.
     "SwiGLUMLP": "LlamaMLP",
     "LlamaMLP": "LlamaMLP",
     "GeGLUMLP": "GeGLUMLP",
     "TorchRMSNorm": "TorchRMSNorm",
 }
-# What only the mapping of level "decoder" names. No class of transformers carries these names before `name_layers`.
+# Names of level "decoder" alone. No class of transformers has these names before `name_layers`.
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer", "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}
 LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
-# For which there are builds.
+# Device types with builds.
 _DEVICE_TYPES = ("cuda", "rocm", "cpu")
-# By what its modules are called, or its buffers if it has none, a class is known that may get a layer name; whether it is
-# one is for the proof to say.
+# The names of a class's children, or of its buffers if it has no children, tell which layer name it may get. The proof decides
+# whether its forward is the layer's.
 _NAMES_BY_CHILDREN = {
     frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")): "LlamaDecoderLayer",
     frozenset(("gate_proj", "up_proj", "down_proj", "act_fn")): "SwiGLUMLP",
     frozenset(("inv_freq", "original_inv_freq")): "LlamaRotaryEmbedding",
 }
+# The rest carries a name in transformers. Where its decorators did nothing (USE_HUB_KERNELS=0, or a version of kernels that
+# transformers does not take), classes are known by these.
+_NAMES_BY_ACTIVATION = {
+    "SiLUActivation": "SiLU",
+    "GELUActivation": "GeLU",
+    "GELUTanh": "GeluTanh",
+    "NewGELUActivation": "NewGELU",
+    "FastGELUActivation": "FastGELU",
+    "QuickGELUActivation": "QuickGELU",
+}
+_NAMES_BY_EPS = {"variance_epsilon": "RMSNorm", "eps": "RMSNormZeroCentered"}
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raises TypeError unless `model` is a module."""
+    if isinstance(model, type):
+        raise TypeError(f"model: expected a torch.nn.Module, found type {model.__name__}, a class: make an instance")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+
+
+def check_level(level: str) -> None:
+    """Raises ValueError unless `level` is one of `LEVELS`."""
+    if level not in tuple(LEVELS):
+        raise ValueError(f"level: expected one of {', '.join(LEVELS)}, found {level!r}")
 
 
 def name_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Gives layer names to the decoder layers, MLPs and rotary embeddings of `model`, which transformers leaves without.
+    """Gives layer names to the classes of `model` that have none and that a kernel of this package may replace.
 
-    `kernels.replace_kernel_forward_from_hub` for every class whose modules (or buffers) are called as those of
-    `LlamaDecoderLayer`, `LlamaMLP` or `LlamaRotaryEmbedding` are and whose forward takes the same arguments. The names are the
-    classes', in all models of the process, and replace nothing by themselves. With kernels 0.17 and later `kernelize` then
-    leaves a module alone that has a forward or a hook of its own, as accelerate gives it, or a class of other arguments.
+    Calls `kernels.replace_kernel_forward_from_hub` for
+
+    - decoder layers, MLPs and rotary embeddings: classes whose children (or buffers) have the names of those of
+      `LlamaDecoderLayer`, `LlamaMLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
+    - norms with `weight` and `variance_epsilon` or `eps` whose forward computes a known formula (Gemma's, for example);
+    - the norms and activations of transformers that have lost their names because its decorators did nothing.
+
+    The names are the classes', in all models of the process, and replace nothing by themselves. With kernels 0.17 and later
+    `kernelize` leaves a module of these classes alone if the module has a forward or a hook of its own, as accelerate gives it,
+    or if its forward takes other arguments.
 
     Args:
         model: the module to look through.
@@ -62,48 +99,126 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
         TypeError: `model` is no `torch.nn.Module`.
         ImportError: `kernels` is not installed.
     """
+    check_model(model)
+    return {layer_class.__name__: name for layer_class, name in _give_names(model, "decoder").items()}
+
+
+def _give_names(model: torch.nn.Module, level: str) -> dict[type, str]:
+    """Gives the layer names of a level to the classes of the model's modules; returns what it gave."""
     from kernels import replace_kernel_forward_from_hub
 
     has_conditions = "condition" in inspect.signature(replace_kernel_forward_from_hub).parameters
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     named = {}
     for module in model.modules():
         layer_class = type(module)
-        children = [*module.named_children()] or [*module.named_buffers(recurse=False)]
-        name = _NAMES_BY_CHILDREN.get(frozenset(name for name, _ in children))
-        if name not in LEVELS["decoder"] or hasattr(layer_class, "kernel_layer_name"):
-            continue
-        ours = getattr(layers, LEVELS["decoder"][name])
-        if _arguments(layer_class) == _arguments(ours):
+        name = None if layer_class in named else missing_name(module)
+        if name in LEVELS[level] and (level == "decoder" or name not in _NAMES_BY_CHILDREN.values()):
             # Subclasses inherit the name, whatever their forward takes.
+            ours = getattr(layers, LEVELS[level][name])
             conditions = {"condition": functools.partial(_is_replaceable, ours)} if has_conditions else {}
             replace_kernel_forward_from_hub(layer_class, name, **conditions)
-            named[layer_class.__name__] = name
+            named[layer_class] = name
     return named
+
+
+def missing_name(module: torch.nn.Module) -> Optional[str]:
+    """The layer name that the module's class may get; None if it has one, or if no layer of this package is like it."""
+    layer_class = type(module)
+    if hasattr(layer_class, "kernel_layer_name"):
+        return None
+    children = [*module.named_children()] or [*module.named_buffers(recurse=False)]
+    name = _NAMES_BY_CHILDREN.get(frozenset(name for name, _ in children)) or _norm_name(module)
+    if layer_class.__module__ == "transformers.activations":
+        name = _NAMES_BY_ACTIVATION.get(layer_class.__name__)
+    if name not in LEVELS["decoder"]:
+        return None
+    return name if _arguments(layer_class) == _arguments(getattr(layers, LEVELS["decoder"][name])) else None
+
+
+def _norm_name(module) -> Optional[str]:
+    """The layer name of an RMSNorm, for whose class the formula is known."""
+    layer_class, state = type(module), vars(module)
+    weight = state["_parameters"].get("weight")
+    others = len(state["_parameters"]) > 1 or state["_buffers"] or state["_modules"]
+    if weight is None or weight.dim() != 1 or others or layer_class.__module__.startswith("torch."):
+        return None
+    if "gate" in inspect.signature(layer_class.forward).parameters:
+        return "RMSNormGated" if "variance_epsilon" in state and isinstance(state.get("activation"), str) else None
+    eps_name = next((name for name in _NAMES_BY_EPS if isinstance(state.get(name), float)), None)
+    return _NAMES_BY_EPS[eps_name] if eps_name and _has_known_formula(layer_class, eps_name) else None
+
+
+def _has_known_formula(layer_class, eps_name) -> bool:
+    if functions_of(layer_class) is None:
+        return False
+    with warnings.catch_warnings():
+        # Not to replace a layer that has no name is no news.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            variant = variant_of(layer_class, eps_name, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+            # `F.rms_norm` is replaced by the layer for torch.nn.RMSNorm alone.
+            return variant is not None and not variant.fused
+        except proof.LosslessProofError:
+            return False
 
 
 def _arguments(layer_class: type) -> list:
     return [(each.name, each.kind) for each in inspect.signature(layer_class.forward).parameters.values()]
 
 
+def is_replaceable(forward: Optional[Callable]) -> bool:
+    """Whether `kernelize` may replace this forward of a module's own: none, the class's, or one that `kernelize` bound."""
+    name = getattr(forward.__func__, "__qualname__", "") if isinstance(forward, MethodType) else ""
+    return forward is None or name.endswith(".forward")
+
+
 def _is_replaceable(ours: type, module: torch.nn.Module) -> bool:
-    """Whether the module's forward is its class's or one that `kernelize` bound onto it, and takes the arguments of ours."""
-    bound = vars(module).get("forward")
-    name = getattr(bound.__func__, "__qualname__", "") if isinstance(bound, MethodType) else ""
-    if bound is not None and not name.endswith(".forward"):
-        return False
-    return "_hf_hook" not in vars(module) and _arguments(type(module)) == _arguments(ours)
+    """Whether `kernelize` may replace the module's forward by that of `ours`: it takes the same arguments and has no hook."""
+    state = vars(module)
+    alike = _arguments(type(module)) == _arguments(ours)
+    return is_replaceable(state.get("forward")) and "_hf_hook" not in state and alike
+
+
+def _is_named(names) -> bool:
+    """Whether a class of modules has one of these layer names."""
+    classes = [torch.nn.Module]
+    for each in classes:
+        if getattr(each, "kernel_layer_name", None) in names:
+            return True
+        classes += each.__subclasses__()
+    return False
+
+
+def idle_decorators() -> Optional[str]:
+    """Why `kernelize` would replace nothing in models of transformers, and what to do; None if it may, or transformers is not loaded.
+
+    What the decorator of transformers does to a class is tried out.
+    """
+    hub = sys.modules.get("transformers.integrations.hub_kernels")
+    decorator = getattr(hub, "use_kernel_forward_from_hub", None)
+    if decorator is None or _is_named(LAYERS.keys()):
+        return None
+    tried = decorator("RMSNorm")(type("Tried", (torch.nn.Module,), {}))
+    if hasattr(tried, "kernel_layer_name"):
+        return None
+    versions = [
+        f"{name} {getattr(sys.modules.get(name), '__version__', '')}".strip() for name in ("transformers", "kernels")
+    ]
+    bounds = [getattr(hub, f"KERNELS_{which}_VERSION", None) for which in ("MIN", "MAX")]
+    wanted = f" (it takes kernels from {bounds[0]} on, below {bounds[1]})" if all(bounds) else ""
+    return (
+        f"{' with '.join(versions)} gives its layers no names{wanted}, and kernelize replaces nothing: install a kernels that "
+        "transformers takes, or call name_layers(model) before kernelize; apply_rotary_pos_emb then keeps its own forward"
+    )
 
 
 def _warn_of_unnamed(level: str) -> None:
-    """Warns if the layer names that a mapping of this level has beside those of "layer" are no class's: it would replace nothing."""
-    names, classes = LEVELS[level].keys() - LAYERS.keys(), [torch.nn.Module]
-    for each in classes:
-        if getattr(each, "kernel_layer_name", None) in names:
-            return
-        classes += each.__subclasses__()
-    if names:
+    """Warns if a mapping of this level would replace nothing, or nothing of what it has beside the layers of "layer"."""
+    reason = idle_decorators()
+    if reason is not None:
+        warnings.warn(f"lossless-kernels: {reason}", RuntimeWarning, stacklevel=3)
+    names = LEVELS[level].keys() - LAYERS.keys()
+    if names and not _is_named(names):
         warnings.warn(
             f"lossless-kernels: level={level!r} has layers for {' and '.join(sorted(names))}, and no class has these layer "
             "names: decoder layers keep their forward unless name_layers(model) is called before kernelize",
@@ -121,30 +236,30 @@ def kernel_mapping(
     trust_remote_code: Union[bool, list[str]] = True,
     level: str = "layer",
 ) -> dict:
-    """What `kernels.register_kernel_mapping` and `kernels.use_kernel_mapping` take, for every layer of this package.
+    """The argument of `kernels.register_kernel_mapping` and `kernels.use_kernel_mapping` for every layer of this package.
 
-    Without `repo_id` and `local_path` the mapping points at the build that is running: the same classes, offline.
+    Without `repo_id` and `local_path` the mapping points at the running build: the same classes, offline.
 
     Args:
         repo_id: a kernel repository on the Hub, such as "lossless-kernels/lossless-kernels".
-        version: the version of `repo_id` to load; 1 if neither it nor `revision` is given.
+        version: the version of `repo_id` to load; 1 if neither `version` nor `revision` is given.
         revision: a branch, tag or commit of `repo_id`.
         local_path: a folder that holds `build/`, or a build itself.
-        devices: kernels' device types to register for, or `kernels.Device`: "cuda", "rocm", and "cpu" for Triton's interpreter.
+        devices: kernels' device types, or `kernels.Device`: "cuda", "rocm", and "cpu" for Triton's interpreter.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
-        level: "layer" for norms, activations and what else stands alone; "decoder" for whole decoder layers and the
-            tables of their rotary embedding too (`name_layers` first).
+        level: "layer" for norms, activations and rotary functions; "decoder" for whole decoder layers and their rotary
+            embedding's tables too (call `name_layers` first; a RuntimeWarning says if no class has their names).
 
     Returns:
         A dictionary layer name -> device type -> `kernels.Mode` -> repository, with INFERENCE and TRAINING, each with and
         without TORCH_COMPILE.
 
     Raises:
-        ValueError: both `repo_id` and `local_path`, or `version` or `revision` without `repo_id`, both of these, or an argument
-            that is none of what is expected above.
+        ValueError: both `repo_id` and `local_path`, or `version` or `revision` without `repo_id`, or both of these, or an argument
+            that is none of the expected ones above.
         ImportError: `kernels` is not installed.
     """
-    from kernels import LayerRepository, LocalLayerRepository, Mode
+    from kernels import LayerRepository
 
     if repo_id is not None and local_path is not None:
         raise ValueError(f"repo_id, local_path: expected one of them, found {repo_id!r} and {str(local_path)!r}")
@@ -158,8 +273,7 @@ def kernel_mapping(
         raise ValueError(f"version: expected a number from 1 on, found {version!r}")
     if local_path is not None and not Path(local_path).is_dir():
         raise ValueError(f"local_path: expected a folder, found {str(local_path)!r}")
-    if level not in tuple(LEVELS):
-        raise ValueError(f"level: expected one of {', '.join(LEVELS)}, found {level!r}")
+    check_level(level)
     types = devices if isinstance(devices, (tuple, list, set, frozenset)) else ()
     if not types or any(getattr(each, "type", each) not in _DEVICE_TYPES for each in types):
         raise ValueError(
@@ -167,16 +281,91 @@ def kernel_mapping(
         )
 
     _warn_of_unnamed(level)
+    if repo_id is None:
+        return _mapping(level, devices, local_path)
+    which = {"revision": revision} if revision is not None else {"version": 1 if version is None else version}
+    repository = functools.partial(LayerRepository, repo_id, trust_remote_code=trust_remote_code, **which)
+    return _mapping(level, devices, repository=repository)
 
-    def repository(layer_name):
-        if repo_id is None:
-            folder = Path(local_path) if local_path is not None else Path(__file__).parent
-            return LocalLayerRepository(folder, layer_name=layer_name)
-        which = {"revision": revision} if revision is not None else {"version": 1 if version is None else version}
-        return LayerRepository(repo_id, layer_name=layer_name, trust_remote_code=trust_remote_code, **which)
 
+def _mapping(level, devices, local_path=None, repository=None) -> dict:
+    from kernels import LocalLayerRepository, Mode
+
+    if repository is None:
+        folder = Path(__file__).parent if local_path is None else Path(local_path)
+        repository = functools.partial(LocalLayerRepository, folder)
     modes = (Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE)
     return {
-        name: {device: {mode: repository(layer) for mode in modes} for device in devices}
+        name: {device: {mode: repository(layer_name=layer) for mode in modes} for device in devices}
         for name, layer in LEVELS[level].items()
     }
+
+
+def mode_for(model: torch.nn.Module, mode: Optional[Any]) -> Any:
+    """The `kernels.Mode` to kernelize `model` for: `mode`, or by default that of `model.training`. Raises if it is none."""
+    from kernels import Mode
+
+    if mode is None:
+        return Mode.TRAINING if model.training else Mode.INFERENCE
+    expected = "kernels.Mode.INFERENCE or TRAINING, with or without TORCH_COMPILE"
+    if not isinstance(mode, Mode):
+        raise TypeError(f"mode: expected {expected}, found {mode!r}")
+    if not any(each in mode for each in (Mode.INFERENCE, Mode.TRAINING)):
+        raise ValueError(f"mode: expected {expected}, found {mode}")
+    return mode
+
+
+def is_training(mode: Any) -> bool:
+    """Whether this `kernels.Mode` is one of training."""
+    return bool(mode & type(mode).TRAINING)
+
+
+def kernelize(model: torch.nn.Module, functions: list, mode: Any, level: str, device_type: str) -> None:
+    """`kernels.kernelize` of a model, and of functions that it calls, under the mapping of the running build.
+
+    Classes have the layer names of `name_layers` while it lasts. At level "layer" decoder layers, MLPs and rotary embeddings are
+    not named. Layers without a kernel in the mapping are not logged.
+    """
+    import kernels
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_names(model, level))
+        stack.enter_context(_without_log_of_unmapped_layers())
+        stack.enter_context(kernels.use_kernel_mapping(_mapping(level, (device_type,)), inherit_mapping=False))
+        for each in (model, *functions):
+            kernels.kernelize(each, mode=mode, device=device_type)
+
+
+def mapped_names() -> list[str]:
+    """The layer names in the mapping that `kernels` has registered in this process: without `inherit_mapping=False` it is used."""
+    try:
+        from kernels.layer.globals import _KERNEL_MAPPING
+    except ImportError:  # Another version keeps it elsewhere.
+        return []
+    return sorted(_KERNEL_MAPPING.get())
+
+
+@contextlib.contextmanager
+def _names(model, level) -> Iterator[None]:
+    named = _give_names(model, level)
+    try:
+        yield
+    finally:
+        for layer_class in named:
+            for name in ("kernel_layer_name", "kernel_condition"):
+                if name in vars(layer_class):
+                    delattr(layer_class, name)
+
+
+@contextlib.contextmanager
+def _without_log_of_unmapped_layers() -> Iterator[None]:
+    logger = logging.getLogger("kernels.layer.layer")
+
+    def keeps(record) -> bool:
+        return "No kernel mapping found" not in str(record.msg)
+
+    logger.addFilter(keeps)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keeps)

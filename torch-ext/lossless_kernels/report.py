@@ -1,19 +1,76 @@
-"""Which path a model's layers take, and why."""
+"""Which path a model's layers take, why, and what to do about it."""
 
+import itertools
 import sys
-import textwrap
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 
-from .core import inspection, proof
+from .core import ROOT_PACKAGE, inspection, launch, proof
+from .core.domain import MISSING, runs_kernels
 from .loss import has_our_loss
-from .mapping import LEVELS
+from .mapping import LEVELS, check_model, idle_decorators, is_replaceable, missing_name
 
-_PACKAGE = __package__
+# Kinds of reasons, and what to do about each. `kernel` is this package, as `get_kernel` returns it.
+NO_DEVICE = "no kernels here"
+NOT_KERNELIZED = "not kernelized"
+NO_NAME = "no layer name"
+OWN_FORWARD = "another forward"
+OTHER_KERNEL = "another kernel"
+NOT_CALLED = "not called yet"
+NO_KERNEL = "no kernel for"
+OTHER_FORMULA = "another formula"
+FAILED = "verification failed"
+NOT_VERIFIED = "not verified"
+_STEPS = {
+    NOT_KERNELIZED: "kernel.apply(model)",
+    OWN_FORWARD: "delete the module's own `forward`, then kernel.apply(model), if this layer shall be replaced",
+    OTHER_KERNEL: "kernel.apply(model) takes the layer back",
+    NOT_CALLED: "call the model once, or kernel.warmup(model), and ask again",
+    OTHER_FORMULA: "nothing: the class computes something that no kernel of this package does",
+    FAILED: "the original layers run; LOSSLESS_PROOF=strict raises with a traceback, kernel.doctor() lists the versions",
+    NOT_VERIFIED: "unset LOSSLESS_PROOF to verify kernels before they run",
+}
+# Words in a reason of kind NO_KERNEL or FAILED -> what to do. The first that is found counts.
+_STEPS_BY_WORD = (
+    (" on cpu", "move the model and its inputs to a GPU"),
+    ("autocast", "nothing: under autocast this layer runs its original forward"),
+    (proof.NOT_PLAIN, "call the layer outside of transforms, traces and dispatch modes"),
+    ("float64", "use float32, float16 or bfloat16"),
+    ("hidden size", "nothing: kernels take hidden sizes that are multiples of 4, from 64 to 32768"),
+    ("strided", "make the tensors contiguous"),
+    ("in memory", "make the tensors contiguous"),
+    ("contiguous", "make the tensors contiguous"),
+    ("memory was full", "kernel.warmup(model) while there is room"),
+    ("out of memory", "kernel.warmup(model) while there is room"),
+    ("C compiler", "install a C compiler, which Triton needs: apt install gcc, or set CC"),
+)
+# Classes of torch that a kernel may replace. `name_layers` leaves them alone: all models share them.
+RECIPES = {torch.nn.SiLU: "SiLU", torch.nn.GELU: "GeLU", torch.nn.RMSNorm: "TorchRMSNorm"}
+
+
+class Reason(str):
+    """Why an original forward runs.
+
+    Attributes:
+        kind: one of the kinds above.
+        step: what to do about it.
+    """
+
+    kind: str
+    step: str
+
+    def __new__(cls, text: str, kind: str, step: Optional[str] = None):
+        reason = super().__new__(cls, text)
+        reason.kind = kind
+        if step is None and kind in (NO_KERNEL, FAILED):
+            step = next((step for word, step in _STEPS_BY_WORD if word in text), None)
+        reason.step = _STEPS.get(kind, "nothing: the original forward is right here") if step is None else step
+        return reason
 
 
 @dataclass
@@ -23,24 +80,24 @@ class LayerReport:
     Args:
         layer: name of the class or function.
         count: how many modules of the model are of it, or call it.
-        path: "kernel", "kernel and original" (it depends on the call), "original", "another kernel" or, under
-            `LOSSLESS_PROOF=off`, "unproved".
+        path: "kernel", "kernel and original" (it depends on the call), "original", "another kernel", "not called yet"
+            (replaced, and not verified before its first call) or, under `LOSSLESS_PROOF=off`, "unproved".
         formulas: what the kernels in use compute.
-        proved: device, dtypes and sizes that have proved equal.
-        reasons: why the original forward runs, where it does, or why nothing is proved.
+        proved: device, dtypes and sizes for which verification passed.
+        reasons: why the original forward runs, where it does, or why nothing is verified.
     """
 
     layer: str
     count: int
     path: str
-    formulas: list = field(default_factory=list)
-    proved: list = field(default_factory=list)
-    reasons: list = field(default_factory=list)
+    formulas: list[str] = field(default_factory=list)
+    proved: list[str] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(repr=False)
 class ReplacementReport:
-    """What `replacement_report` returns; `str()` of it is what is printed.
+    """What `replacement_report` and `apply` return; `print` shows it, `repr` is one line.
 
     Args:
         layers: one entry for each class and path.
@@ -49,26 +106,35 @@ class ReplacementReport:
         bytes: the most device memory that one of them held.
     """
 
-    layers: list
+    layers: list[LayerReport]
     proofs: int
     seconds: float
     longest: float
     bytes: int
 
+    def __repr__(self):
+        counts = Counter()
+        for entry in self.layers:
+            counts[entry.path] += entry.count
+        paths = ", ".join(f"{path} {count}" for path, count in counts.items()) or "no layers"
+        return f"<ReplacementReport: {paths}; print it for the reasons>"
+
     def __str__(self):
         rows = [("layer", "modules", "path", "formula")]
         rows += [(r.layer, str(r.count), r.path, "; ".join(r.formulas)) for r in self.layers]
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = []
-        for row, entry in zip(rows, [None, *self.layers]):
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-            if entry is None:
-                continue
-            why = "because" if entry.path == "unproved" else "original where"
-            for mark, texts in (("proved", entry.proved), (why, entry.reasons)):
-                lines += [textwrap.indent(f"{mark}: {text}", "    ") for text in texts]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines, steps = table[:1], {}
+        for line, entry in zip(table[1:], self.layers):
+            lines.append(line)
+            lines += [f"    proved: {text}" for text in entry.proved]
+            for reason in entry.reasons:
+                if reason != entry.path:
+                    lines.append(f"    {reason.kind}: {reason}" if reason.kind != reason else f"    {reason}")
+                steps.setdefault(reason.step, {})[entry.layer] = None
         if not self.layers:
             lines.append("(no layer that a kernel of this package could replace)")
+        lines += [f"next: {step} ({', '.join(layers)})" for step, layers in steps.items()]
         lines.append(
             f"{self.proofs} proofs in this process: {self.seconds * 1e3:.0f} ms without compilation, the longest "
             f"{self.longest * 1e3:.0f} ms, at most {self.bytes / 2**20:.1f} MiB held"
@@ -77,12 +143,12 @@ class ReplacementReport:
 
 
 def replacement_report(model: torch.nn.Module, verbose: bool = True) -> ReplacementReport:
-    """Tells for every class of layers in `model` whether a kernel of this package runs, which, and if not, why.
+    """Tells for every class of layers in `model` whether a kernel of this package runs, which, and if not, why and what to do.
 
-    Nothing is proved before the first call with tensors of a kind, so call the model before. Proofs are the process's: what
-    is told of a class holds for all models in it. Modules are looked at that carry a layer name this package has a kernel
-    for, or whose forward came from a kernel, and at functions with such a name. A function's kernel is the process's too:
-    `kernelize` of one model replaces it for every other of the same model file.
+    Nothing is verified before the first call with tensors of a kind: call the model before. Verdicts are the process's: they
+    hold for all models in it. The report has an entry for modules that carry a layer name of this package, whose forward came from
+    a kernel, or whose class could get a layer name; and for functions with such a name. A function's kernel is the
+    process's too: `kernelize` of one model replaces it for every other of the same model file.
 
     Args:
         model: the module to look through.
@@ -91,61 +157,119 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
     Raises:
         TypeError: `model` is no `torch.nn.Module`.
 
-    A layer of ours that runs somebody else's kernel is warned of (RuntimeWarning): transformers registers a mapping of its own
-    anew whenever a model with `use_kernels` changes between training and evaluation.
+    A RuntimeWarning tells that transformers does not take the installed `kernels`, and one of each layer that runs another package's kernel: transformers registers a mapping of its own anew
+    whenever a model with `use_kernels` changes between training and evaluation.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    candidates = [each for module in model.modules() for each in (module, *_functions(module))]
-    counts = Counter(
-        (type(module), _source(module))
-        for module in candidates
-        if _name(module) in LEVELS["decoder"] or _source(module)
-    )
-    layers = [_layer_report(layer, source, count) for (layer, source), count in counts.items()]
+    check_model(model)
+    report = report_of(model)
+    reason = idle_decorators() if next(iter(replaced_modules(model)), None) is None else None
+    if reason is not None:
+        warnings.warn(f"lossless-kernels: {reason}", RuntimeWarning, stacklevel=2)
+    for entry in report.layers:
+        if entry.path == OTHER_KERNEL:
+            warnings.warn(
+                f"lossless-kernels: {entry.layer} runs another kernel, {entry.reasons[0]}", RuntimeWarning, stacklevel=2
+            )
+    if verbose:
+        print(report)
+    return report
+
+
+def report_of(model: torch.nn.Module) -> ReplacementReport:
+    """The report, without a print and a warning."""
+    found = obstacle(model)
+    counts = Counter()
+    for module in model.modules():
+        for each in (module, *functions_of(module)):
+            source = _source(each)
+            if _name(each) in LEVELS["decoder"] or source:
+                counts[type(each), source, _has_own_forward(each), ""] += 1
+            elif (name := RECIPES.get(type(each)) or missing_name(each)) is not None:
+                counts[type(each), "", _has_own_forward(each), name] += 1
+    layers = [_layer_report(*key, count, found) for key, count in counts.items()]
     losses = sum(map(has_our_loss, model.modules()))
     if losses:
         entry = LayerReport("loss_function", losses, "original")
         layers.append(_with_verdicts(entry, torch.nn.functional.cross_entropy))
-    for entry in layers:
-        if entry.path == "another kernel":
-            warnings.warn(
-                f"lossless-kernels: {entry.layer} runs another kernel, {entry.reasons[0]}", RuntimeWarning, stacklevel=2
-            )
     verdicts = list(proof._verdicts.values())
-    report = ReplacementReport(
+    return ReplacementReport(
         layers,
         len(verdicts),
         sum(verdict.seconds for verdict in verdicts),
         max((verdict.seconds for verdict in verdicts), default=0.0),
         max((verdict.bytes for verdict in verdicts), default=0),
     )
-    if verbose:
-        print(report)
-    return report
 
 
-def _name(module):
+def devices_of(model: torch.nn.Module) -> set[torch.device]:
+    """The devices on which the model computes: of its parameters and buffers, and those of accelerate's hooks.
+
+    For a model without a tensor it is the current GPU, or the CPU without one.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    devices = {tensor.device for tensor in tensors}
+    for module in model.modules():
+        hook = vars(module).get("_hf_hook")
+        for each in getattr(hook, "hooks", (hook,)):
+            device = getattr(each, "execution_device", None)
+            if device is not None:
+                devices.add(torch.device(device))
+    return devices or {torch.device("cuda" if torch.cuda.is_available() else "cpu")}
+
+
+def obstacle(model: torch.nn.Module) -> Optional[Reason]:
+    """Why no kernel runs on the devices of the model, None if one may."""
+    if MISSING:
+        return Reason(
+            f"torch {torch.__version__} has no {', '.join(MISSING)}",
+            NO_DEVICE,
+            "install a version of torch that README.md names",
+        )
+    if not launch.AVAILABLE:
+        return Reason(
+            "no Triton with `triton.knobs`", NO_DEVICE, "install the version of Triton that this torch asks for"
+        )
+    devices = devices_of(model)
+    if any(map(runs_kernels, devices)):
+        return None
+    types = sorted({device.type for device in devices})
+    step = "move the model to a GPU, then kernel.apply(model)"
+    if types == ["meta"]:
+        step = "load the model onto a GPU, then kernel.apply(model)"
+    elif not torch.cuda.is_available():
+        step = f"run on a machine with a CUDA or ROCm GPU (torch {torch.__version__} sees none)"
+    return Reason(f"the model is on {', '.join(types)}", NO_DEVICE, step)
+
+
+def _name(module) -> Optional[str]:
     return getattr(type(module), "kernel_layer_name", None)
 
 
-def _functions(module) -> list:
+def functions_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The functions that kernels has made modules of and attached to this one, as its code calls them.
 
-    A deep copy of a model has copies attached, which nobody calls.
+    A deep copy of a model has copies attached, which its code does not call.
     """
-    namespace = vars(sys.modules.get(type(module).__module__, object)).values()
     attached = vars(module).get("_kernel_funcs", {}).values()
+    namespace = vars(sys.modules.get(type(module).__module__, object)).values() if attached else ()
     return [next((each for each in namespace if type(each) is type(function)), function) for function in attached]
+
+
+def own_forward(module: torch.nn.Module) -> Optional[Callable]:
+    """The forward in the `__dict__` of the module, inside of accelerate's hooks; None if it has none."""
+    state = vars(module)
+    return state.get("_old_forward", state.get("forward"))
 
 
 def _bound(module) -> Optional[Callable]:
     """The forward, as a function, that is bound onto this very module; None if it is its class's own."""
-    # accelerate's hooks wrap the forward that was there.
-    forward = vars(module).get("_old_forward", vars(module).get("forward"))
-    function = getattr(forward, "__func__", None)
+    function = getattr(own_forward(module), "__func__", None)
     # Where there is no kernel, kernelize binds the class's.
     return None if function is type(module).forward else function
+
+
+def _has_own_forward(module) -> bool:
+    return not is_replaceable(own_forward(module)) and not _source(module)
 
 
 def _source(module) -> str:
@@ -153,38 +277,79 @@ def _source(module) -> str:
     return getattr(_bound(module), "__module__", "")
 
 
-def replaced(module) -> Optional[Callable]:
+def replaced(module: torch.nn.Module) -> Optional[Callable]:
     """The forward of this package that is bound onto the module; None if there is none."""
-    return _bound(module) if _source(module).split(".")[0] == _PACKAGE.split(".")[0] else None
+    return _bound(module) if _is_ours(_source(module)) else None
 
 
-def _layer_report(layer, source, count) -> LayerReport:
+def replaced_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules and functions of the model that carry a forward of this package."""
+    for module in model.modules():
+        yield from (each for each in (module, *functions_of(module)) if replaced(each) is not None)
+
+
+def _is_ours(source) -> bool:
+    return source.split(".")[0] == ROOT_PACKAGE.split(".")[0]
+
+
+def name_of(layer: type) -> str:
+    """The name of a class, or of the function that kernels made the class of."""
     original = inspection.function_behind(layer.forward)
-    entry = LayerReport(layer.__name__ if original is layer.forward else original.__name__, count, "original")
-    if not source:
-        entry.reasons.append("not kernelized, or no kernel for its device")
-        return entry
-    if source.split(".")[0] != _PACKAGE.split(".")[0]:
-        entry.path = "another kernel"
-        entry.reasons.append(source)
-        return entry
-    return _with_verdicts(entry, original)
+    return layer.__name__ if original is layer.forward else original.__name__
+
+
+def recipe(layer: type, name: str) -> Reason:
+    """How to have a class of torch replaced."""
+    step = f'kernels.replace_kernel_forward_from_hub(torch.nn.{layer.__name__}, "{name}"), then kernel.apply(model)'
+    return Reason(f"{name} would fit", NO_NAME, step)
+
+
+def _layer_report(layer, source, own, missing, count, found) -> LayerReport:
+    entry = LayerReport(name_of(layer), count, "original")
+    if source and not _is_ours(source):
+        entry.path = OTHER_KERNEL
+        entry.reasons.append(Reason(source, OTHER_KERNEL))
+    elif source:
+        return _with_verdicts(entry, inspection.function_behind(layer.forward))
+    elif found is not None:
+        entry.reasons.append(found)
+    elif own:
+        entry.reasons.append(Reason("the module has a forward of its own", OWN_FORWARD))
+    elif layer in RECIPES:
+        entry.reasons.append(recipe(layer, missing))
+    elif missing:
+        step = "kernel.apply(model), or kernel.name_layers(model) before kernelize"
+        entry.reasons.append(Reason(f"{missing} would fit", NO_NAME, step))
+    else:
+        entry.reasons.append(Reason(NOT_KERNELIZED, NOT_KERNELIZED))
+    return entry
+
+
+def _is_of_a_formula(verdict) -> bool:
+    """Whether the verdict is on the formula of a forward, and not on a kernel."""
+    return not verdict.subject.formula and verdict.subject.original is not torch.nn.functional.cross_entropy
 
 
 def _with_verdicts(entry: LayerReport, original: Callable) -> LayerReport:
     """The entry with what is known of the forward function that its layer replaces."""
-    verdicts, outside = proof.known(original)
-    admitted = [verdict.subject for verdict in verdicts if verdict and verdict.subject.formula]
-    entry.formulas = sorted({subject.formula for subject in admitted})
-    # Of one class of row counts there may be several plans, each proved.
-    entry.proved = list(dict.fromkeys(f"{subject.device}, {subject.where}" for subject in admitted))
-    entry.reasons = [f"{verdict.subject.where}: {verdict.reason}" for verdict in verdicts if not verdict]
-    entry.reasons += outside
-    if admitted:
+    verdicts, outside = proof.verdicts_about(original)
+    proved = [verdict.subject for verdict in verdicts if verdict and not _is_of_a_formula(verdict)]
+    entry.formulas = sorted({subject.formula for subject in proved} - {""})
+    # One class of row counts may have several launch configurations, each verified.
+    entry.proved = list(dict.fromkeys(f"{subject.device}, {subject.where}" for subject in proved))
+    for verdict in verdicts:
+        if not verdict:
+            # A decoder layer is compared in torch operations alone.
+            in_torch = _is_of_a_formula(verdict) or verdict.subject.where == "any dtype"
+            kind = OTHER_FORMULA if in_torch else FAILED
+            entry.reasons.append(Reason(f"{verdict.subject.where}: {verdict.reason}", kind))
+    entry.reasons += [Reason(each, NO_KERNEL) for each in outside]
+    if proved:
         entry.path = "kernel and original" if entry.reasons else "kernel"
     elif proof.policy() == "off" and not entry.reasons:
         entry.path = "unproved"
-        entry.reasons.append("LOSSLESS_PROOF=off")
+        entry.reasons.append(Reason("LOSSLESS_PROOF=off", NOT_VERIFIED))
     elif not entry.reasons:
-        entry.reasons.append("no proof yet: no call that a kernel takes")
+        entry.path = NOT_CALLED
+        entry.reasons.append(Reason(NOT_CALLED, NOT_CALLED))
     return entry

@@ -1,4 +1,4 @@
-"""Compiling and proving before the first request rather than in it."""
+"""`warmup`: compilation and verification ahead of the first request."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from types import MethodType
-from typing import Callable, Optional
+from typing import Callable, Optional, Union
 
 import torch
 
@@ -19,8 +19,9 @@ from .core import launch, proof
 from .core.calls import Outside
 from .core.domain import FLOAT_DTYPES, runs_kernels
 from .decoder import layer as decoder
+from .mapping import check_model
 from .ops.rms_norm import plan as rms_norm
-from .report import replaced
+from .report import obstacle, replaced
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,11 @@ class WarmupReport:
 
     Args:
         compiled: how many kernels were compiled, or read from Triton's cache on the disk.
-        proved: what is replaced from now on and was not decided before: forward, device, dtypes and sizes.
-        refused: what keeps its original forward, with the reason.
+        proved: for what verification has passed now: forward, device, dtypes and sizes.
+        refused: for what it has failed, with the reason: the original forward runs there.
         skipped: layers that could not be called, with the reason.
-        seconds_compiling: of `seconds`, those in which kernels were compiled, several at a time.
+        seconds: the time of all.
+        seconds_compiling: the part of `seconds` in which kernels were compiled, several at a time.
     """
 
     compiled: int
@@ -52,8 +54,7 @@ class WarmupReport:
         return "\n".join(lines)
 
 
-# What families offer, by the layer whose forward a module carries: the part of the module that is called and its forward, and
-# the shapes of its inputs.
+# By the layer whose forward a module carries: the part of the module to call, with its forward, and the shapes of its inputs.
 _PARTS = {"LlamaDecoderLayer": decoder.warmup_part}
 _SHAPES = {
     "LlamaDecoderLayer": rms_norm.warmup_shapes,
@@ -62,7 +63,7 @@ _SHAPES = {
     "RMSNormGated": rms_norm.warmup_shapes,
     "TorchRMSNorm": rms_norm.warmup_shapes,
 }
-# What a gated MLP calls beside its activation; in a warmup nothing.
+# A warmup leaves these children of a gated MLP out.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -71,23 +72,24 @@ def warmup(
     rows: Optional[Iterable[int]] = None,
     dtypes: Optional[Iterable[torch.dtype]] = None,
     training: bool = False,
-    progress: Optional[Callable[[int, int, str], None]] = None,
+    progress: Optional[Union[Callable[[int, int, str], None], bool]] = None,
     verbose: bool = False,
 ) -> WarmupReport:
-    """Compiles and proves what the layers of a kernelized model need, so that the first calls find it done.
+    """Compiles and verifies the kernels of a model's layers ahead of its first call.
 
-    Every layer that carries a forward of this package is called on tensors of ones, with a weight of ones instead of its
-    own, outside of hooks, and so are its gradients: an MLP without its projections, and of a decoder layer the residual's
-    sum and the norm after it. Kernels are compiled in threads before that. What is proved is what later calls look up;
-    another warmup finds everything done.
+    Calls every layer that carries a forward of this package, and its gradients, on tensors of ones, with a weight of ones in
+    place of its own and without its hooks: an MLP without its projections, a decoder layer's fused residual add + RMSNorm.
+    Kernels are compiled in threads before that. Later calls find the verdicts; another warmup finds everything done. On a
+    device without kernels, such as a CPU, there is nothing to warm up.
 
     Args:
-        model: on its device, in its dtype, kernelized.
+        model: on its device, in its dtype, after `apply` or `kernelize`.
         rows: how many rows a call has: batch size times tokens, and times heads for a norm over heads. By default one
-            number for each way that rows are summed, which are all, and each launch plan: in training from 16 rows on.
+            number for each reduction order of rows and each launch configuration; in training from 16 rows on.
         dtypes: of the activations; by default those of each layer's weight, and all of these for layers without one.
         training: whether to warm up gradients too, of weights that require them and of the input.
-        progress: called as `progress(done, total, what)`, `what` being "compiled" or "called".
+        progress: called as `progress(done, total, what)`, with `what` "compiled" or "called". By default (or True) a bar on
+            stderr where that is a terminal; False for none.
         verbose: print the report to stderr.
 
     Returns:
@@ -95,17 +97,21 @@ def warmup(
 
     Raises:
         TypeError: `model` is no `torch.nn.Module`, `rows` holds something else than integers, `dtypes` than dtypes, or
-            `progress` cannot be called.
+            `progress` is neither a bool nor a function.
         ValueError: `rows` or `dtypes` is empty, a number of rows is not positive, a dtype has no kernel.
         RuntimeError: a CUDA graph is being captured.
-        LosslessProofError: a proof failed under `LOSSLESS_PROOF=strict`.
+        LosslessProofError: verification failed under `LOSSLESS_PROOF=strict`.
 
-    Where nothing could be warmed up, a RuntimeWarning says why. Not warmed up: gradients whose rows lie in another order
-    than the activations' (Qwen3's q_norm) and the rotary embedding of queries and keys, whose kernels are compiled at their
-    first call, and what torch.compile makes of the model.
+    A RuntimeWarning says why nothing could be warmed up. Three kinds of kernels still wait for their first call: those of gradients
+    whose rows lie in another order than the activations' (Qwen3's q_norm), of the rotary embedding of queries and keys, and of
+    models under torch.compile.
     """
     rows, dtypes = _checked(model, rows, dtypes)
-    if progress is not None and not callable(progress):
+    if progress is None or progress is True:
+        progress = _bar if sys.stderr.isatty() else None
+    elif progress is False:
+        progress = None
+    elif not callable(progress):
         raise TypeError(f"progress: expected a function of (done, total, what), found {progress!r}")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup: expected no CUDA graph's capture, found one on the current stream")
@@ -114,7 +120,7 @@ def warmup(
     calls = list(_calls(model, rows, dtypes, training, skipped))
     if not calls:
         warnings.warn(f"lossless-kernels: nothing to warm up: {'; '.join(skipped)}", RuntimeWarning, stacklevel=2)
-    with launch.asking() as found:
+    with launch.collect_compilations() as found:
         for call in calls:
             with contextlib.suppress(Exception):
                 call()
@@ -135,7 +141,7 @@ def warmup(
     verdicts = [verdict for key, verdict in list(proof._verdicts.items()) if key not in before]
     report = WarmupReport(
         len(found),
-        # Which formula it is, is the first half of a proof.
+        # The verdict on the formula is the first half of a proof.
         list(dict.fromkeys(str(v.subject).rstrip(",") for v in verdicts if v and v.subject.formula)),
         [f"{v.subject} {v.reason}" for v in verdicts if not v],
         list(skipped),
@@ -147,10 +153,17 @@ def warmup(
     return report
 
 
+def _bar(done: int, total: int, what: str) -> None:
+    """Progress on one line of a terminal, which the next thing printed finds empty."""
+    filled = 30 * done // total
+    end = "\r\033[K" if done == total else ""
+    line = f"\r\033[Klossless-kernels: {what:8} [{'#' * filled}{'.' * (30 - filled)}] {done}/{total}{end}"
+    print(line, end="", file=sys.stderr, flush=True)
+
+
 def _checked(model, rows, dtypes):
     """`rows` and `dtypes` as tuples, or None."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    check_model(model)
     for name, values in (("rows", rows), ("dtypes", dtypes)):
         if values is not None and (isinstance(values, str) or not isinstance(values, Iterable)):
             raise TypeError(f"{name}: expected a sequence, found {values!r}")
@@ -171,8 +184,8 @@ def _checked(model, rows, dtypes):
     return rows, dtypes
 
 
-class _Call:
-    """A call of one layer, with ones for everything, and of its gradients if it is of training."""
+class _WarmupCall:
+    """A call of one layer on tensors of ones and, in training, of its gradients."""
 
     def __init__(self, module, forward, device, dtype, shape, training):
         self.module, self.forward, self.device = module, forward, device
@@ -182,7 +195,7 @@ class _Call:
     def __call__(self):
         with (
             proof.undisturbed(self.device),
-            # Whether kernels are only asked for is of this thread. Inside, for leaving inference mode allows threads again.
+            # A dry run is one thread's. This comes after `undisturbed`: leaving inference mode allows threads again.
             torch.autograd.set_multithreading_enabled(False),
             torch.set_grad_enabled(self.training),
         ):
@@ -228,15 +241,19 @@ class _Call:
         return layer
 
 
-def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
-    """What the model's layers need; why layers were left out goes into `skipped`."""
+def _calls(model, rows, dtypes, training, skipped) -> Iterator[_WarmupCall]:
+    """The calls that warm up the model's layers; the reasons why layers are left out go into `skipped`."""
     layers = [(module, replaced(module)) for module in model.modules() if replaced(module) is not None]
+    found = obstacle(model)
+    if found is not None:
+        skipped[f"all: {found}; next: {found.step}"] = None
+        return
     if not layers:
         skipped[
-            "all: no layer carries a forward of this package: kernelize the model first, on the device of its kernels"
+            "all: no layer carries a forward of this package: kernelize the model first, by kernel.apply(model)"
         ] = None
     weights = [weight for module, _ in layers for weight in module._parameters.values() if weight is not None]
-    # Those without a weight are where the others are.
+    # A layer without a weight is on the device of the others.
     example = next(iter(weights), next(model.parameters(), None))
     usual = tuple(dict.fromkeys(weight.dtype for weight in weights)) or (
         (example.dtype,) if example is not None else ()
@@ -257,24 +274,24 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_Call]:
                 if dtype not in FLOAT_DTYPES:
                     skipped[f"{type(module).__name__}: {dtype} has no kernel"] = None
                     continue
-                key = (type(module), kind, dtype, *_told_apart(module), tensor.device)
+                key = (type(module), kind, dtype, *identity_of(module), tensor.device)
                 if key in seen:
                     continue
                 seen.add(key)
                 for of_training in (False, True)[: 1 + training]:
                     for shape in _SHAPES.get(layer, _any_shape)(weight, dtype, tensor.device, rows, of_training):
-                        yield _Call(module, forward, tensor.device, dtype, shape, of_training)
+                        yield _WarmupCall(module, forward, tensor.device, dtype, shape, of_training)
         except Outside as reason:
             skipped[f"{type(module).__name__}: {reason}"] = None
 
 
 def _any_shape(*_) -> list[tuple[int, int]]:
-    """Of layers without a weight: an activation's kernel is the same for every size that 16 bytes divide."""
+    """The shape for layers without a weight: an activation has one kernel for every size that 16 bytes divide."""
     return [(16, 4096)]
 
 
-def _told_apart(module):
-    """What beside its class tells a layer from another: its parameters, and attributes such as eps and the activation."""
+def identity_of(module):
+    """Parameters and attributes, such as eps and the activation, by which layers of one class differ."""
     parameters = ((name, p.shape, p.dtype, p.requires_grad) for name, p in module._parameters.items() if p is not None)
     plain = (float, int, bool, str)
     return (*parameters, *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
@@ -283,12 +300,11 @@ def _told_apart(module):
 def _compile(compilations, progress) -> None:
     """Compiles several kernels at a time.
 
-    In threads, for they share the tables that the launches look into, where processes would only leave files: Triton's
-    passes, LLVM and ptxas run without the interpreter's lock, four fifths of the time a kernel takes, and Triton
-    itself compiles in an executor of threads where `triton.AsyncCompileMode` is asked for. What fails fails again in the
-    proof, which tells why.
+    In threads, which share the tables that launches look into; processes would only leave files. Triton's passes, LLVM and ptxas
+    run without the interpreter's lock, four fifths of the time a kernel takes. `triton.AsyncCompileMode` compiles in an
+    executor of threads too. A compilation that fails here fails again in the verification, which tells why.
     """
-    # Two threads would each make the tables of a kernel, of which one is lost.
+    # Two threads would each make the tables of a kernel, and one would be lost.
     for compilation in compilations:
         tables = getattr(compilation.kernel, "device_caches", None)
         if tables is not None:

@@ -1,5 +1,5 @@
-"""What every op needs. Nothing here knows an op."""
+"""What every op needs. No module here knows an op."""
 
-# The package that the Hub ships, under whatever name it was loaded, and the Python module of the layers that replace others.
+# The package, under the name by which it was loaded, and its Python module of replacing layers.
 ROOT_PACKAGE = __package__.rsplit(".", 1)[0]
 LAYERS_MODULE = f"{ROOT_PACKAGE}.layers"

@@ -1,13 +1,12 @@
-"""The one table of calls: what a call resolved to, how the next one like it is recognised, and why no kernel took it.
+"""Tables of calls: how a recorded call is recognised, what it resolved to, and why no kernel took it.
 
 An op looks a call up in three steps, each slower than the one before:
 
-1. `Calls.recent` has the last call of the same subject. The op compares it where it stands, since a shared function would cost
-   0.2 us of 1.4.
+1. The op compares the subject's last call, in `Calls.recent`, inline: a shared function would cost 0.2 us of 1.4.
 2. `Calls.find` looks the call up by its key: the facts, and dtype, shape, strides and device of each tensor.
-3. `Calls.find` resolves a call that no table has: it checks the domain, asks for the proofs and binds the launches.
+3. `Calls.find` resolves a new call: it checks the domain, requests the proofs and binds the launches.
 
-The rule of all tables: every part of a key is among the facts that step 1 compares, or its tensor guard sees it.
+Step 1 must compare every part of the key, as a fact or by its tensor guard.
 """
 
 import operator
@@ -20,33 +19,30 @@ import torch
 from . import launch, proof
 from .torch_internals import tensor_guard
 
-# Calls that are not in a table yet; a None there means that the original forward runs.
+# Result of a lookup without an entry. An entry None means that the original forward runs.
 UNSEEN = object()
 _MAX_CALLS = 4096
 
 
 class Outside(Exception):
-    """No kernel takes these tensors, or replaces this forward.
-
-    The message is for reports. It holds nothing that differs from call to call, such as a sequence's length.
-    """
+    """No kernel takes these tensors or replaces this forward. Its message, for reports, has no sizes that vary."""
 
 
 class Failed(Outside):
-    """A kernel of the domain failed, or returned other bits: a warning says so, once for every kind of calls."""
+    """A kernel failed inside its domain or returned other bits. A warning says so once for each kind of call."""
 
 
 class Calls:
-    """What the calls of one function resolved to.
+    """The recorded calls of one function.
 
     Args:
-        resolve: `resolve(*tensors, *arguments)` returns what computes all calls of a key. It returns None if a kernel is not
-            proved, and raises `Outside` where there is none.
+        resolve: `resolve(*tensors, *arguments)` returns the function of all calls with a key. It returns None if a
+            kernel is not proved, and raises `Outside` if none exists.
 
     Attributes:
-        recent: by subject its last call, `(guard, *facts, compute)`. `guard(*tensors)` tells whether tensors are like those of
-            that call; facts are compared by identity; `compute` is the bound `__call__` of what the call resolved to.
-        resolved: by key.
+        recent: the last call of each subject, `(guard, *facts, compute)`. `guard(*tensors)` compares tensors with that
+            call's; facts are compared by identity; `compute` is the bound `__call__` of the resolved call.
+        resolved: resolved calls by key.
     """
 
     __slots__ = ("recent", "resolved", "_resolve", "__weakref__")
@@ -59,36 +55,36 @@ class Calls:
         Calls.every.add(self)
 
     def find(self, original: Callable, facts: tuple, tensors: tuple[torch.Tensor, ...], *arguments) -> Optional[Any]:
-        """What computes this call; None where the original must run.
+        """The function that computes this call; None if the original must run.
 
         Args:
             original: the forward that is replaced, for reports.
-            facts: all that decides beside the tensors' dtypes, shapes, strides and devices.
-            arguments: for `resolve`.
+            facts: what decides beside the tensors' dtypes, shapes, strides and devices.
+            arguments: passed on to `resolve`.
         """
         try:
             key = (facts, *[(tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in tensors])
             found = self.resolved.get(key, UNSEEN)
         except (RuntimeError, TypeError):
-            proof.outside(original, "tensors without strides, or an argument without a hash")
+            proof.record_refusal(original, "tensors without strides, or an argument without a hash")
             return None
         if found is UNSEEN:
             failure = None
             try:
                 found = self._resolve(*tensors, *arguments)
             except Outside as reason:
-                proof.outside(original, str(reason))
+                proof.record_refusal(original, str(reason))
                 found, failure = None, reason if isinstance(reason, Failed) else None
             remember(self.resolved, key, found)
-            if failure is not None:  # Last, for the warning may have been made an error.
+            if failure is not None:  # Last: a warnings filter may raise.
                 warnings.warn(f"lossless-kernels: {failure}", RuntimeWarning, stacklevel=4)
         return found
 
     def recognise(self, subject, call, facts: tuple, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Keeps what the subject's next call is recognised by.
+        """Records the call as the subject's last.
 
-        Calls of several subjects that resolved to the same share one entry, the norms of a model for example: one place in
-        memory that all of them read, and one guard to make when a sequence has another length.
+        Subjects whose calls resolved alike, such as the norms of a model, share one entry: one place in memory to read,
+        and one guard to make for a new sequence length.
         """
         entry = getattr(call, "recent", None)
         if entry is None or not (all(map(operator.is_, entry[1:], facts)) and entry[0](*tensors)):
@@ -104,11 +100,9 @@ class Calls:
 
 
 def remember(table: dict, key, found):
-    """Puts what a call resolved to into a table, and returns it.
-
-    Nothing is kept in a dry run. A refusal is not kept if it came up while a CUDA graph was captured: no proof could run.
-    """
-    if launch.is_asking() or (found is None and proof.is_capturing()):
+    """Stores a resolved call and returns it. Not stored are calls of a dry run, and refusals during a CUDA graph's
+    capture, which allows no proof."""
+    if launch.is_collecting() or (found is None and proof.is_capturing()):
         return found
     if len(table) >= _MAX_CALLS:
         table.clear()

@@ -1,4 +1,4 @@
-"""What the kernels may be called on at all. Everything else is computed by the original forward or the eager formula."""
+"""The domain of all kernels: tensors, devices, modules. Outside it the original forward or the eager formula runs."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -26,28 +26,28 @@ from .torch_internals import (
 )
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of a layer that is not asked for its `__dict__`.
+# The `__dict__` of a layer whose state plays no part.
 NO_STATE: Mapping = {}
-# A subclass may mean something else by every operation on it.
+# Subclasses may redefine every operation.
 PLAIN_TYPES = frozenset((torch.Tensor, Parameter))
 _KERNEL_DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 
 def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether kernels may be called on what these two tensors' memory holds.
+    """Whether kernels may read these two tensors' memory.
 
-    Not on subclasses, lazily negated tensors or zeros without memory, and not while somebody watches or rewrites every operation: functorch,
-    forward-mode AD, torch.jit.trace and dispatch modes do not see a kernel, so the operations they know must run.
+    They may not read subclasses, lazily negated tensors and zeros without memory. Functorch, forward-mode AD,
+    torch.jit.trace and dispatch modes do not see kernels: eager operations run under them.
     """
     return _are_plain(first, second) and not dispatch_modes()
 
 
 def are_ours(first: torch.Tensor, second: torch.Tensor, needs_grad: bool) -> bool:
-    """Whether a layer's call on these tensors is for us to compute: plain ones, and in a checkpoint also if modes watch.
+    """Whether this package computes a layer's call: tensors are plain; in a checkpoint dispatch modes are allowed.
 
-    The mode may watch one of both computations of a checkpointed block alone (in a FLOP counter's `with` there is often the
-    forward pass and not the backward pass, which computes the block again), and both must save the same tensors. So our
-    autograd functions run, and compute the formula under a mode.
+    Both computations of a checkpointed block must save the same tensors, and a mode may be active in one alone: a FLOP
+    counter's `with` often holds the forward pass only. Our autograd functions run in both; under a mode they compute
+    the formula.
     """
     return _are_plain(first, second) and (not dispatch_modes() or (needs_grad and is_checkpointed()))
 
@@ -70,47 +70,46 @@ def _are_plain(first, second) -> bool:
     )
 
 
-def are_dense(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether these are tensors of no subclass and not nested: those that the function of `same_tensors` may be asked about."""
+def have_strides(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a tensor guard may be called on these: neither is of a subclass or nested."""
     return type(first) in PLAIN_TYPES and type(second) in PLAIN_TYPES and not first.is_nested and not second.is_nested
 
 
 def gradients_apart(function: Callable, inputs: Sequence, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What autograd sends into the inputs of `function(*inputs)`, and into nothing else that they are made of.
+    """The gradients of `function(*inputs)` with respect to its inputs alone, differentiable if gradients are enabled.
 
-    By new names of the inputs: hooks on them are for the gradients that arrive in the end, and one may be made of another. Where
-    gradients are enabled, these can be differentiated in turn.
+    They are taken at views: hooks on an input expect its final gradient, and one input may depend on another.
     """
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
-        names = [each.view_as(each) if differentiable else each.detach() for each in inputs]
-        names = [each if each.requires_grad else each.requires_grad_() for each in names]
-        return torch.autograd.grad(function(*names), names, dy, create_graph=differentiable)
+        views = [each.view_as(each) if differentiable else each.detach() for each in inputs]
+        views = [each if each.requires_grad else each.requires_grad_() for each in views]
+        return torch.autograd.grad(function(*views), views, dy, create_graph=differentiable)
 
 
 def under_transform() -> bool:
-    """Whether functorch or forward-mode AD is at work: asked at trace time, where tensors do not tell."""
+    """Whether functorch or forward-mode AD is active; used at trace time, where tensors do not show it."""
     return functorch_level() is not None or forward_ad._current_level >= 0
 
 
 def is_watched() -> bool:
-    """Whether functorch, forward-mode AD or torch.jit.trace would take part in a proof made now: no time for a verdict."""
+    """Whether functorch, forward-mode AD or torch.jit.trace would interfere with a proof."""
     return under_transform() or tracing_state() is not None
 
 
-def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """The saved-tensor hook of proofs, which no hook outside is to reach into."""
+def identity_hook(tensor: torch.Tensor) -> torch.Tensor:
+    """The saved-tensor hook of proofs; it shields them from outer hooks."""
     return tensor
 
 
 def is_checkpointed() -> bool:
-    """Whether autograd hands what it saves to hooks, as in a block that is computed again in the backward pass."""
+    """Whether saved-tensor hooks are active, as in a block that the backward pass computes again."""
     hooks = saved_tensor_hooks(True)
-    return hooks is not None and hooks[0] is not as_it_is
+    return hooks is not None and hooks[0] is not identity_hook
 
 
 def has_global_hooks() -> bool:
-    """Whether somebody has hooks on the calls of all modules."""
+    """Whether hooks on the calls of all modules exist."""
     return bool(
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
@@ -120,13 +119,8 @@ def has_global_hooks() -> bool:
 
 
 def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
-    """Whether calling the module is calling its class's forward, or that of this package in its place, and nothing else.
-
-    Not with hooks, not if it is compiled by itself, and not if somebody else put a forward of his own there.
-
-    Args:
-        whatever_hooks: leave hooks out of account.
-    """
+    """Whether a call of the module runs only its class's forward or this package's: no hooks (`whatever_hooks` ignores
+    them), no `compile()`, no other forward of its own."""
     state = module.__dict__
     if (
         not whatever_hooks
@@ -150,18 +144,18 @@ def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
     if not isinstance(bound, MethodType):
         return False
     function = bound.__func__
-    # Somebody may have put another module's there, or one that says it is what it wraps.
+    # It may be another module's forward, or a wrapper with the name of what it wraps.
     if not is_dynamo_compiling() and (bound.__self__ is not module or hasattr(function, "__wrapped__")):
         return False
-    # `kernelize` binds the class's own where it has no kernel. In this way TorchDynamo of torch 2.11 can tell, too.
+    # `kernelize` binds the class's own forward where it has no kernel. TorchDynamo of torch 2.11 can trace this.
     return function.__module__ == LAYERS_MODULE or function is type(module).forward
 
 
 def keeps_its_saved_tensors(module: torch.nn.Module) -> bool:
-    """Whether autograd saves the same tensors when the module is called as when its kernel is called in its place.
+    """Whether a call of the module and its kernel save the same tensors.
 
-    In a checkpoint it must: hooks, of which FLOP counters put some on all modules, may be there in one of both computations
-    of a block only, and have the module called. So there the module's own forward must be this package's.
+    A checkpoint requires it: hooks, which FLOP counters put on all modules, have the module called, and may exist in
+    only one of a block's two computations. In a checkpoint the module's own forward must therefore be this package's.
     """
     if is_dynamo_compiling() or not is_checkpointed():
         return True
@@ -174,7 +168,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on where kernels run. Other devices, "meta" for one, need not know of autocast."""
+    """Whether autocast is on where kernels run. Other devices, such as "meta", may not support autocast."""
     return device.type == _KERNEL_DEVICE and torch.is_autocast_enabled(_KERNEL_DEVICE)
 
 
@@ -187,16 +181,15 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
 
 
 def allocator(shape, strides, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A function that returns a new tensor like this, with whatever its memory held before, and a kernel writes to all of it.
+    """A function that returns a new uninitialised tensor, which a kernel must fill.
 
-    For calls that no dispatch mode watches: neither one nor a profiler sees it, and nothing is filled by
-    `torch.use_deterministic_algorithms`.
+    Dispatch modes and profilers do not see it, and `torch.use_deterministic_algorithms` does not fill it.
     """
     shape, strides = tuple(shape), tuple(strides)
-    anywhere = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+    on_any_device = functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
     if device.type != "cuda" or empty_strided_cuda is None:
-        return anywhere
-    here = functools.partial(empty_strided_cuda, shape, strides, dtype)
+        return on_any_device
+    on_current_device = functools.partial(empty_strided_cuda, shape, strides, dtype)
     if torch.cuda.device_count() == 1:
-        return here
-    return lambda: here() if current_device() == device.index else anywhere()
+        return on_current_device
+    return lambda: on_current_device() if current_device() == device.index else on_any_device()

@@ -1,8 +1,8 @@
-"""What a forward may ask of its module, and which functions it calls: read from its bytecode.
+"""Reads from a forward's bytecode which attributes of its module it depends on and which functions it calls.
 
-A verdict is about a class's code, shown on a stand-in that was made without the class's constructor. So the forward must read
-nothing but attributes that every instance has. The functions that it calls by name are part of the verdict, since
-each of them can be replaced.
+A proof runs a class's forward on a stand-in, made without the class's constructor. Its verdict holds for all instances
+if the forward depends only on attributes that every instance has. The functions that the forward calls by name are part
+of the verdict, since each can be replaced.
 """
 
 import dis
@@ -18,30 +18,25 @@ from torch import nn
 from . import ROOT_PACKAGE
 from .domain import NO_STATE
 
-# What a forward may read beside its arguments without a stand-in showing it, and what a proof has its own way.
-_UNSEEN_BY_A_STAND_IN = frozenset(
+# Names by which a forward depends on more than a stand-in's attributes, or on modes that a proof sets itself.
+_HIDDEN_NAMES = frozenset(
     "training getattr hasattr vars super __dict__ __class__ __getattr__ __dir__ _parameters _buffers _modules parameters "
     "named_parameters buffers named_buffers modules named_modules children named_children state_dict is_autocast_enabled "
     "get_autocast_dtype get_autocast_gpu_dtype is_grad_enabled is_inference_mode_enabled is_inference".split()
 )
-
-
 _MISSING = object()
-# Of such types a default or a fixed argument owns nothing and never changes.
+# Types of defaults and bound arguments that own nothing and never change.
 CONSTANTS = (type(None), bool, int, float, str)
 
 
-def is_shown(function: Callable) -> bool:
-    """Whether a stand-in for a module shows all that the function may ask of the module: attributes it must have.
-
-    Such a function owns neither a tensor nor a class, so tables may keep it.
-    """
+def reads_only_attributes(function: Callable) -> bool:
+    """Whether the function depends only on its module's attributes. Tables may keep it: it owns no tensor or class."""
     return _attributes_read(function) is not None
 
 
 def owns_nothing(function: FunctionType) -> bool:
-    """Whether closure and defaults hold constants and functions of that kind alone: tables may keep such a function."""
-    if function.__module__.split(".")[0] == ROOT_PACKAGE.split(".")[0]:  # Its own package's formulas.
+    """Whether closure and defaults hold only constants and functions of this kind: tables may keep such a function."""
+    if function.__module__.split(".")[0] == ROOT_PACKAGE.split(".")[0]:
         return True
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -52,13 +47,11 @@ def owns_nothing(function: FunctionType) -> bool:
 
 
 _LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
-
-
 _read: MutableMapping[Callable, Optional[frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 def _attributes_read(function: Callable) -> Optional[frozenset[str]]:
-    """What `_find_attributes` finds; the same function is not looked into again."""
+    """`_find_attributes(function)`, cached."""
     if not isinstance(function, FunctionType):
         return None
     found = _read.get(function, _MISSING)
@@ -68,17 +61,17 @@ def _attributes_read(function: Callable) -> Optional[frozenset[str]]:
 
 
 def _find_attributes(function: FunctionType) -> Optional[frozenset[str]]:
-    """The attributes that the function asks of its first argument, a module; None if it may ask for more than attributes.
+    """The attributes that the function reads of its first argument, a module; None if it may depend on more.
 
-    It asks for more if it catches what is raised where there are none, or hands the module on: to `isinstance`, say, to another
-    function, or to one that is written inside of this one.
+    It does if it catches exceptions, which a missing attribute raises, or passes the module on: to `isinstance`, to
+    another function, or to a nested function.
     """
     if hasattr(function, "__wrapped__"):
         return None
     code = function.__code__
-    if not owns_nothing(function) or not _UNSEEN_BY_A_STAND_IN.isdisjoint(code.co_names):
+    if not owns_nothing(function) or not _HIDDEN_NAMES.isdisjoint(code.co_names):
         return None
-    if not code.co_argcount:  # `*arguments`, the module among them.
+    if not code.co_argcount:  # `*arguments` hold the module.
         return None
     module = code.co_varnames[0]
     if module in code.co_cellvars or getattr(code, "co_exceptiontable", b""):
@@ -86,9 +79,9 @@ def _find_attributes(function: FunctionType) -> Optional[frozenset[str]]:
     attributes = set()
     instructions = [*dis.get_instructions(code)]
     for instruction, following in zip(instructions, instructions[1:]):
-        if instruction.opname.startswith("SETUP_"):  # How Python 3.10 begins what may catch.
+        if instruction.opname.startswith("SETUP_"):  # Python 3.10's `try` and `with`.
             return None
-        # From 3.13 on one instruction may load or store two.
+        # From Python 3.13 on one instruction may load or store two variables.
         used = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         if "FAST" in instruction.opname and module in used:
             loads_it_last = instruction.opname.endswith(_LOADS) and module not in used[:-1]
@@ -99,21 +92,18 @@ def _find_attributes(function: FunctionType) -> Optional[frozenset[str]]:
 
 
 class Helper(NamedTuple):
-    """A function that a forward calls by name: a method of its class or, with `namespace`, a function of its Python module."""
+    """A function that a forward calls by name: a method of its class, or a global in `namespace`."""
 
     namespace: Optional[dict]
     name: str
     function: FunctionType
 
 
-NO_HELPERS: tuple[Helper, ...] = ()
-
-
 _helpers: MutableMapping[Callable, tuple[Helper, ...]] = weakref.WeakKeyDictionary()
 
 
 def helpers_of(function: Callable) -> tuple[Helper, ...]:
-    """The functions of its own Python module that a function calls by name now, and those that these call."""
+    """The functions of its Python module that a function calls by name at present, directly or through one another."""
     helpers = _helpers.get(function)
     if helpers is None or not are_current(helpers):
         helpers = _helpers[function] = _find_helpers(function)
@@ -135,12 +125,7 @@ def _find_helpers(function) -> tuple[Helper, ...]:
 
 
 def are_current(helpers: tuple[Helper, ...], owner: Optional[type] = None, state: Mapping = NO_STATE) -> bool:
-    """Whether the helpers of a forward are still what it calls.
-
-    Args:
-        owner: the class of the forward.
-        state: `__dict__` of the module: an attribute of its own comes before a method of its class.
-    """
+    """Whether `owner`'s forward still calls these helpers. `state` is the module's `__dict__`, which hides methods."""
     for namespace, name, function in helpers:
         found = getattr(owner, name, None) if namespace is None else namespace.get(name)
         if found is not function or (namespace is None and name in state):
@@ -148,19 +133,15 @@ def are_current(helpers: tuple[Helper, ...], owner: Optional[type] = None, state
     return True
 
 
-def _nothing() -> None: ...
-
-
 class Code:
-    """The forward of a class and what it calls: what a verdict on the class is about.
+    """The forward of a class and the functions it calls: the subject of a verdict on the class.
 
-    It goes with the class: tables keep neither a class nor what owns one.
+    Tables do not keep the class alive.
 
     Attributes:
-        functions: the forward and its helpers. None where a stand-in of the class need not compute what its instances do:
-            the forward asks for more than attributes every instance must have.
+        functions: the forward and its helpers; None if the forward depends on more than its module's attributes.
         helpers: the methods of the class, and the functions of its Python module, that the forward calls.
-        memo: what is known of the class: for as long as it, its forward and its helpers are what they were.
+        memo: results about the class, valid while its forward and helpers stay the same.
     """
 
     __slots__ = ("_owner", "_forward", "_absent", "functions", "helpers", "memo")
@@ -169,14 +150,15 @@ class Code:
         self._owner = weakref.ref(owner, forgotten)
         try:
             self._forward = weakref.ref(owner.forward)
-        except TypeError:  # What is no function: the class is looked at again every time.
-            self._forward = _nothing
+        except TypeError:  # It is no function: every call inspects the class anew.
+            self._forward = lambda: None
         self._absent: tuple[str, ...] = ()
-        self.functions, self.helpers, self.memo = None, NO_HELPERS, {}
-        self._look_at(owner)
+        self.helpers: tuple[Helper, ...] = ()
+        self.functions, self.memo = None, {}
+        self._inspect(owner)
 
-    def _look_at(self, owner) -> None:
-        # A class that has an answer for attributes its instances lack gives a stand-in another one.
+    def _inspect(self, owner) -> None:
+        # A stand-in may get other values from these methods than an instance.
         if any(
             getattr(owner, name, None) is not getattr(nn.Module, name, None)
             for name in ("__getattr__", "__getattribute__")
@@ -203,7 +185,7 @@ class Code:
         self.helpers, self._absent = tuple(helpers), tuple(absent)
 
     def is_of(self, owner: type) -> bool:
-        """Whether the class is the one that was looked at, with the same forward and helpers."""
+        """Whether `owner` is the inspected class, with the same forward and helpers."""
         return (
             self._owner() is owner
             and self._forward() is owner.forward
@@ -211,23 +193,22 @@ class Code:
         )
 
     def is_complete(self, owner: type) -> bool:
-        """Whether the class still has no member in the place of what its forward takes from the module."""
+        """Whether the class still has no member with the name of an instance attribute that its forward reads."""
         return not any(hasattr(owner, name) for name in self._absent)
 
 
-# By the identity of the class, as long as it lives.
+# By the identity of the class, while it lives.
 _codes: dict[int, Code] = {}
 
 
 def code_of(owner: type) -> Code:
-    """The code of `owner` as it is now.
-
-    By functions and not by class, since FSDP2 makes a class of its own for every one it wraps, and somebody may give a class
-    another forward.
-    """
+    """The present code of `owner`, whose forward can be replaced at any time."""
     code = _codes.get(id(owner))
-    if code is None or not code.is_of(owner):
-        code = _codes[id(owner)] = Code(owner, functools.partial(_forget, id(owner)))
+    return code if code is not None and code.is_of(owner) else _inspected(owner)
+
+
+def _inspected(owner) -> Code:
+    code = _codes[id(owner)] = Code(owner, functools.partial(_forget, id(owner)))
     return code
 
 
@@ -236,17 +217,20 @@ def _forget(number: int, _: weakref.ref) -> None:
 
 
 def functions_of(owner: type, state: Mapping = NO_STATE) -> Optional[tuple[Callable, ...]]:
-    """`Code.functions` of the class, for keys; None too if a module with this `__dict__` has a helper of its own."""
+    """`Code.functions` of the class; None if a module with this `__dict__` has its own attribute in a helper's place.
+
+    Verdicts have functions as keys, not the class: FSDP2 makes a new class for each class that it wraps.
+    """
     code = code_of(owner)
     if not code.is_complete(owner):
-        code = _codes[id(owner)] = Code(owner, functools.partial(_forget, id(owner)))
+        code = _inspected(owner)
     if state and any(helper.namespace is None and helper.name in state for helper in code.helpers):
         return None
     return code.functions
 
 
 def function_behind(forward: Callable) -> Callable:
-    """The function that `kernels` made a module of, from the forward of that module; any other forward itself."""
+    """The function that `kernels` wrapped in a module, given that module's forward; any other forward itself."""
     code, closure = getattr(forward, "__code__", None), getattr(forward, "__closure__", None)
     if not closure or code.co_freevars != ("func",) or forward.__module__ != "kernels.layer.layer":
         return forward

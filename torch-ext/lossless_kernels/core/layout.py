@@ -1,4 +1,4 @@
-"""Which tensors a row kernel can walk, and the strides of what eager would have returned for them."""
+"""Layouts of rows in memory, and the strides of eager's outputs."""
 
 import functools
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .torch_internals import no_modes
 
 
 def contiguous_strides(shape):
-    """The strides that a freshly allocated contiguous tensor of this shape has."""
+    """The strides of a new contiguous tensor of this shape."""
     strides = []
     step = 1
     for size in reversed(shape):
@@ -21,10 +21,10 @@ def contiguous_strides(shape):
 
 
 def rows_in_memory(shape, strides):
-    """How a strided tensor looks as a matrix [rows, shape[-1]] in memory order.
+    """A strided tensor as a matrix [rows, shape[-1]] in memory order: `(rows, row_stride, order)`.
 
-    Returns `(rows, row_stride, order)`, where `order` names the leading dimensions longer than 1 from the slowest to the
-    fastest in memory, or None if the last dimension is not contiguous or the leading ones do not share one row stride.
+    `order` has the leading dimensions longer than 1, from the slowest to the fastest in memory. None if the last
+    dimension is not contiguous or the leading ones do not share one row stride.
     """
     *leading, columns = zip(shape, strides)
     if columns[1] != 1 and columns[0] != 1:
@@ -41,7 +41,7 @@ def rows_in_memory(shape, strides):
 
 
 def row_number_strides(shape, order):
-    """Strides over the leading dimensions that number the rows in `order`, from the slowest dimension to the fastest."""
+    """Strides over the leading dimensions that number the rows in `order`, slowest dimension first."""
     strides = [1] * (len(shape) - 1)
     rows = 1
     for dim in reversed(order):
@@ -54,17 +54,17 @@ _MAX_LEVELS = 3
 
 
 def row_levels(shape, order, *strides):
-    """How to find row r, counted in `order`, in several tensors whose own orders may differ.
+    """Index levels by which a kernel finds row r, counted in `order`, in tensors whose memory orders differ.
 
     Args:
-        shape: of all tensors, the row itself last.
+        shape: the tensors' shape; rows are the last dimension.
         order: the leading dimensions longer than 1, from the slowest to the fastest.
-        strides: for each tensor, those of the leading dimensions at least.
+        strides: for each tensor, at least the strides of the leading dimensions.
 
     Returns:
-        `(levels, inner, middle, offsets)`: r falls into an outer, a middle and an inner index, `inner` and `middle` long;
-        `offsets` has the three strides of each tensor. With one level only the outer one counts. None where three levels
-        do not do.
+        `(levels, inner, middle, offsets)`: r splits into an outer, a middle and an inner index; `inner` and `middle`
+        are the lengths of the last two, and `offsets` has each tensor's three strides. One level has the outer index
+        only. None if three levels do not suffice.
     """
     merged = []
     for dim in order:
@@ -78,19 +78,14 @@ def row_levels(shape, order, *strides):
     if len(merged) > _MAX_LEVELS:
         return None
     nothing = (1, (0,) * len(strides))
-    if len(merged) <= 1:
-        (_, outer), middle, inner = (merged or [nothing])[0], nothing, nothing
-        levels = 1
-    else:
-        (_, outer), *rest = merged
-        middle, inner = rest if len(rest) == 2 else (nothing, *rest)
-        levels = _MAX_LEVELS
+    (_, outer), *rest = merged or [nothing]
+    middle, inner = [nothing, nothing, *rest][-2:]
     offsets = tuple(zip(outer, middle[1], inner[1]))
-    return levels, inner[0], middle[0], offsets
+    return _MAX_LEVELS if rest else 1, inner[0], middle[0], offsets
 
 
 def is_dense(shape, strides) -> bool:
-    """Whether the elements fill a contiguous piece of memory, in whatever order of dimensions."""
+    """Whether the elements fill a contiguous piece of memory, in any order of dimensions."""
     step = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides) if size != 1):
         if stride != step:
@@ -100,19 +95,19 @@ def is_dense(shape, strides) -> bool:
 
 
 def is_same_order(shape, strides, others) -> bool:
-    """Whether two dense layouts put the elements into the same order."""
+    """Whether two dense layouts have the same memory order."""
     return all(size == 1 or ours == other for size, ours, other in zip(shape, strides, others))
 
 
-# Of a tensor with dimensions of length 1 whose strides the CPU is asked for.
+# The largest tensors for which `stand_ins` uses the CPU.
 _FEW_ELEMENTS = 1 << 18
 
 
 def stand_ins(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of these dtypes, shapes and strides, by which the strides of eager's results are found out.
+    """Tensors of these dtypes, shapes and strides, whose results have eager's strides.
 
-    They are on the meta device, where it costs nothing. But PyTorch's meta kernels keep strides of dimensions of length 1 that
-    those of the CPU and of CUDA do not: with such dimensions the tensors are on the CPU, unless they are large.
+    They are on the meta device, where operations cost nothing, or on the CPU if they are small and have dimensions of
+    length 1: PyTorch's meta kernels keep strides of such dimensions that CPU and CUDA kernels do not.
     """
     on_cpu = any(1 in tensor.shape for tensor in tensors) and max(each.numel() for each in tensors) <= _FEW_ELEMENTS
     device = "cpu" if on_cpu else "meta"
@@ -121,19 +116,17 @@ def stand_ins(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Output:
-    """Strides and dtype of what eager returns for a call's arguments, and memory for it."""
+    """Strides and dtype of eager's output for a call; `empty()` allocates one on the first argument's device."""
 
     strides: tuple[int, ...]
     dtype: torch.dtype
-    # A new one, on the first argument's device.
     empty: Callable[[], torch.Tensor]
 
     @classmethod
     def of(cls, formula: Callable, *arguments: torch.Tensor, dtype: Optional[torch.dtype] = None) -> "Output":
-        """The output of `formula(*arguments)`, whose shape is the first argument's, found out without data or device.
+        """The output of `formula(*arguments)`, in the first argument's shape, found without computing on data.
 
-        Args:
-            dtype: the output's; by default that to which the arguments' are promoted.
+        The default dtype is the arguments' promoted dtype.
         """
         first = arguments[0]
         if dtype is None:

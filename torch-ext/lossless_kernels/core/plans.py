@@ -1,8 +1,8 @@
-"""Launch plans as data: what `scripts/tune.py` found to be the fastest, read from `plans/*.json`.
+"""Tuned launch configurations ("plans"), which `scripts/tune.py` found to be fastest, from `plans/*.json`.
 
-A plan changes the time that a kernel takes and never the order of its additions. A file is for the GPUs of one major
-compute capability; for all others, and for what no file names, the families have plans of their own, computed from the
-shape. A malformed file or entry counts as missing; `scripts/plan_files.py` describes the files and says what is wrong.
+A plan changes a kernel's time, never its reduction order. A file is for the GPUs of one major compute capability.
+Without an entry an op computes a default plan from the shape. A malformed file or entry counts as missing;
+`scripts/plan_files.py` describes the format and names errors.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ FOLDER = Path(__file__).parent.parent / "plans"
 
 @dataclass(frozen=True)
 class Gpu:
-    """What plans are chosen by, and how many programs run at once.
+    """The properties of a GPU that choose plans and limit concurrent programs. The interpreter has the H200's defaults.
 
     Args:
-        compute_capability: the major one; None where there is none, as on ROCm and in Triton's interpreter.
-        shared_memory: bytes, the most that a program can have.
-        multiprocessors: those of an H200 by default, for Triton's interpreter, as `threads`.
-        threads: of a multiprocessor, at most.
+        compute_capability: the major number; None on ROCm and in Triton's interpreter.
+        shared_memory: the largest size for a program, in bytes.
+        multiprocessors: their number.
+        threads: the most threads of a multiprocessor.
     """
 
     compute_capability: Optional[int]
@@ -44,16 +44,16 @@ def gpu(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return UNKNOWN
     properties = torch.cuda.get_device_properties(device)
-    # ROCm has numbers of the same form that mean other GPUs.
+    # ROCm's numbers mean other GPUs.
     capability = properties.major if torch.version.hip is None else None
-    # What a program may ask for; without asking, every GPU has so much.
+    # The opt-in maximum; every GPU has 48 KiB without opting in.
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
     threads = properties.max_threads_per_multi_processor
     return Gpu(capability, shared_memory, properties.multi_processor_count, threads)
 
 
 def tuned(plan_class: type, gpu: Gpu, op: str, hidden_size: Optional[int], rows: int, element_size: int):
-    """The plan for so many rows, a `plan_class`; None if no file of this GPU's kind has one with the fields of that class."""
+    """The plan for `rows` rows, a `plan_class`; None if no file for this GPU has one with the fields of that class."""
     types = {field.name: field.type for field in fields(plan_class)}
     for covered, values in _entries(gpu.compute_capability).get((op, hidden_size, element_size), ()):
         if rows in covered and {name: type(value) for name, value in values.items()} == types:
@@ -61,8 +61,8 @@ def tuned(plan_class: type, gpu: Gpu, op: str, hidden_size: Optional[int], rows:
     return None
 
 
-def turning_points(gpu: Gpu, op: str, hidden_size: Optional[int], element_size: int) -> set[int]:
-    """The numbers of rows from which on another plan may hold."""
+def plan_boundaries(gpu: Gpu, op: str, hidden_size: Optional[int], element_size: int) -> set[int]:
+    """The numbers of rows at which another plan may begin."""
     entries = _entries(gpu.compute_capability).get((op, hidden_size, element_size), ())
     return {rows for covered, _ in entries for rows in (covered.start, covered.stop) if rows < sys.maxsize}
 
@@ -72,7 +72,7 @@ def _entries(compute_capability: Optional[int]) -> dict[tuple, list[tuple[range,
     """The rows and fields of every plan for these GPUs, by op, hidden size and element size."""
     found: dict[tuple, list[tuple[range, dict[str, Any]]]] = {}
     malformed = OSError, ValueError, TypeError, KeyError, RecursionError
-    # A package may lie in an archive or without its data: then there are no files.
+    # A package in an archive or without its data has no files.
     for path in sorted(FOLDER.glob("*.json")) if compute_capability is not None else ():
         with contextlib.suppress(*malformed):
             content = json.loads(path.read_text(encoding="utf-8"))

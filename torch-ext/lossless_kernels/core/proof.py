@@ -1,12 +1,11 @@
-"""The one place that decides whether a kernel may replace a layer's arithmetic.
+"""Decides by verification whether a kernel may replace a layer's arithmetic.
 
-Two proofs, on synthetic data on the machine at hand, each once a process. The formula proof finds out which of the known
-formulas a forward function computes, outputs and gradients, in torch operations. The order proof then lets the kernel return the
-bits of that forward function and of the fp32 statistics inside it. Until then, and for ever if it does not, the original
-forward runs.
+Two proofs run on synthetic data on the user's machine, each once a process. The formula proof finds the known formula
+that a forward function computes: its torch operations return the same outputs and gradients. The order proof compares
+the kernel's bits with those of the forward function and of its fp32 statistics. The original runs until both pass.
 
-`LOSSLESS_PROOF` sets the policy: `on` (default), `off` (no order proof: for Triton's interpreter, whose CPU tensors eager sums
-in another order than CUDA's) or `strict` (raise instead of falling back).
+`LOSSLESS_PROOF` sets the policy: `on` (default), `off` (no order proof, for Triton's interpreter: eager sums CPU
+tensors in another order than CUDA tensors) or `strict` (raise instead of falling back).
 """
 
 import contextlib
@@ -23,8 +22,8 @@ import torch
 from torch import nn
 
 from . import LAYERS_MODULE, launch
-from .domain import as_it_is, is_watched
-from .torch_internals import graph_task, no_modes, saved_tensor_hooks_enabled
+from .domain import identity_hook, is_watched
+from .torch_internals import graph_task, no_modes, other_arithmetic, saved_tensor_hooks_enabled
 
 _POLICIES = ("on", "off", "strict")
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,12 +31,12 @@ _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Subject:
-    """What a proof is about.
+    """The subject of a proof.
 
     Args:
-        original: the forward function that is to be replaced.
-        device: where the kernel runs.
-        where: dtypes and sizes, for people to read.
+        original: the forward function to be replaced.
+        device: the kernel's device.
+        where: dtypes and sizes, in words.
         formula: what the kernel computes.
     """
 
@@ -56,9 +55,9 @@ class Verdict:
 
     Args:
         reason: why the original forward keeps running; None if it is replaced.
-        chosen: the formula that was recognised.
-        seconds: the time it took, without what Triton took to compile.
-        bytes: device memory that it held when it compared.
+        chosen: the recognised formula.
+        seconds: the proof's time without Triton's compilations.
+        bytes: the most device memory that it held at a comparison.
     """
 
     subject: Subject
@@ -71,20 +70,20 @@ class Verdict:
         return self.reason is None
 
 
-# The oldest are dropped, and proved again if they are asked for.
+# The oldest are dropped, and proved again when needed.
 _verdicts: dict[Hashable, Verdict] = {}
 _MAX_VERDICTS = 4096
-# Forward functions whose kernel is proved as another function's.
-_relying: MutableMapping[Callable, weakref.WeakSet] = weakref.WeakKeyDictionary()
-# Forward functions that met tensors no kernel takes: the reasons, so many of each.
-_outside: MutableMapping[Callable, set[str]] = weakref.WeakKeyDictionary()
+# By forward function, the functions whose verdicts it depends on.
+_dependencies: MutableMapping[Callable, weakref.WeakSet] = weakref.WeakKeyDictionary()
+# By forward function, reasons why it ran on tensors that no kernel takes.
+_refusals: MutableMapping[Callable, set[str]] = weakref.WeakKeyDictionary()
 _MAX_REASONS = 32
 _warned: MutableSet[Callable] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
 class LosslessProofError(RuntimeError):
-    """Raised under `LOSSLESS_PROOF=strict` where a kernel did not return the bits of the original forward."""
+    """Raised under `LOSSLESS_PROOF=strict` if a kernel does not return the bits of the original forward."""
 
 
 def policy() -> str:
@@ -96,9 +95,9 @@ def policy() -> str:
 
 
 def differing(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Number of elements, as a 0-dimensional tensor, whose bits differ; a NaN equals any NaN.
+    """The number of elements whose bits differ, as a 0-dimensional tensor; NaNs are equal.
 
-    Tensors of different shape, dtype or strides differ everywhere.
+    Tensors of different shape, dtype or strides differ in all elements.
     """
     if not _are_alike(actual, expected):
         return torch.tensor(max(actual.numel(), 1), device=actual.device)
@@ -112,18 +111,18 @@ def _are_alike(actual, expected) -> bool:
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether the GPU's memory was full. Triton and CUDA, which load a kernel at its first launch, say so in words alone."""
+    """Whether the GPU's memory was full. Triton and CUDA say so in the message if a kernel does not load."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 _anomaly_lock = threading.Lock()
-# Proofs under way, and whether anomaly mode was on, and checked for NaN, when the first of them began.
+# The number of running proofs; whether anomaly mode was on, and checked for NaN, when the first of them began.
 _anomaly = {"proofs": 0, "before": (False, True)}
 
 
 @contextlib.contextmanager
 def _without_anomaly_mode() -> Iterator[None]:
-    """NaNs are among the inputs of proofs. The mode is the process's, and proofs of several threads may overlap."""
+    """Disables anomaly mode, since proofs have NaN inputs. The process has one mode; proofs in threads may overlap."""
     with _anomaly_lock:
         if _anomaly["proofs"] == 0:
             _anomaly["before"] = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -140,31 +139,31 @@ def _without_anomaly_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Neither the caller's grad mode, autocast, modes, saved-tensor hooks (checkpointing) nor anomaly mode reach into a proof."""
+    """Shields a proof from the caller's grad mode, autocast, modes, saved-tensor hooks (checkpoints), anomaly mode."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         if saved_tensor_hooks_enabled():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(identity_hook, identity_hook))
         stack.enter_context(_without_anomaly_mode())
         yield
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
-    """A source of random numbers apart from the global ones, which a proof leaves as they are."""
+    """A random generator of a proof's own; the global ones stay untouched."""
     return torch.Generator(device).manual_seed(seed)
 
 
-# Of a forward that a stand-in cannot show.
-UNSHOWN = "a forward that asks for more than every instance must have"
+# Reasons of refusals.
+HIDDEN_DEPENDENCY = "its forward depends on more than its module's attributes"
 NOT_PLAIN = "tensors of a subclass or without memory, or under a transform, a trace or a dispatch mode"
-INFERENCE_TENSORS = "gradients of what an inference tensor has a part in"
+INFERENCE_TENSORS = "gradients of a computation with an inference tensor"
 
 
 class Part(nn.Module):
-    """A module inside of a stand-in: whoever has hooks on the calls of all modules is not told of its calls."""
+    """A module inside a stand-in. Its calls run no hooks, those on all modules included."""
 
     def __call__(self, *arguments, **named):
         return self.forward(*arguments, **named)
@@ -174,30 +173,29 @@ Comparison = tuple[str, torch.Tensor, torch.Tensor]
 Comparisons = Callable[[], Iterable[Comparison]]
 
 
-def admits(key: Hashable, subject: Subject, comparisons: Comparisons) -> bool:
-    """The order proof: whether the kernel behind `key` has proved equal, proving it at the first call.
+def kernel_is_proved(key: Hashable, subject: Subject, comparisons: Comparisons) -> bool:
+    """The order proof: whether the kernel's bits equal eager's. The first call runs the proof.
 
     Args:
-        key: what the verdict is for; one verdict a process.
-        subject: what reports and the warning name.
-        comparisons: yields `(what, kernel's tensor, eager's tensor)`, every one of which must be equal bit for bit. They may
-            be compared after all have been yielded, so none is written to again.
+        key: identifies the kernel; it gets one verdict a process.
+        subject: named in reports and the warning.
+        comparisons: yields `(what, kernel's tensor, eager's tensor)`, which must be equal bit for bit. Tensors may be
+            compared after the last was yielded: none may be written to again.
 
-    A verdict needs synchronisation, so inside a CUDA graph's capture an unproved kernel is refused for this call only, and so
-    it is where a transform or a trace would reach into the proof.
+    A proof synchronises. Inside a CUDA graph's capture, a transform or a trace it does not run: the call is refused.
     """
     verdict = _verdicts.get(key)
     if verdict is None:
-        if policy() == "off" or launch.is_asking():
+        if policy() == "off" or launch.is_collecting():
             return True
         verdict = _judge(key, subject, {subject.formula: comparisons})
     return bool(verdict)
 
 
-def recognize(key: Hashable, subject: Subject, candidates: Mapping[Any, Comparisons]) -> Optional[Any]:
-    """The formula proof: the first of the candidates whose comparisons are all equal, None if there is none.
+def match_formula(key: Hashable, subject: Subject, candidates: Mapping[Any, Comparisons]) -> Optional[Any]:
+    """The formula proof: the first candidate whose comparisons are all equal, or None.
 
-    The rules of `admits`, but that it takes place under every policy: which formula it is has to be known.
+    It follows the rules of `kernel_is_proved`, but runs under every policy, since a formula must be chosen.
     """
     verdict = _verdicts.get(key)
     if verdict is None:
@@ -205,56 +203,51 @@ def recognize(key: Hashable, subject: Subject, candidates: Mapping[Any, Comparis
     return verdict.chosen if verdict else None
 
 
-def recognized(key: Hashable) -> Optional[Verdict]:
-    """The verdict of an earlier `recognize`."""
+def verdict_on(key: Hashable) -> Optional[Verdict]:
+    """The verdict of an earlier `match_formula`."""
     return _verdicts.get(key)
 
 
-def is_settled(key: Hashable) -> bool:
-    """Whether an earlier `recognize` came to a verdict. Inside a CUDA graph's capture, for one, it does not."""
+def is_final(key: Hashable) -> bool:
+    """Whether an earlier `match_formula` reached a verdict; inside a CUDA graph's capture, for example, it does not."""
     return key in _verdicts
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is captured into a CUDA graph. In a forked process CUDA, asked, raises."""
+    """Whether the current stream is captured into a CUDA graph. Without the first check a forked process raises."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def relies(original: Callable, other: Callable) -> None:
-    """Remembers for reports that part of `original` is computed by what is proved for `other`."""
-    _relying.setdefault(original, weakref.WeakSet()).add(other)
+def record_dependency(original: Callable, other: Callable) -> None:
+    """Records for reports that `original` depends on the verdicts about `other`."""
+    _dependencies.setdefault(original, weakref.WeakSet()).add(other)
 
 
-def known(original: Callable) -> tuple[list[Verdict], list[str]]:
-    """The verdicts on a forward function and on what it relies on, and why it ran where no kernel could."""
-    originals = {original, *_relying.get(original, ())}
+def verdicts_about(original: Callable) -> tuple[list[Verdict], list[str]]:
+    """The verdicts about a forward function and its dependencies, and the reasons of refusals."""
+    originals = {original, *_dependencies.get(original, ())}
     verdicts = [verdict for verdict in list(_verdicts.values()) if verdict.subject.original in originals]
-    return verdicts, sorted({reason for each in originals for reason in tuple(_outside.get(each, ()))})
+    return verdicts, sorted({reason for each in originals for reason in tuple(_refusals.get(each, ()))})
 
 
-def outside(original: Callable, reason: str) -> None:
-    """Remembers for reports that `original` ran because no kernel takes such tensors.
-
-    Args:
-        reason: without what differs from call to call, such as a sequence's length: every reason is kept once.
-    """
-    reasons = _outside.setdefault(original, set())
+def record_refusal(original: Callable, reason: str) -> None:
+    """Records for reports why `original` ran. Each reason is kept once: it must not have sizes that differ by call."""
+    reasons = _refusals.setdefault(original, set())
     if len(reasons) < _MAX_REASONS:
         reasons.add(reason)
 
 
-def outside_for_its_code(owner: type) -> None:
-    """Remembers for reports that `owner.forward` ran because `functions_of` the class is None."""
+def record_unreadable_forward(owner: type) -> None:
+    """Records for reports that `owner.forward` ran because `functions_of(owner)` is None."""
     ours = getattr(owner.forward, "__module__", None) == LAYERS_MODULE
-    outside(owner.forward, "a layer of this package used by itself" if ours else UNSHOWN)
+    record_refusal(owner.forward, "a layer of this package used by itself" if ours else HIDDEN_DEPENDENCY)
 
 
 def _judge(key, subject, candidates) -> Optional[Verdict]:
     if is_watched() or (subject.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
-    # Other threads wait for the proof, but not in a backward pass: the proof may need the thread that this one is.
-    waits = graph_task() == -1
-    locked = _lock.acquire(blocking=waits)
+    # A thread in a backward pass does not wait for another thread's proof, which may need this very thread.
+    locked = _lock.acquire(blocking=graph_task() == -1)
     try:
         if key in _verdicts:
             return _verdicts[key]
@@ -264,7 +257,7 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
         message = f"lossless-kernels: {subject} keeps its original forward: {reason}"
         if reason is not None and policy() == "strict":
             raise LosslessProofError(message)
-        # Before the warning, which may have been made an error.
+        # Before the warning: a warnings filter may raise.
         if len(_verdicts) >= _MAX_VERDICTS:
             _verdicts.pop(next(iter(_verdicts)))
         verdict = _verdicts.setdefault(key, Verdict(subject, reason, chosen, seconds, max(held, default=0)))
@@ -278,7 +271,7 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
 
 
 def _first_equal(device, candidates, held) -> tuple[Any, Optional[str]]:
-    """The first candidate without a disproof, or None and the reason."""
+    """The first candidate that passes and None, or None and the reason."""
     reasons = []
     for candidate, comparisons in candidates.items():
         reason = _disproof(device, comparisons, held)
@@ -288,12 +281,12 @@ def _first_equal(device, candidates, held) -> tuple[Any, Optional[str]]:
     return None, reasons[0] if len(reasons) == 1 else f"none of the known formulas: {reasons[0]}"
 
 
-# Elements of a tensor that is compared together with others: alone it would take longer than what is proved.
+# Tensors up to this size are compared together: separate comparisons would take longer than the kernels.
 _FEW_ELEMENTS = 1 << 16
 
 
 def _disproof(device, comparisons, held) -> Optional[str]:
-    """Why the kernel may not replace the original, or None if it may; `held` takes the bytes in use at each comparison."""
+    """Why the kernel may not replace the original; None if it may. `held` gets the bytes in use at each comparison."""
     memory = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
     try:
         with undisturbed(device):
@@ -306,14 +299,22 @@ def _disproof(device, comparisons, held) -> Optional[str]:
                 else:
                     held.append(memory(device) - before)
                     counts.append(differing(actual, expected))
-            # Once for all that are small: to ask takes as long as ten operations, and they are still here.
+            # One query for all small tensors, which are still alive: it takes as long as ten operations.
             held.append(memory(device) - before)
             for (what, _), pairs in small.items():
                 found[what].append(differing(*map(torch.cat, zip(*pairs))))
             wrong = {what: sum(int(count) for count in counts) for what, counts in found.items()}
-    except Exception as error:  # No C compiler, out of resources, another assembler: whatever it is, eager still works.
+    except Exception as error:  # No C compiler, out of resources, another assembler: eager still works.
         if is_shortage(error):
-            return "the GPU's memory was full when it was verified; call warmup() while there is room"
+            return "the GPU's memory was full during verification; call warmup() while memory is free"
         return f"{type(error).__name__}: {error}".strip()
     wrong = {what: count for what, count in wrong.items() if count}
+    if wrong and (found := _other_arithmetic(device, comparisons)):
+        return f"eager itself has other arithmetic here: {', '.join(found)}"
     return ", ".join(f"{count} elements of {what} differ" for what, count in wrong.items()) or None
+
+
+def _other_arithmetic(device, comparisons) -> list[str]:
+    """What has given eager another arithmetic than ATen's."""
+    with undisturbed(device):
+        return other_arithmetic(device, lambda: [None for _ in comparisons()])

@@ -1,5 +1,5 @@
-"""How ATen's CUDA reductions divide their work (`setReduceConfig` in ATen/native/cuda/Reduce.cuh), as far as it decides
-the order of the additions. `kernels_src/summation.py` carries these orders out."""
+"""The reduction orders of ATen's CUDA reductions (`setReduceConfig` in ATen/native/cuda/Reduce.cuh), which
+`kernels_src/summation.py` implements."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ _WARP_SIZE = 32
 _VECTOR = 4
 # The fewest elements that ATen reads as vectors of four.
 _MIN_VECTORIZED = 128
-# A row is shared by the warps of a block from min(16 * warps, 256) values per thread.
+# The warps of a block share a row from min(16 * warps, 256) values per thread.
 _MIN_VALUES_PER_THREAD = 16
 _MAX_VALUES_PER_THREAD = 256
-# Every class of row counts that divides work alike, named by its smallest member: 16 stands for 16 and more.
+# Row counts of a class have one reduction order. A class is named by its smallest member; 16 stands for 16 and more.
 ROW_CLASSES = (1, 2, 4, 8, 16)
 
 
@@ -29,8 +29,8 @@ def row_class(rows: int) -> int:
 class RowReduction:
     """A sum over the last, contiguous dimension: `width * height` lanes share one row.
 
-    The lanes' sums are halved along `width` first and then along `height`. A lane has four accumulators. With `vectorized`
-    loads they take four neighbouring elements in one step; otherwise each takes its element in a step of its own.
+    Halving trees sum the lanes along `width` first and then along `height`. A lane has four accumulators. With
+    `vectorized` loads they take four neighbouring elements in one step; otherwise each takes one in a separate step.
     """
 
     hidden_size: int
@@ -40,17 +40,17 @@ class RowReduction:
 
     @property
     def columns(self) -> int:
-        """Elements that one step of all lanes takes."""
+        """The number of elements in one step of all lanes."""
         return (_VECTOR if self.vectorized else 1) * self.width * self.height
 
     @property
     def log2_steps(self) -> int:
-        """Steps of all lanes that cover a row, rounded up to a power of two, which this is the exponent of."""
+        """The logarithm of the number of steps that cover a row, rounded up."""
         return (-(-self.hidden_size // self.columns) - 1).bit_length()
 
 
 def row_reduction(rows: int, hidden_size: int) -> RowReduction:
-    """The order in which ATen sums each row of a contiguous fp32 [rows, hidden_size], hidden_size a multiple of 4."""
+    """ATen's reduction order for each row of a contiguous fp32 [rows, hidden_size], hidden_size a multiple of 4."""
     vectorized = hidden_size >= _MIN_VECTORIZED
     dim0 = hidden_size // _VECTOR if vectorized else hidden_size
     dim0_pow2 = min(last_power_of_two(dim0), _MAX_THREADS)
@@ -63,14 +63,14 @@ def row_reduction(rows: int, hidden_size: int) -> RowReduction:
     return RowReduction(hidden_size, width, height if shared else 1, vectorized)
 
 
-# The threads of a block of ATen's kernel for `F.rms_norm`, which is one row's.
+# The threads of a block of ATen's kernel for `F.rms_norm`; a block has one row.
 _FUSED_THREADS = 128
 
 
 def fused_row_reduction(hidden_size: int) -> RowReduction:
-    """The order in which `F.rms_norm` sums each row, whatever their number (ATen/native/cuda/layer_norm_kernel.cu).
+    """The reduction order of `F.rms_norm` for each row, for any number of rows (ATen/native/cuda/layer_norm_kernel.cu).
 
-    Each lane has one accumulator. Threads beyond the end of the row would add zeros to sums of squares: they are left out.
+    Each lane has one accumulator. Threads beyond the row's end add zeros to sums of squares and are omitted here.
     """
     lanes = min(2 * last_power_of_two(hidden_size // _VECTOR - 1), _FUSED_THREADS)
     width = min(lanes, _WARP_SIZE)
@@ -81,8 +81,8 @@ def fused_row_reduction(hidden_size: int) -> RowReduction:
 class ColumnReduction:
     """A sum over the rows of a dense [rows, hidden_size]: `height * blocks` threads share one column.
 
-    Each has four accumulators, so that the rows fall into `4 * height * blocks` chains: row r belongs to chain r
-    modulo their number, and a chain is summed in sequence.
+    Each has four accumulators, which makes `4 * height * blocks` chains: row r belongs to chain r modulo their number.
+    A chain is summed in sequence.
     """
 
     height: int
@@ -92,7 +92,7 @@ class ColumnReduction:
 def column_reduction(
     rows: int, hidden_size: int, multiprocessors: int, threads_per_multiprocessor: int
 ) -> ColumnReduction:
-    """The order in which ATen sums the rows of a dense [rows, hidden_size], hidden_size a multiple of 4, on such a GPU."""
+    """ATen's order for a sum over the rows of a dense [rows, hidden_size], hidden_size a multiple of 4."""
     max_threads = _MAX_THREADS // _VECTOR
     columns = hidden_size // _VECTOR
     columns_pow2 = min(last_power_of_two(columns), max_threads)
@@ -119,7 +119,7 @@ _MAX_32_BIT_OFFSET = (1 << 31) - 1
 
 
 def split_rows(rows: int, hidden_size: int, element_size: int) -> list[tuple[int, int]]:
-    """The parts `(first_row, rows)` that ATen sums one after the other: halves until each can be indexed with 32 bits."""
+    """The parts `(first_row, rows)` that ATen sums in sequence: it halves a tensor until 32 bits index each part."""
     if rows * hidden_size * element_size - element_size + 1 <= _MAX_32_BIT_OFFSET:
         return [(0, rows)]
     half = rows // 2

@@ -1,5 +1,5 @@
-"""Which kernel ATen runs for softmax and log_softmax over the last, contiguous dimension (ATen/native/cuda/SoftMax.cu,
-PersistentSoftmax.cuh), as far as it decides the order of the additions. `kernels_src/summation.py` carries these orders out."""
+"""The reduction orders of ATen's kernels for softmax and log_softmax over the last, contiguous dimension
+(ATen/native/cuda/SoftMax.cu, PersistentSoftmax.cuh), which `kernels_src/summation.py` implements."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import torch
 _WARP_SIZE = 32
 _BLOCK = 1024
 _VECTOR_BYTES = 16
-# Of a block, which ATen's "shared" kernels keep a row in.
+# Bytes of a block, in which ATen's "shared" kernels keep a row.
 _SHARED_MEMORY = 48 << 10
 
 WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
@@ -16,24 +16,23 @@ WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
 # The longest rows of a kernel.
 _WARP_FORWARD = 2048
 _WARP_BACKWARD = 1024
-# fp16 rows with fp32 results have their own dispatch.
-_WARP_WIDENED = 1024
+# ATen dispatches fp16 rows with fp32 results separately.
+_WARP_FP32_OUTPUT = 1024
 _REGISTERS = 9216
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """How one row is divided among `threads`, each of which has one accumulator.
+    """The division of one row among `threads` threads, each with one accumulator.
 
     Attributes:
         kind: WARP and REGISTERS: thread t takes the elements t, t + threads, ...
-            SHARED: thread t takes the vector t, t + threads, ..., the elements of a vector in sequence.
-            LOOP: the same for as many elements as fill `threads` vectors, and the rest of the row one by one. Where the row does not
-            begin at a multiple of 16 bytes, `threads` elements less so many as lie between the last such multiple and the row come
-            first, one by one.
-        threads: of a row.
+            SHARED: thread t takes the vectors t, t + threads, ..., the elements of a vector in sequence.
+            LOOP: the same for as many elements as fill `threads` vectors, then the rest one by one. If the row begins k
+            elements after a multiple of 16 bytes, its first `threads - k` elements come before, one by one.
+        threads: threads of a row.
         vector: neighbouring elements that a thread takes at a time.
-        in_sequence: threads are added up in sequence, first those of a warp and then the warps; otherwise by halving trees.
+        in_sequence: sums the threads in sequence, those of a warp first and then the warps; otherwise by halving trees.
     """
 
     kind: str
@@ -51,23 +50,22 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def softmax_forward(size: int, dtype: torch.dtype, widened: bool = False, aligned: bool = True) -> Softmax:
+def softmax_forward(size: int, dtype: torch.dtype, fp32_output: bool = False, aligned: bool = True) -> Softmax:
     """The kernel for rows of `size` elements.
 
     Args:
-        dtype: of the input.
-        widened: the result is fp32 while the input has 16 bits. ATen does so in one kernel for fp16 alone: bf16 is converted
-            first, and the softmax is one of fp32.
+        dtype: the input's dtype.
+        fp32_output: a 16-bit input has an fp32 result. ATen has such a kernel for fp16; it converts bf16 to fp32 first.
         aligned: input and output begin at multiples of 16 bytes.
     """
-    if widened and dtype == torch.bfloat16:
-        dtype, widened = torch.float32, False
+    if fp32_output and dtype == torch.bfloat16:
+        dtype, fp32_output = torch.float32, False
     vector = _VECTOR_BYTES // dtype.itemsize
-    if size <= (_WARP_WIDENED if widened else _WARP_FORWARD):
+    if size <= (_WARP_FP32_OUTPUT if fp32_output else _WARP_FORWARD):
         return _of_warp(size)
-    if size <= _REGISTERS and not widened:
+    if size <= _REGISTERS and not fp32_output:
         return Softmax(REGISTERS, _BLOCK, 1)
-    # The row, and a number of fp32 for each warp.
+    # The row, and one fp32 number for each warp.
     fits = size * dtype.itemsize < _SHARED_MEMORY - 4 * _BLOCK // _WARP_SIZE
     return Softmax(SHARED if fits and aligned and size % vector == 0 else LOOP, _BLOCK, vector)
 
@@ -76,7 +74,7 @@ def softmax_backward(size: int, dtype: torch.dtype, aligned: bool = True) -> Sof
     """The kernel for gradients of rows of `size` elements.
 
     Args:
-        dtype: of the softmax, its gradient and the result.
+        dtype: the dtype of the softmax, its gradient and the result.
         aligned: all three begin at multiples of 16 bytes.
     """
     if size <= _WARP_BACKWARD:

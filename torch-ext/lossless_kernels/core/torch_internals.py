@@ -1,13 +1,14 @@
-"""Every private name of torch that this package uses: what it is for, and what becomes of the package without it.
+"""Every private name of torch that this package uses, its purpose, and its replacement where it is missing.
 
-A name that is missing turns the kernels off, with one warning: the original layers run. Optional names have a slower way beside
-them. A name that is there may behave otherwise in another torch: what calls are recognised by is tried out, not looked up by version.
+Without a required name the kernels are off: one warning, and the original layers run. An optional name has a slower
+replacement. An existing name may behave differently in another torch: `guards_tell` tests guards, not versions.
 """
 
 import functools
+import os
 import warnings
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 
@@ -17,9 +18,9 @@ class Internal(NamedTuple):
 
     Args:
         path: below `torch`.
-        use: what the package asks it for.
-        without: what stands in its place: with it every tensor looks as if something watched it, so that eager runs.
-        optional: the kernels run without it.
+        use: its purpose.
+        without: its replacement. With that of a required name, eager runs.
+        optional: kernels run without it.
     """
 
     path: str
@@ -34,33 +35,32 @@ def _watched(*_) -> bool:
 
 INTERNALS = {
     "dispatch_modes": Internal("_C._len_torch_dispatch_stack", "how many dispatch modes watch operations", _watched),
-    "tracing_state": Internal("_C._get_tracing_state", "whether torch.jit.trace is at work", _watched),
-    "functorch_level": Internal("_C._functorch.peek_interpreter_stack", "whether a functorch transform is", _watched),
+    "tracing_state": Internal("_C._get_tracing_state", "whether torch.jit.trace is active", _watched),
+    "functorch_level": Internal("_C._functorch.peek_interpreter_stack", "whether a transform is active", _watched),
     "legacy_batched": Internal("_C._functorch.is_legacy_batchedtensor", "grad(is_grads_batched=True)", _watched),
-    "functorch_wrapped": Internal(
-        "_C._functorch.is_functorch_wrapped_tensor", "what a transform leaves behind", _watched
-    ),
+    "functorch_wrapped": Internal("_C._functorch.is_functorch_wrapped_tensor", "a transform's tensors", _watched),
     "saved_tensor_hooks": Internal("_C._autograd._top_saved_tensors_default_hooks", "checkpoints", lambda _: None),
     "saved_tensor_hooks_enabled": Internal("_C._autograd._saved_tensors_hooks_is_enabled", "proofs", _watched),
-    "graph_task": Internal("_C._current_graph_task_id", "whether a backward pass is at work", lambda: -1),
+    "graph_task": Internal("_C._current_graph_task_id", "whether a backward pass is active", lambda: -1),
+    "keeps_graph": Internal(
+        "_C._autograd._get_current_graph_task_keep_graph", "a gradient in the logits' memory", _watched, True
+    ),
     "no_modes": Internal("utils._python_dispatch._disable_current_modes", "proofs and shapes without modes"),
-    "forward_level": Internal("autograd.forward_ad._current_level", "whether forward-mode AD is at work", 0),
-    "module_call": Internal("nn.Module._wrapped_call_impl", "whether modules are called as torch calls them"),
+    "forward_level": Internal("autograd.forward_ad._current_level", "whether forward-mode AD is active", 0),
+    "module_call": Internal("nn.Module._wrapped_call_impl", "whether `__call__` of modules is torch's"),
     "function_modes": Internal("_C._len_torch_function_stack", "a decoder layer's replay", _watched, True),
     "any_autocast": Internal("_C._is_any_autocast_enabled", "a decoder layer's replay", _watched, True),
     "linear": Internal("_C._nn.linear", "a decoder layer's replay", None, True),
     "TensorGuards": Internal("_C._dynamo.guards.TensorGuards", "recognising a call in 0.1 us", None, True),
-    "empty_strided_cuda": Internal(
-        "_C._dynamo.guards._empty_strided_cuda", "memory, without the dispatcher", None, True
-    ),
-    "current_device": Internal("_C._cuda_getDevice", "the short launch", None, True),
-    "current_stream": Internal("_C._cuda_getCurrentRawStream", "the short launch", None, True),
-    "fp32_precision": Internal(
-        "_C._get_fp32_precision_getter", "whether products of matrices may be rounded", None, True
-    ),
-    "function_apply": Internal("_C._FunctionBase.apply", "an autograd function's call, 1 us sooner", None, True),
+    "empty_strided_cuda": Internal("_C._dynamo.guards._empty_strided_cuda", "faster allocation", None, True),
+    "current_device": Internal("_C._cuda_getDevice", "launches without Triton's own call", None, True),
+    "current_stream": Internal("_C._cuda_getCurrentRawStream", "launches without Triton's own call", None, True),
+    "fp32_precision": Internal("_C._get_fp32_precision_getter", "whether TF32 is allowed", None, True),
+    "dispatch_dump": Internal("_C._dispatch_dump", "ATen operators that other code has replaced", None, True),
+    "TorchDispatchMode": Internal("utils._python_dispatch.TorchDispatchMode", "the operators of a call", None, True),
+    "function_apply": Internal("_C._FunctionBase.apply", "calls of autograd functions, 1 us faster", None, True),
 }
-# Names that this torch does not have, and that the kernels do not run without.
+# Required names that this torch does not have.
 MISSING: list = []
 
 
@@ -83,16 +83,17 @@ functorch_wrapped = _find("functorch_wrapped")
 saved_tensor_hooks = _find("saved_tensor_hooks")
 saved_tensor_hooks_enabled = _find("saved_tensor_hooks_enabled")
 graph_task = _find("graph_task")
+keeps_graph = _find("keeps_graph")
 no_modes = _find("no_modes")
-# Its level is an attribute, which changes.
+# Callers read the level as an attribute: it changes.
 forward_ad = SimpleNamespace(_current_level=0)
 if isinstance(_find("forward_level"), int) and not any("forward_ad" in name for name in MISSING):
     forward_ad = torch.autograd.forward_ad
-# What `__call__` of a module is, unless somebody has put another one there, who wants to see the calls.
+# `__call__` of modules, unless another tool replaced it to see the calls.
 MODULE_CALL = _find("module_call") or object()
 function_modes = _find("function_modes")
 any_autocast = _find("any_autocast")
-# What it returns is new and nobody else's. None: no decoder layer is replayed.
+# It returns a new tensor, which aliases nothing. Without it no decoder layer is replayed.
 linear = _find("linear")
 current_device = _find("current_device")
 current_stream = _find("current_stream")
@@ -100,23 +101,58 @@ _TensorGuards = _find("TensorGuards")
 
 
 def apply_of(function: type):
-    """`function.apply` of an autograd function, sooner: for tensors that are plain, and that is known of.
+    """`function.apply` of an autograd function, for tensors known to be plain.
 
-    What Python does before the engine's own method asks for functorch's transforms and unwraps what they left behind, which
-    takes a third of an empty function's time.
+    It skips torch's Python code, which checks for functorch's transforms and unwraps their tensors: a third of an empty
+    function's time.
     """
     return function.apply if _find("function_apply") is None else super(torch.autograd.Function, function).apply
 
 
 def matmul_precision():
-    """What decides whether a product of fp32 matrices on CUDA may round its factors first."""
+    """The setting that allows a product of fp32 matrices on CUDA to round its factors first."""
     getter = _find("fp32_precision")
     return torch.backends.cuda.matmul.allow_tf32 if getter is None else getter("cuda", "matmul")
 
 
+# torch 2.14 and later read it: sums in an order of its own.
+_ORDER_OF_SUMS = "PYTORCH_SUM_INNER_TREE"
+
+
+def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]:
+    """What gives eager another arithmetic than ATen's own kernels have: operators in `call` that other code has replaced on this
+    device (torch itself does so from 2.13 on, in `torch/_native`), and a setting of sums. Names, for people to read."""
+    dump, mode = _find("dispatch_dump"), _find("TorchDispatchMode")
+    if dump is None or mode is None:
+        return []
+    names, found = set(), []
+
+    class Operators(mode):
+        def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+            name, overload = operator._schema.name, operator._schema.overload_name
+            names.add(f"{name}.{overload}" if overload else name)
+            return operator(*arguments, **(named or {}))
+
+    try:
+        with Operators():
+            call()
+    except Exception:  # The call has failed before, or does not bear to be watched.
+        pass
+    if os.environ.get(_ORDER_OF_SUMS, "0") not in ("", "0") and any(
+        each in name for name in names for each in ("sum", "mean")
+    ):
+        found.append(f"{_ORDER_OF_SUMS} is set")
+    for name in sorted(names):
+        for line in dump(name).splitlines():
+            key, _, place = line.partition(": registered at ")
+            if key == device.type.upper() and "/ATen/" not in place:
+                found.append(f"{name} by {place.split(' :: ')[0]}")
+    return found
+
+
 def tensor_guard(*tensors: torch.Tensor):
-    """TorchDynamo's guard of tensors: compares type, dispatch keys, dtype, device, sizes, strides and requires_grad in one step of
-    0.1 us, against 1 us for the same in Python. None where this torch has none, or one that does not tell these apart."""
+    """TorchDynamo's guard of tensors. It compares type, dispatch keys, dtype, device, sizes, strides and requires_grad
+    in 0.1 us; Python takes 1 us. None if this torch has none that distinguishes all of these."""
     return _guard(*tensors) if guards_tell() else None
 
 
@@ -130,7 +166,7 @@ def _guard(*tensors):
 
 @functools.cache
 def guards_tell() -> bool:
-    """Whether TorchDynamo's guards tell apart what calls are recognised by: tried on tensors that differ in one thing each."""
+    """Whether TorchDynamo's guards distinguish tensors that differ in one property each."""
     if _TensorGuards is None:
         return False
     x = torch.zeros(2, 3)
@@ -148,11 +184,11 @@ def guards_tell() -> bool:
         with torch.no_grad():
             same = _guard(x, x)
             return same(x, torch.ones(2, 3)) and not any(same(x, other) or same(other, x) for other in others)
-    except Exception:  # Whatever another interface raises: calls are then looked up by their key.
+    except Exception:  # Another interface may raise anything. Calls are then looked up by their key.
         return False
 
 
-# What TorchInductor's code has memory from: on the current GPU, without the dispatcher, in half the time of `empty_like`.
+# TorchInductor's allocator: on the current GPU, without the dispatcher, in half the time of `empty_like`.
 empty_strided_cuda = _find("empty_strided_cuda") if torch.version.hip is None else None
 
 if MISSING:

@@ -1,1 +1,1 @@
-"""Whole decoder layers, made of the ops."""
+"""Whole decoder layers, composed of the ops."""

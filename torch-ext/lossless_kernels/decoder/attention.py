@@ -1,7 +1,7 @@
-"""The attention of a decoder layer, without the calls between its parts: the class's own forward, told apart by proof.
+"""The attention of a decoder layer, without module calls: a formula proof recognises the class's forward.
 
-Nothing is computed in another way but the rotary embedding. What is left out is what Python spends between the operations,
-which is longer than the operations are where a model waits for the host.
+Only the rotary embedding has a kernel. The rest saves Python's time between operations, which exceeds the operations'
+time in a model bound by CPU time.
 """
 
 import builtins
@@ -23,12 +23,12 @@ from ..ops.rotary import replacement as rotary_replacement
 
 
 @dataclass(frozen=True)
-class Variant:
-    """How an attention differs from Llama's.
+class AttentionFormula:
+    """The variant of an attention.
 
     Args:
-        normed: query and key go through `q_norm` and `k_norm`, head by head.
-        window: where the attention function's `sliding_window` comes from: "module", "config", or "" where it gets none.
+        normed: `q_norm` and `k_norm` normalise query and key, head by head.
+        window: the source of the attention function's `sliding_window`: "module", "config", or "" if it gets none.
     """
 
     normed: bool
@@ -40,11 +40,11 @@ class Variant:
 
 
 _NORMS = frozenset(("q_norm", "k_norm"))
-_VARIANTS = [Variant(normed, window) for normed in (False, True) for window in ("", "module", "config")]
+_FORMULAS = [AttentionFormula(normed, window) for normed in (False, True) for window in ("", "module", "config")]
 
 
 class Functions(NamedTuple):
-    """What an attention finds in the module that it is written in."""
+    """The globals of an attention's forward: those named in `_GLOBALS`."""
 
     interfaces: Any
     eager: Callable
@@ -52,16 +52,11 @@ class Functions(NamedTuple):
 
 
 def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
-    """`module(hidden_states=hidden_states, **arguments)[0]`.
-
-    Args:
-        module: the attention of a decoder layer.
-        arguments: as the decoder layer hands them on.
-    """
+    """`module(hidden_states=hidden_states, **arguments)[0]`, for the attention of a decoder layer."""
     owner = type(module)
     modules, variant = module._modules, None
     if is_bare(module) and "q_proj" in modules and "k_proj" in modules and "v_proj" in modules and "o_proj" in modules:
-        variant = admitted(owner, hidden_states)
+        variant = formula_of(owner, hidden_states)
     if variant is None or (variant.normed and not _NORMS <= modules.keys()):
         return module(hidden_states=hidden_states, **arguments)[0]
     found = owner.forward.__globals__
@@ -73,7 +68,7 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
 
 def compute(
     module,
-    variant: Variant,
+    variant: AttentionFormula,
     functions: Functions,
     hidden_states: torch.Tensor,
     /,
@@ -104,7 +99,7 @@ def compute(
 
 def mixed(
     module,
-    variant: Variant,
+    variant: AttentionFormula,
     interfaces,
     eager: Callable,
     query: torch.Tensor,
@@ -114,11 +109,7 @@ def mixed(
     past_key_values,
     arguments: dict,
 ) -> tuple[torch.Tensor, Callable]:
-    """What the module's own attention function makes of query, key and value, `[batch, tokens, heads, head_dim]`; and the function.
-
-    Args:
-        interfaces, eager: of `Functions`.
-    """
+    """The output `[batch, tokens, heads, head_dim]` of the module's attention function, and the function."""
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
     config = module.config
@@ -132,8 +123,8 @@ def mixed(
 
 
 def _rotated(rotate, query, key, cos, sin):
-    """`rotate(query, key, cos, sin)`: nothing else here ever uses query and key."""
-    # `kernels` makes a module of a function that has a layer name.
+    """`rotate(query, key, cos, sin)`; query and key have no other use."""
+    # `kernels` wraps a function that has a layer name in a module.
     if isinstance(rotate, nn.Module) and is_bare(rotate) and keeps_its_saved_tensors(rotate):
         out = rotary_replacement(query, key, cos, sin, 1, type(rotate).forward, True)
         if out is not None:
@@ -141,14 +132,14 @@ def _rotated(rotate, query, key, cos, sin):
     return rotate(query, key, cos, sin)
 
 
-# torch's own; None if somebody else's was there before this.
+# torch's own; None if it was replaced before this import.
 LINEAR_FORWARD = nn.Linear.forward
 if LINEAR_FORWARD.__module__ != nn.Linear.__module__ or hasattr(LINEAR_FORWARD, "__wrapped__"):
     LINEAR_FORWARD = None
 
 
 def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """`module(hidden_states)`, for a linear layer that is nothing but that without the call of a module."""
+    """`module(hidden_states)`, without a module call if the module is a plain `nn.Linear`."""
     linear = type(module)
     if linear is nn.Linear and linear.forward is LINEAR_FORWARD and linear.__call__ is MODULE_CALL:
         state = module.__dict__
@@ -170,67 +161,69 @@ def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 # Proof
 
 
-# All that the forward of a known attention asks for. Whoever asks for more is not looked at.
+# All names that the forward of a known attention uses. A forward that uses others is not tried.
 _NAMES = frozenset(
     "shape head_dim q_proj view transpose k_proj v_proj apply_rotary_pos_emb update layer_idx ALL_ATTENTION_FUNCTIONS "
     "get_interface config _attn_implementation eager_attention_forward training attention_dropout scaling reshape "
     "contiguous o_proj q_norm k_norm sliding_window getattr".split()
 )
-_GLOBALS = frozenset(("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_pos_emb"))
+_GLOBALS = ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_pos_emb")
 
 
-def admitted(owner: type, hidden_states: torch.Tensor) -> Optional[Variant]:
-    """The variant that `owner.forward` has proved to be, on the device of `hidden_states`; None if it is none."""
+def formula_of(owner: type, hidden_states: torch.Tensor) -> Optional[AttentionFormula]:
+    """The variant that `owner.forward` computes, proved on the device of `hidden_states`; None if it is none."""
     if is_dynamo_compiling():
         number = _number_for_compile(owner.forward, hidden_states.device.index or 0) if hidden_states.is_cuda else None
-        return None if number is None else _VARIANTS[number]
+        return None if number is None else _FORMULAS[number]
     known, key = inspection.code_of(owner).memo, ("attention", hidden_states.get_device())
     if key in known:
         return known[key]
-    variant, final = _recognized(owner.forward, hidden_states.device)
+    variant, final = _match_formula(owner.forward, hidden_states.device)
     if final:
         known[key] = variant
     return variant
 
 
-def _recognized(forward, device) -> tuple[Optional[Variant], bool]:
-    """The variant, and whether that may be kept."""
+def _match_formula(forward, device) -> tuple[Optional[AttentionFormula], bool]:
+    """The variant, and whether the result is final."""
     if not _looks_known(forward):
-        proof.outside(forward, "an attention whose forward asks for more than Llama's")
+        proof.record_refusal(forward, "its forward uses names that no known attention uses")
         return None, True
     subject = proof.Subject(forward, device, "any dtype")
     candidates = {
         variant: functools.partial(_comparisons, forward, variant, device) for variant in _candidates(forward)
     }
     key = ("attention", forward, device)
-    variant = proof.recognize(key, subject, candidates)
-    return variant, proof.is_settled(key)
+    variant = proof.match_formula(key, subject, candidates)
+    return variant, proof.is_final(key)
 
 
 @torch.compiler.assume_constant_result
 def _number_for_compile(forward, device_index) -> Optional[int]:
-    variant, _ = _recognized(forward, torch.device("cuda", device_index))
-    return None if variant is None else _VARIANTS.index(variant)
+    variant, _ = _match_formula(forward, torch.device("cuda", device_index))
+    return None if variant is None else _FORMULAS.index(variant)
 
 
 def _looks_known(forward) -> bool:
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__closure__:
         return False
     names = frozenset(forward.__code__.co_names)
-    return names <= _NAMES and names >= _GLOBALS and _GLOBALS <= forward.__globals__.keys()
+    return names <= _NAMES and names.issuperset(_GLOBALS) and forward.__globals__.keys() >= {*_GLOBALS}
 
 
-def _candidates(forward) -> list[Variant]:
-    """The variants that a forward with such names may be: every one that is tried costs as much as the right one."""
+def _candidates(forward) -> list[AttentionFormula]:
+    """The variants with such names. A wrong one costs as much time as the right one."""
     names = forward.__code__.co_names
     if "sliding_window" in names:
         windows = ("module", "config")
     else:
         windows = ("config", "") if "getattr" in names else ("",)
-    return [Variant("q_norm" in names, window) for window in windows]
+    return [AttentionFormula("q_norm" in names, window) for window in windows]
 
 
-class _Scaled(proof.Part):
+class Scaled(proof.Part):
+    """sin(weight * hidden_states): a stand-in's projection, norm or MLP."""
+
     def __init__(self, weight):
         super().__init__()
         self.weight = nn.Parameter(weight)
@@ -240,7 +233,7 @@ class _Scaled(proof.Part):
 
 
 class _Recorder:
-    """Stands for transformers' table of attention functions, for one of them and for a cache."""
+    """A stand-in for transformers' table of attention functions, one of the functions, and a cache."""
 
     def __init__(self):
         self.calls: list = []
@@ -267,12 +260,12 @@ _HEADS, _HEAD_DIM = 3, 4
 
 
 def _needs_position_embeddings(forward, module, hidden_states, arguments) -> None:
-    """Raises ValueError if `forward` goes without a rotary embedding where it is given none."""
+    """Raises ValueError if `forward` accepts `position_embeddings=None`."""
     try:
         forward(module, hidden_states=hidden_states, position_embeddings=None, **arguments)
     except TypeError:
         return
-    raise ValueError("it goes without a rotary embedding, too")
+    raise ValueError("it also runs without a rotary embedding")
 
 
 def _comparisons(forward, variant, device):
@@ -293,7 +286,7 @@ def _comparisons(forward, variant, device):
         recorder, config = _Recorder(), SimpleNamespace(_attn_implementation=implementation)
         module = nn.Module()
         for name, weight in weights.items():
-            setattr(module, name, _Scaled(weight))
+            setattr(module, name, Scaled(weight))
         module.head_dim, module.layer_idx, module.scaling = _HEAD_DIM, 7, 0.3
         module.attention_dropout, module.config = 0.25, config
         module.sliding_window = None if absent else (window, "module")
@@ -308,12 +301,8 @@ def _comparisons(forward, variant, device):
             if ours:
                 out = compute(module, variant, functions, hidden_states, (cos, sin), **arguments)
             else:
-                found = dict(
-                    zip(("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_pos_emb"), functions)
-                )
-                copied = FunctionType(
-                    forward.__code__, {**found, "__builtins__": builtins}, forward.__name__, forward.__defaults__
-                )
+                namespace = {**dict(zip(_GLOBALS, functions)), "__builtins__": builtins}
+                copied = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__)
                 copied.__kwdefaults__ = forward.__kwdefaults__
                 out = copied(module, hidden_states=hidden_states, position_embeddings=(cos, sin), **arguments)[0]
                 if not (training or cached or window_in_config):
@@ -323,17 +312,15 @@ def _comparisons(forward, variant, device):
                 inputs = (hidden_states, *module.parameters())
                 roots = ((out, hidden_states * 1.0), inputs, (dy, other))
                 gradients = torch.autograd.grad(*roots, allow_unused=True)
-                # The weights' in one piece: a comparison takes as long as several of the operations here.
-                results.append(gradients[0])
-                results.append(
-                    torch.cat([torch.zeros(1, device=device) if g is None else g.flatten() for g in gradients[1:]])
-                )
+                # The weights' gradients in one tensor: a comparison takes as long as several of the operations here.
+                of_weights = [torch.zeros(1, device=device) if g is None else g.flatten() for g in gradients[1:]]
+                results += [gradients[0], torch.cat(of_weights)]
         return recorder.calls, results
 
     for training, cached, window_in_config in itertools.product((False, True), repeat=3):
-        # What may be absent is absent in half of all pairs of cases. The window is no tensor and has no part in gradients.
+        # Optional arguments are absent in half of all pairs of cases. The window, no tensor, does not affect gradients.
         case = training, cached, window_in_config, training ^ cached ^ window_in_config, not window_in_config
         (calls, found), (their_calls, expected) = (run(ours, *case) for ours in (True, False))
         if calls != their_calls:
-            raise ValueError("the attention function or the cache is called in another way")
+            raise ValueError("the attention function or the cache gets other arguments")
         yield from zip(("the output", "the input's gradient", "the weights' gradients"), found, expected)

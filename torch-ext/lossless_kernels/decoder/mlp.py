@@ -1,4 +1,4 @@
-"""Gated MLPs: which classes compute `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, and with which activation."""
+"""Gated MLPs: recognises classes that compute `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, and their activations."""
 
 import functools
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..core import inspection, proof
 from ..core.calls import UNSEEN, remember
-from ..core.domain import FLOAT_DTYPES, NO_STATE, as_it_is, is_bare, runs_kernels, under_transform
-from ..ops.activation import Activation, by_value, forward_of, is_shown, original_of
+from ..core.domain import FLOAT_DTYPES, NO_STATE, identity_hook, is_bare, runs_kernels, under_transform
+from ..ops.activation import Activation, by_value, forward_of, original_of, reads_only_attributes
 from ..ops.gated_activation import ACTIVATIONS, product_is_ours, product_of
 
 # Attributes of activation layers that their forward reads.
@@ -20,10 +20,9 @@ _ATTRIBUTES = ("act", "approximate", "inplace")
 
 
 def is_function(act) -> bool:
-    """Whether the `act` of an activation layer is a function of its arguments alone, which a proof can call without the layer.
+    """Whether an activation layer's `act` is a function of its arguments alone: a proof can call it without the layer.
 
-    A method, as for formulas written in Python, is left to the original forward. What a closure holds may change, and tables
-    would keep it.
+    Methods (formulas written in Python) and closures, whose contents may change and tables would keep alive, are not.
     """
     if type(act) is functools.partial:
         given = (*act.args, *act.keywords.values())
@@ -32,17 +31,14 @@ def is_function(act) -> bool:
 
 
 def attributes_of(act_fn: nn.Module) -> list:
-    """What an activation layer has of the attributes that decide what it computes."""
+    """The values of the activation layer's attributes that decide its formula, None for those that it lacks."""
     return [*map(act_fn.__dict__.get, _ATTRIBUTES)]
 
 
 def subject_of(act_fn: Optional[nn.Module], whatever_hooks: bool = False):
-    """What a call of this module comes to: its class's forward, or `(forward, name, value)` if that reads an attribute.
+    """The subject of an activation layer's calls: its forward, or `(forward, name, value)` if that reads an attribute.
 
-    None if the call comes to more, which a kernel would leave out.
-
-    Args:
-        whatever_hooks: leave hooks out of account.
+    None if a call does more than that, which a kernel would omit. `whatever_hooks`: ignore hooks.
     """
     if act_fn is None or not is_bare(act_fn, whatever_hooks):
         return None
@@ -56,10 +52,9 @@ def subject_of(act_fn: Optional[nn.Module], whatever_hooks: bool = False):
 
 
 def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STATE) -> Optional[Activation]:
-    """The activation with which `owner.forward` computes the formula, for a module whose `act_fn` is `subject`; or None.
+    """The activation with which `owner.forward` computes the formula if the `act_fn` is `subject`; None if it does not.
 
-    Args:
-        state: the module's `__dict__`.
+    `state` is the module's `__dict__`.
     """
     if is_dynamo_compiling():
         name = _activation_for_compile(owner, subject, x.dtype, x.device.index or 0) if x.is_cuda else None
@@ -74,7 +69,7 @@ def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STA
         return None
     if activation is not UNSEEN:
         return activation
-    if not isinstance(x, torch.Tensor):  # torch.fx traces with something else.
+    if not isinstance(x, torch.Tensor):  # torch.fx traces with proxies.
         return None
     return _recognize(key, owner, subject, x.dtype, x.device)
 
@@ -92,11 +87,12 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     subject = by_value(subject)
     original = forward_of(subject)
     functions, known = inspection.functions_of(owner), inspection.code_of(owner).memo
-    if functions is None or not is_shown(subject):  # What owns the subject may own a tensor too: it is not kept.
-        proof.outside_for_its_code(owner)
+    # A subject that depends on more may own a tensor, which tables must not keep alive.
+    if functions is None or not reads_only_attributes(subject):
+        proof.record_unreadable_forward(owner)
         return None
     if dtype not in FLOAT_DTYPES or not runs_kernels(device):
-        proof.outside(owner.forward, f"x {dtype} on {device}")
+        proof.record_refusal(owner.forward, f"x {dtype} on {device}")
         return remember(known, key, None)
     verdict_key = ("formula of a gated MLP", functions, subject, dtype, device)
     candidates = {
@@ -104,18 +100,18 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
         for activation in ACTIVATIONS.values()
     }
     where = f"{dtype}, {original.__qualname__}"
-    activation = proof.recognize(verdict_key, proof.Subject(owner.forward, device, where), candidates)
-    if not proof.is_settled(verdict_key):
-        return None  # No verdict was possible at this time.
+    activation = proof.match_formula(verdict_key, proof.Subject(owner.forward, device, where), candidates)
+    if not proof.is_final(verdict_key):
+        return None
     if activation is not None:
-        # Who looks for the activation layer, which is not called, finds it there too.
+        # Reports list it for the activation layer as well, which is not called.
         for forward in (owner.forward, original):
-            proof.relies(forward, product_of(original))
+            proof.record_dependency(forward, product_of(original))
     return remember(known, key, activation)
 
 
 class _Saved(torch.autograd.Function):
-    """Saves tensors, and is used for nothing. Autograd saves what a function of `gate` and `up` does."""
+    """Saves tensors as a function of `gate` and `up`; its output is not used."""
 
     @staticmethod
     def forward(ctx, gate, up, *tensors):
@@ -130,9 +126,8 @@ class _Saved(torch.autograd.Function):
 def hooked_product(act_fn: nn.Module, gate: torch.Tensor, project_up, subject, activation) -> torch.Tensor:
     """`act_fn(gate) * project_up()` in a checkpoint, with the hooks on the module's call.
 
-    There may be none when the block is computed again, or there were none before, and both computations must save the same
-    tensors. So what is saved here stays out of the checkpoint, which is given what the kernel would have saved, or, where
-    no kernel takes `up`, what `act_fn` did.
+    Hooks may exist in only one of the block's two computations, and both must save the same tensors. The checkpoint
+    gets the tensors that the kernel saves (those of `act_fn` if no kernel takes `up`), not the ones saved here.
     """
     saved = []
 
@@ -141,13 +136,13 @@ def hooked_product(act_fn: nn.Module, gate: torch.Tensor, project_up, subject, a
         return tensor
 
     # Hooks on act_fn run before up is computed, as in eager.
-    with torch.autograd.graph.saved_tensors_hooks(keep, as_it_is):
+    with torch.autograd.graph.saved_tensors_hooks(keep, identity_hook):
         activated = act_fn(gate)
     up = project_up()
     if not product_is_ours(gate, up, subject, activation):
         _Saved.apply(gate, up, *saved)
         return activated * up
-    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+    with torch.autograd.graph.saved_tensors_hooks(identity_hook, identity_hook):
         product = activated * up
     _Saved.apply(gate, up, gate, up)
     return product
@@ -168,9 +163,9 @@ def _formulas(owner, subject, activation, dtype, device):
     }
     data = {name: torch.randn(shape, device=device, generator=generator).to(dtype) for name, shape in shapes.items()}
     gradients = [torch.randn(rows, hidden_size, device=device, generator=generator).to(dtype) for _ in range(2)]
-    # Under autocast the projections return another dtype than that of x.
+    # Under autocast the projections return another dtype than x's.
     for projected in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
-        # What no class has in place of its activation shows that the forward calls the one it was given.
+        # `sin`, which no class has as its activation, shows that the forward calls the module's `act_fn`.
         for original, ours in (
             (original_of(subject), functools.partial(activation.forward, None)),
             (torch.sin, torch.sin),
@@ -185,7 +180,7 @@ def _formulas(owner, subject, activation, dtype, device):
 
 
 def _run(owner, act_fn, data, projected, dy, other):
-    """The output of `owner.forward`, or of the formula, and its gradients, with projections that return the dtype `projected`."""
+    """The output of `owner.forward` (None: the formula) and its gradients; projections return the dtype `projected`."""
     x, *weights = leaves = [tensor.clone().requires_grad_() for tensor in data]
 
     def projection(weight):
@@ -201,5 +196,5 @@ def _run(owner, act_fn, data, projected, dy, other):
             layer.gate_proj, layer.up_proj, layer.down_proj = linears
             layer.act_fn = act_fn
             out = owner.forward(layer, x)
-        # A gradient that is there already shows in which order the others reach x.
+        # The gradient of a second output, which reaches x first, shows the order of the others.
         return out.detach(), *torch.autograd.grad((out, x * 1.0), leaves, (dy.to(out.dtype), other))

@@ -1,9 +1,8 @@
-"""What a decoder layer's call without gradients came to, kept for its next one: the operations, one after the other.
+"""Replays a decoder layer's inference call as a flat list of operations.
 
-Where a model waits for the host, a layer's time is what Python spends between the operations: modules that call modules, and
-every kernel that looks at its tensors. Here one look finds out whether all that decides is as it was, weights, modules, forwards,
-hooks and modes, and the operations that the layer's ordinary way found and proved follow without another one. If anything is not
-as it was, the ordinary way runs.
+In a model bound by CPU time, a layer's time is Python's between operations: module calls, and checks of tensors before
+each kernel. A replay checks once that weights, modules, forwards, hooks and modes are those of the recorded call, and
+then runs the operations that the layer's ordinary path found and proved. If anything differs, the ordinary path runs.
 """
 
 import weakref
@@ -17,7 +16,7 @@ from torch import is_grad_enabled, nn
 from torch.nn import Linear, functional
 
 from ..core import LAYERS_MODULE, inspection, launch
-from ..core.domain import allocator, are_dense, are_plain, has_global_hooks, is_bare
+from ..core.domain import allocator, are_plain, has_global_hooks, have_strides, is_bare
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import any_autocast, dispatch_modes, forward_ad, function_modes, linear, tensor_guard
 from ..ops import gated_activation, rotary
@@ -28,24 +27,22 @@ from ..ops.rms_norm.formulas import EPS_NAMES
 from . import attention, mlp
 from . import layer as decoder
 
-# Of a module's `_modules`.
+# Parts of a module's `_modules`.
 _PARTS = itemgetter("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = itemgetter("q_norm", "k_norm")
 _PARTS_OF_MLP = itemgetter("gate_proj", "up_proj", "down_proj", "act_fn")
-# Of a class.
 _FORWARD_AND_CALL = attrgetter("forward", "__call__")
-
-# The layers of this package that are known here beside norms.
+# The MLP layers of this package that a replay supports.
 _MLPS = frozenset(("LlamaMLP", "GeGLUMLP"))
 
 
-class _Unknown(Exception):
-    """A layer's call may come to something else than the operations here."""
+class _Unsupported(Exception):
+    """The operations here may differ from the layer's call."""
 
 
 def _is_watched() -> bool:
-    """Whether gradients are needed, or somebody would see the operations here or have others."""
+    """Whether gradients are needed, or modes or hooks would see or change the operations."""
     return bool(
         is_grad_enabled()
         or forward_ad._current_level >= 0
@@ -58,7 +55,7 @@ def _is_watched() -> bool:
 
 
 def _layer_of_ours(module: nn.Module) -> Optional[str]:
-    """The name of this package's layer whose forward the module has."""
+    """The name of the layer of this package whose forward the module has; None if it has another."""
     function = _own_forward(module)
     return function.__qualname__.split(".")[0] if getattr(function, "__module__", None) == LAYERS_MODULE else None
 
@@ -68,40 +65,40 @@ def _own_forward(module: nn.Module):
 
 
 class Call:
-    """The call of decoder layers that are alike, for one shape.
+    """The recorded call of equal decoder layers, for one shape.
 
     Args:
-        layer: one of them.
+        layer: one of the layers.
         hidden_states: `[batch, tokens, hidden_size]`.
-        cos, sin: of the rotary embedding.
+        cos, sin: the rotary embedding's tables.
 
     Raises:
-        _Unknown: its call may come to something else; KeyError, AttributeError: so much that it has not even such parts.
+        _Unsupported: the operations may differ from the layer's call; KeyError, AttributeError: it lacks some part.
     """
 
     def __init__(self, layer: nn.Module, hidden_states, cos, sin):
         first_norm, self_attn, second_norm, gated = _PARTS(layer._modules)
         *of_mlp, act_fn = _PARTS_OF_MLP(gated._modules)
         linears = (*_PROJECTIONS(self_attn._modules), *of_mlp)
-        self.variant = attention.admitted(type(self_attn), hidden_states)
+        self.variant = attention.formula_of(type(self_attn), hidden_states)
         self.activation = mlp.attributes_of(act_fn)
         subject = mlp.subject_of(act_fn)
         activation = mlp.activation_of(type(gated), subject, hidden_states, gated.__dict__)
         if self.variant is None or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
-            raise _Unknown
+            raise _Unsupported
         head_norms = _HEAD_NORMS(self_attn._modules) if self.variant.normed else ()
         norms = first_norm, second_norm, *head_norms
         self.globals = type(self_attn).forward.__globals__
         others = (*norms, self_attn, gated, act_fn, self.globals["apply_rotary_pos_emb"])
         if not all(map(is_bare, (*linears, *others))) or attention.LINEAR_FORWARD is not Linear.forward:
-            raise _Unknown
-        # What every call looks at anew, and what it has to be then.
+            raise _Unsupported
+        # `matches` compares these with every call's.
         self.owner = type(layer)
         self.kinds = [*map(type, others)]
         self.own_forwards = [*map(_own_forward, others)]
         self.classes = [*dict.fromkeys((self.owner, Linear, *self.kinds))]
         self.forwards = [*map(_FORWARD_AND_CALL, self.classes)]
-        # Functions that these forwards call, which somebody may replace.
+        # Functions that these forwards call, each of which can be replaced.
         self.helpers = [inspection.code_of(kind).helpers for kind in self.kinds]
         self.of_layer = (
             *inspection.code_of(self.owner).helpers,
@@ -111,9 +108,9 @@ class Call:
         self.eps = [norm.__dict__[name] for norm, name in zip(norms, self.eps_names)]
         self.head_dim = self_attn.__dict__["head_dim"]
         weights = [each for module in (*norms, *linears) for each in module._parameters.values() if each is not None]
-        # The guards below tell whether tensors are as these are, not whether they are plain.
+        # The guard below compares tensors with these; it does not check that they are plain.
         if not all(are_plain(weight, weight) for weight in weights):
-            raise _Unknown
+            raise _Unsupported
         self.given = 3 + len(weights)
         self.same = tensor_guard(hidden_states, cos, sin, *weights)
         if (
@@ -121,8 +118,8 @@ class Call:
             or not hidden_states.is_contiguous()
             or {w.dtype for w in weights} != {hidden_states.dtype}
         ):
-            raise _Unknown
-        # The operations. Of more than two dimensions a linear layer makes rows first, which takes it as long as a view.
+            raise _Unsupported
+        # The operations take rows: a linear layer flattens more than two dimensions, which takes as long as a view.
         self.shape = batch, tokens, hidden_size = tuple(hidden_states.shape)
         self.rows = batch * tokens
         rows = hidden_states.view(self.rows, hidden_size)
@@ -146,27 +143,27 @@ class Call:
         second = add_rms_norm.call_of(rows, rows, *of_second, NO_GRADIENTS, norms[1].__dict__)
         product = gated_activation.call_of(gate, gate, subject, activation, False)
         if None in (first, second, rotate, product, *self.head_norms):
-            raise _Unknown
+            raise _Unsupported
         outs = first.out, second.out, rotate.q_out, rotate.k_out, product.out
         if {out.dtype for out in outs} != {hidden_states.dtype}:
-            raise _Unknown
-        # They take memory that is there.
+            raise _Unsupported
+        # The sum's norm and the product overwrite existing tensors.
         if (second.out.strides, product.out.strides) != (rows.stride(), gate.stride()):
-            raise _Unknown
+            raise _Unsupported
         self.normalize, self.rotate, self.add_and_normalize = first.launch, rotate.launch, second.launch
-        self.multiply = product.launch.on_three
+        self.multiply = product.launch.call_3
         self.of_value = tuple(value.shape), value.stride()
         self.empty_rows, self.empty_residual = (
             allocator(shape, contiguous_strides(shape), rows.dtype, rows.device) for shape in (rows.shape, self.shape)
         )
         self.empty_query, self.empty_key = rotate.empty_q, rotate.empty_k
 
-    def look(self, layer: nn.Module, hidden_states, cos, sin) -> Optional[tuple]:
-        """The attention, the norms' weights and the linear layers' weights and biases; None if this is not the layer's call."""
+    def matches(self, layer: nn.Module, hidden_states, cos, sin) -> Optional[tuple]:
+        """The attention, the norms' weights, and the linear layers' weights and biases; None if the call differs."""
         if (
             _is_watched()
             or type(layer) is not self.owner
-            or not (are_dense(hidden_states, cos) and are_dense(cos, sin))
+            or not (have_strides(hidden_states, cos) and have_strides(cos, sin))
         ):
             return None
         weights, weights_and_biases = [], []
@@ -176,9 +173,9 @@ class Call:
             gate_proj, up_proj, down_proj, act_fn = _PARTS_OF_MLP(gated.__dict__["_modules"])
             rotate = self.globals["apply_rotary_pos_emb"]
             norms = (first, second, *_HEAD_NORMS(inside)) if self.variant.normed else (first, second)
-            # Every module's `__dict__` once, and no function for it: most of the time it takes is to fetch them from memory.
-            # Hooks of a backward pass are not called without gradients, whoever calls the module. Linear layers, half of all, have
-            # a loop of their own that asks for less: one loop for all takes a fifth longer.
+            # Each module's `__dict__` is read once and inline: most of the time is its fetch from memory. Backward
+            # hooks do not run without gradients. Linear layers, half of all modules, have a shorter loop: one loop for
+            # all takes a fifth longer.
             for module in (*_PROJECTIONS(inside), gate_proj, up_proj, down_proj):
                 state = module.__dict__
                 if (
@@ -228,12 +225,8 @@ class Call:
         return self_attn, weights, weights_and_biases
 
     def __call__(self, layer: nn.Module, hidden_states, cos, sin, attention_mask, past_key_values, arguments: dict):
-        """The layer's output; None, and nothing done, if this is not its call.
-
-        Args:
-            attention_mask, past_key_values, arguments: for the attention.
-        """
-        found = self.look(layer, hidden_states, cos, sin)
+        """The layer's output; None, before any operation, if the call differs. The last three are the attention's."""
+        found = self.matches(layer, hidden_states, cos, sin)
         if found is None:
             return None
         self_attn, weights, (q_proj, k_proj, v_proj, *_) = found
@@ -245,10 +238,10 @@ class Call:
             normalize_query, normalize_key = self.head_norms
             query = normalize_query(query.view(*self.heads[0]), weights[2])
             key = normalize_key(key.view(*self.heads[1]), weights[3])
-        turned_query, turned_key = self.empty_query(), self.empty_key()
-        self.rotate(query, key, cos, sin, turned_query, turned_key)
-        query, key = turned_query, turned_key
-        del turned_query, turned_key
+        rotated_query, rotated_key = self.empty_query(), self.empty_key()
+        self.rotate(query, key, cos, sin, rotated_query, rotated_key)
+        query, key = rotated_query, rotated_key
+        del rotated_query, rotated_key
         mixed, function = attention.mixed(
             self_attn,
             self.variant,
@@ -261,11 +254,11 @@ class Call:
             past_key_values,
             arguments,
         )
-        # As soon as eager: the MLP is where most memory is in use.
+        # As soon as eager does: the MLP needs the most memory.
         del query, key, value
         if not getattr(function, "__module__", "").startswith("transformers."):
-            # Whoever wrote it may have done something to what comes after it.
-            found = self.look(layer, hidden_states, cos, sin)
+            # A user's attention function may change the modules that follow.
+            found = self.matches(layer, hidden_states, cos, sin)
         if found is None or type(mixed) is not torch.Tensor:
             del normed
             mixed = mixed.reshape(*self.shape[:-1], -1).contiguous()
@@ -274,76 +267,81 @@ class Call:
         attended = linear(mixed.reshape(self.rows, -1).contiguous(), *o_proj)
         del mixed
         residual = self.empty_residual()
-        # What nobody needs any more takes the results: memory that is asked for and given back costs as much as a view or two.
+        # Results overwrite tensors that are no longer needed: an allocation costs as much as one or two views.
         self.add_and_normalize(attended, hidden_states, weights[1], normed, residual)
         del attended
         gate, up = linear(normed, *gate_proj), linear(normed, *up_proj)
         self.multiply(gate, gate, up)
         del up
         out = linear(gate, *down_proj)
-        # The rows of a single sequence are added as they are, without a view.
+        # A single sequence needs no view: its rows broadcast.
         return residual.add_(out if self.shape[0] == 1 else out.view(*self.shape))
 
 
-class _Kept:
-    """Of a layer: the shape of its last calls, how many went the ordinary way, and what they came to."""
+class _Recording:
+    """A layer's recorded call, the shape of its last calls, and how many of them took the ordinary path."""
 
     __slots__ = ("layer", "shape", "calls", "call")
 
     def __init__(self, layer: nn.Module, shape):
         number = id(layer)
-        self.layer = weakref.ref(layer, lambda _: _kept.pop(number, None))
+        self.layer = weakref.ref(layer, lambda _: _recordings.pop(number, None))
         self.shape = shape
         self.calls = 0
         self.call: Optional[Call] = None
 
 
-# By the identity of a layer, as long as it lives.
-_kept: dict[int, _Kept] = {}
-# The last that were made, while a layer keeps them: of a model's layers one is the call of all.
-_made: deque = deque(maxlen=16)
+# By the identity of a layer, while it lives.
+_recordings: dict[int, _Recording] = {}
+# The newest calls, while a layer holds them: equal layers of a model share one.
+_shared: deque = deque(maxlen=16)
 
 
-def again(layer: nn.Module, hidden_states, position_embeddings, attention_mask, past_key_values, arguments: dict):
-    """The layer's output in the way that is kept for it; None if the ordinary way must run."""
-    kept = _kept.get(id(layer))
-    if kept is None or kept.call is None or kept.layer() is not layer:
+def replay(layer: nn.Module, hidden_states, position_embeddings, attention_mask, past_key_values, arguments: dict):
+    """The layer's output by its recorded call; None if the ordinary path must run."""
+    recording = _recordings.get(id(layer))
+    if recording is None or recording.call is None or recording.layer() is not layer:
         return None
     if type(position_embeddings) is not tuple or len(position_embeddings) != 2:
         return None
-    return kept.call(layer, hidden_states, *position_embeddings, attention_mask, past_key_values, arguments)
+    return recording.call(layer, hidden_states, *position_embeddings, attention_mask, past_key_values, arguments)
 
 
-def note(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings) -> None:
-    """Keeps, from a shape's second call in a row on, what the ordinary way has just come to.
+def record(layer: nn.Module, hidden_states: torch.Tensor, position_embeddings) -> None:
+    """Records the call that the ordinary path has just computed, from a shape's second call in a row on.
 
-    To find that out takes as long as a few calls. Where it fails it is tried again after twice as many.
+    Recording takes as long as a few calls. After a failure the next attempt comes after twice as many calls.
     """
-    if launch.is_asking() or _is_watched() or type(position_embeddings) is not tuple or len(position_embeddings) != 2:
+    if (
+        launch.is_collecting()
+        or _is_watched()
+        or type(position_embeddings) is not tuple
+        or len(position_embeddings) != 2
+    ):
         return
     cos, sin = position_embeddings
     if not (are_plain(hidden_states, cos) and are_plain(cos, sin)):
         return
-    kept = _kept.get(id(layer))
-    if kept is None or kept.shape != hidden_states.shape or kept.layer() is not layer:
-        _kept[id(layer)] = _Kept(layer, hidden_states.shape)
+    recording = _recordings.get(id(layer))
+    if recording is None or recording.shape != hidden_states.shape or recording.layer() is not layer:
+        _recordings[id(layer)] = _Recording(layer, hidden_states.shape)
         return
-    kept.call = None
-    kept.calls += 1
-    if kept.calls & (kept.calls - 1) == 0:
+    recording.call = None
+    recording.calls += 1
+    if recording.calls & (recording.calls - 1) == 0:
         try:
-            kept.call = _known(layer, hidden_states, cos, sin)
-        except Exception:  # No memory, say. Nothing is lost: the ordinary way runs.
+            recording.call = _matching_or_new(layer, hidden_states, cos, sin)
+        except Exception:  # Full memory, for example: the ordinary path still runs.
             return
 
 
-def _known(layer, hidden_states, cos, sin) -> Call:
-    for made in tuple(_made):
+def _matching_or_new(layer, hidden_states, cos, sin) -> Call:
+    for made in tuple(_shared):
         call = made()
-        if call is not None and call.look(layer, hidden_states, cos, sin) is not None:
+        if call is not None and call.matches(layer, hidden_states, cos, sin) is not None:
             return call
     call = Call(layer, hidden_states, cos, sin)
-    if call.look(layer, hidden_states, cos, sin) is None:
-        raise _Unknown
-    _made.appendleft(weakref.ref(call))
+    if call.matches(layer, hidden_states, cos, sin) is None:
+        raise _Unsupported
+    _shared.appendleft(weakref.ref(call))
     return call

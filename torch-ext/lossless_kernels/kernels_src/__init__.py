@@ -1,1 +1,1 @@
-"""Triton device code. Every `@triton.jit` function of the package lives here and nothing else does."""
+"""Triton device code: all `@triton.jit` functions of the package, and nothing else."""

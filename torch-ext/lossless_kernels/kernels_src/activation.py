@@ -1,7 +1,7 @@
 """Activation functions as ATen's CUDA kernels compute them, one rounding for each operation that eager launches.
 
-What one ATen kernel computes stays in fp32 and is rounded once; nvcc made FMAs of its products and sums, and they are
-spelled out here. What eager computes by several operations is rounded to the activations' dtype by each.
+An ATen kernel computes in fp32 and rounds once; nvcc contracted its products and sums to FMAs, which are explicit here.
+If eager uses several operations, each rounds to the activations' dtype.
 """
 
 import triton
@@ -32,25 +32,25 @@ def _rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 
 
-# -log2(e), a unit in the last place less: bf16 SiLU has eager's bits with any number from 5 such units less to 2 more (H200).
+# -log2(e) minus one unit in the last place; bf16 SiLU has eager's bits from 5 units less to 2 units more (H200).
 _MINUS_LOG2_E = tl.constexpr(-1.4426949)
 
 
 @triton.jit
 def _silu(x, DTYPE: tl.constexpr):
-    """x / (1 + exp(-x)), whose rounding to 16 bits a quotient a little off does not change for any of their 65,536 x.
+    """x / (1 + exp(-x)). In 16 bits an approximate quotient rounds to the same bits for all 65,536 x.
 
     The correctly rounded division branches for every element: 0.1214 ms instead of 0.1125 at 8192x14336 (bf16, H200).
     """
     if INTERPRETED or not PTX or DTYPE == tl.float32:
         return divide(x, 1.0 + exp(-x))
     elif DTYPE == tl.bfloat16:
-        # The reciprocal of a quarter is no subnormal number, which would be flushed to zero.
+        # Scaling by 1/4 avoids a subnormal reciprocal, which would be flushed to zero.
         quarter = tl.fma(approximate_exp2(x * _MINUS_LOG2_E), 0.25, 0.25)
         return (x * 0.25) * approximate_reciprocal(quarter)
     else:
-        # Some lie too close to the middle between two fp16 numbers: a step of Newton's. Without a remainder, or where an
-        # infinite number made it NaN, the quotient is right already, the sign of a zero included.
+        # Some quotients are too close to the middle between two fp16 numbers and need a Newton step. If the remainder
+        # is 0, or NaN from an infinity, the quotient is exact, including the sign of a zero.
         divisor = 1.0 + exp(-x)
         factor = approximate_reciprocal(divisor)
         quotient = x * factor
@@ -60,13 +60,13 @@ def _silu(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _gelu_tanh(x):
-    """The tanh inside ATen's own approximation of GELU."""
+    """The tanh in ATen's approximation of GELU."""
     return tanh(tl.fma(x * (x * x), _CUBIC, x) * _SQRT_2_PI)
 
 
 @triton.jit
 def _new_gelu_tanh(x, DTYPE: tl.constexpr):
-    """tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)), each operation rounded; the cube is two of them."""
+    """tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)), each operation rounded; the cube is two operations."""
     cube = _rounded(_rounded(x * x, DTYPE) * x, DTYPE)
     inner = _rounded(x + _rounded(cube * _CUBIC, DTYPE), DTYPE)
     return _rounded(tanh(_rounded(inner * _SQRT_2_PI, DTYPE)), DTYPE)
@@ -111,7 +111,7 @@ def _activation(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tanh_gradient(dy, y, DTYPE: tl.constexpr):
-    """ATen's tanh_backward, which computes in the activations' dtype: in fp32 with an FMA."""
+    """ATen's tanh_backward, which computes in the activations' dtype; in fp32 with an FMA."""
     if DTYPE == tl.float32:
         return dy * tl.fma(-y, y, 1.0)
     else:
@@ -126,7 +126,7 @@ def _sigmoid_gradient(dy, y, DTYPE: tl.constexpr):
 
 @triton.jit
 def _gradients(dy, x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """What eager sends into x, path by path, in the order of arrival."""
+    """Eager's gradients of x, one for each path from x to the output, in their order of arrival."""
     if ACTIVATION == "silu":
         sigmoid = reciprocal(1.0 + exp(-x))
         return ((dy * sigmoid) * tl.fma(x, 1.0 - sigmoid, 1.0),)
@@ -169,7 +169,7 @@ def _block_of_row(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Offsets into x, which has rows `x_row_stride * UNIT` apart, into a dense tensor and into out, and the mask of all."""
+    """Offsets into x, with row stride `x_row_stride * UNIT`, into a dense tensor and into out; and their mask."""
     program = tl.program_id(0)
     if ONE_ROW:
         offset = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -196,8 +196,8 @@ def activation_forward(
 ):
     """out = ACTIVATION(x).
 
-    x has rows of `column_units * UNIT` elements, `x_row_stride * UNIT` apart; out is dense. Counting in units tells the
-    compiler what is aligned; a dense x is one row.
+    x has rows of `column_units * UNIT` elements and the row stride `x_row_stride * UNIT`; out is dense. Units show the
+    compiler the alignment. A dense x is one row.
     """
     offset, out_offset, _, mask = _block_of_row(
         column_units, x_row_stride, column_units, blocks_per_row, ONE_ROW, UNIT, BLOCK
@@ -220,9 +220,10 @@ def activation_backward(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradients of x, as many as eager has paths from x to the output; `units * UNIT` elements, all dense.
+    """The gradients of x, one for each of eager's paths from x to the output; `units * UNIT` elements, all dense.
 
-    They stay apart because a sum of their own has other bits than sums with what else reaches x, such as a residual's.
+    They are separate outputs: eager adds each to other gradients of x, such as a residual's. Their own sum, added to
+    those, would have other bits.
     """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset // UNIT < units
@@ -251,8 +252,8 @@ def gated_activation_forward(
 ):
     """out = ACTIVATION(gate) * up, the activation rounded before the product.
 
-    Gate and up have rows of `column_units * UNIT` elements, `row_stride * UNIT` apart; out is dense. PACKED: up begins where
-    gate's first row ends, and `up_ptr` is not read.
+    Gate and up have rows of `column_units * UNIT` elements and the row stride `row_stride * UNIT`; out is dense.
+    PACKED: up begins where gate's first row ends, and `up_ptr` is not read.
     """
     offset, out_offset, _, mask = _block_of_row(
         column_units, row_stride, column_units, blocks_per_row, ONE_ROW, UNIT, BLOCK
@@ -282,10 +283,10 @@ def gated_activation_backward(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradients of gate and, if D_UP, of up, from dy, that of the product; dy is dense, the gradients are.
+    """The gradients of gate and, with D_UP, of up, from dy, the product's gradient; dy and the gradients are dense.
 
-    PACKED: gate and up are the halves of the rows of one tensor, and so are their gradients, of one that is dense. Eager fills
-    each half's gradient up with zeros and adds the two, which makes +0 of a -0.
+    PACKED: gate and up are the halves of one tensor's rows, and their gradients the halves of a dense tensor's rows.
+    Eager pads each half's gradient with zeros and adds the two, which turns -0 into +0.
     """
     offset, dy_offset, gradient_offset, mask = _block_of_row(
         column_units, row_stride, column_units * 2 if PACKED else column_units, blocks_per_row, ONE_ROW, UNIT, BLOCK

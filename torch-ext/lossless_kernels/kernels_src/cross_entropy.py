@@ -1,7 +1,7 @@
-"""Cross-entropy as eager computes it from fp32 logits: log_softmax, its value at the target, and the gradient of the logits.
+"""Cross-entropy as eager computes it from fp32 logits: log_softmax, its value at the target, and the logits' gradient.
 
-The logits are read in their own dtype and widened in registers. The sum of a row's exponentials is made in the order of the
-kernel that ATen runs for an fp32 copy of them (`core/softmax.py`).
+Logits are read in their own dtype and converted to fp32 in registers. The sum of a row's exponentials has the order of
+the kernel that ATen runs for an fp32 copy of the logits (`core/softmax.py`).
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from .primitives import divide, exp, exp_add, log, maximum
 from .summation import _sum_in_sequence, _sum_of_lanes, chain_of_vectors, in_vectors, sum_of_block
 
-# Threads of a block of ATen's kernels but the one for short rows, where a row is a warp's.
+# Threads of a block of ATen's kernels, except the kernel for short rows, which gives a row one warp.
 _LANES = tl.constexpr(1024)
 
 
@@ -28,26 +28,26 @@ def _over_row(
     KIND: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """With SUM the sums of a row's exponentials, in the order of ATen's block of 1024 threads, else its largest elements.
+    """The sums of a row's exponentials in the order of ATen's block of 1024 threads; without SUM its largest elements.
 
     Args:
         row_ptr: the row.
-        rest_ptr: where its vectors begin.
-        head: elements before those, 0 if there is no head.
-        of_lanes: [1024], what to start from.
-        of_vectors: [4096], with SUM unused: the largest elements of vectors so far.
+        rest_ptr: the start of its vectors.
+        head: the number of elements before them.
+        of_lanes: [1024], initial values.
+        of_vectors: [4096], the largest elements of vectors so far; unused with SUM.
 
     Returns:
         of_lanes, of_vectors
     """
-    # A row is read twice, the second time from the L2 if it is still there, or the L1.
+    # A row is read twice, the second time from the L1 or L2 if it is still there.
     EVICT: tl.constexpr = "evict_first" if SUM else "evict_last"
     LANES: tl.constexpr = 1024
     STEP: tl.constexpr = 4 * LANES
     NOTHING: tl.constexpr = float("-inf")
     lane = tl.arange(0, LANES)
     if HEAD:
-        # Lane t takes element t less the elements between the last multiple of 16 bytes and the row.
+        # Lane t takes element t - k if the row begins k elements after a multiple of 16 bytes.
         of_head = lane - (LANES - head)
         x = tl.load(row_ptr + of_head, mask=(of_head >= 0) & (head > 0), other=NOTHING, eviction_policy=EVICT)
         if SUM:
@@ -59,9 +59,9 @@ def _over_row(
         SINGLES: tl.constexpr = (VOCAB + LANES - 1) // LANES
     else:
         steps = (VOCAB - head) // STEP
-        # Loads first: they do not wait for each other.
+        # All loads precede the computation: they do not wait for each other.
         for chunk in range(steps // UNROLL):
-            # What was read last is read first again.
+            # The maximum reads chunks from the last to the first: the sum begins with those in the cache.
             at = chunk if SUM else steps // UNROLL - 1 - chunk
             tiles = ()
             for step in tl.static_range(UNROLL):
@@ -73,7 +73,7 @@ def _over_row(
                 else:
                     of_vectors = maximum(of_vectors, tiles[step])
         tiles = ()
-        # With a head as many as there may be, or else as many as there are.
+        # With a head the largest possible number, without one the exact number.
         REST: tl.constexpr = UNROLL - 1 if HEAD else VOCAB // STEP % UNROLL
         PARTIAL: tl.constexpr = KIND == "shared" and VOCAB % STEP != 0
         for step in tl.static_range(REST + PARTIAL):
@@ -122,9 +122,10 @@ def _store(
     mask,
     VOCAB: tl.constexpr,
 ):
-    """What the loss and the gradient need of rows; x_ptr are theirs.
+    """Stores the rows' statistics for loss and gradient; `x_ptr` has the rows' pointers.
 
-    The target of the loss, of log-probabilities [rows, 1], is class 0. A target out of range is another one that is out of range.
+    The loss is computed from log-probabilities [rows, 1]: `checked` has class 0 as their target, -100 for ignored rows,
+    and 1, out of range, for targets out of range.
     """
     valid = (target >= 0) & (target < VOCAB)
     x = tl.load(x_ptr + tl.where(valid, target, 0), mask=mask, other=0.0).to(tl.float32)
@@ -152,20 +153,20 @@ def cross_entropy_forward(
     UNIT: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """For each row the maximum, the logarithm of the sum of exponentials, and the log-probability of the target.
+    """Each row's maximum, logarithm of the sum of exponentials, and log-probability of the target.
 
-    Of a row whose target is ignored the logarithm is 0, or NaN where log_softmax is NaN.
+    If the target is ignored the logarithm is 0, or NaN if log_softmax is NaN.
 
     Args:
-        row_stride: of x, in UNITs of elements.
-        KIND: which of ATen's kernels for rows of more than 2048 elements ("loop", "shared", "registers").
+        row_stride: x's, in UNITs of elements.
+        KIND: ATen's kernel for rows of more than 2048 elements ("loop", "shared", "registers").
         DENSE: rows follow each other without a gap.
         SHIFT: elements between the last multiple of 16 bytes and eager's first row.
     """
-    # Their address decides where ATen's vectors begin.
+    # The address of a row decides where ATen's vectors begin.
     HEAD: tl.constexpr = KIND == "loop" and (VOCAB % 4 != 0 or SHIFT != 0)
     for index in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        row = tl.cast(index, tl.int64)  # The interpreter counts in Python's numbers.
+        row = tl.cast(index, tl.int64)  # The interpreter's loops yield Python integers.
         row_ptr = x_ptr + row * row_stride * UNIT
         rest_ptr = row_ptr
         head = 0
@@ -173,7 +174,7 @@ def cross_entropy_forward(
             before = ((SHIFT + row * VOCAB) % 4).to(tl.int32)
             head = tl.where(before > 0, _LANES - before, 0)
             if DENSE:
-                # The compiler learns that these are multiples of four elements.
+                # This form shows the compiler a multiple of four elements.
                 rest_ptr = x_ptr + ((SHIFT + row * VOCAB + head) // 4 * 4 - SHIFT)
             else:
                 rest_ptr = row_ptr + head
@@ -188,7 +189,7 @@ def cross_entropy_forward(
         largest = tl.max(of_lanes, axis=0)
         ignored = target == ignore_index
         if ignored:
-            # NaN if there is one, if all are -inf, or if one is +inf.
+            # NaN if an element is NaN or +inf, or if all are -inf.
             is_nan = tl.max((of_lanes != of_lanes).to(tl.int32), axis=0) > 0
             log_sum = tl.where(is_nan, float("nan"), (largest - largest))
         else:
@@ -217,7 +218,7 @@ def cross_entropy_forward_short(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """`cross_entropy_forward` of rows that ATen gives a warp each: WIDTH lanes, each with 2**LOG2_SIZE / WIDTH elements."""
+    """`cross_entropy_forward` of rows that ATen gives one warp each: WIDTH lanes of 2**LOG2_SIZE / WIDTH elements."""
     SIZE: tl.constexpr = 1 << LOG2_SIZE
     LOG2_STEPS: tl.constexpr = LOG2_SIZE - (WIDTH.bit_length() - 1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -240,9 +241,9 @@ def cross_entropy_forward_short(
 
 @triton.jit
 def _statistics(target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index):
-    """Target of a row, whether it is ignored, maximum, log sum, and the sum of its log-probabilities' gradients.
+    """A row's target, whether it is ignored, its maximum and log sum, and the sum of its log-probabilities' gradients.
 
-    Only one of those is not zero, so that it is their sum in any order; but a sum of -0 and zeros is +0.
+    Only one of these gradients is nonzero: it is their sum in any order. A sum of -0 and zeros is +0.
     """
     target = tl.load(target_ptr + row)
     ignored = target == ignore_index
@@ -252,9 +253,9 @@ def _statistics(target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index):
 
 @triton.jit
 def _gradient(x, is_target, ignored, largest, log_sum, of_row, gradient):
-    """The gradient of logits; of a row that is ignored zeros, or NaN where log_softmax is NaN."""
+    """The gradient of logits; for an ignored row zeros, or NaN if log_softmax is NaN."""
     probability = exp((x.to(tl.float32) - largest) - log_sum)
-    # Triton's `-x` is 0 - x, which makes +0 of +0.
+    # Triton's `-x` is 0 - x, which returns +0 for +0.
     dx = tl.fma(of_row * -1.0, probability, tl.where(is_target, gradient, 0.0))
     return tl.where(ignored, log_sum * 0.0, dx)
 
@@ -274,7 +275,7 @@ def _gradient_across_rows(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Of BLOCK elements from `first` on, of a dense tensor: a row's, or the end of one and the beginning of the next."""
+    """The gradient of BLOCK elements of a dense tensor from `first` on, of one row or of two neighbouring rows."""
     row = first // VOCAB
     begin = (first - row * VOCAB).to(tl.int32)
     rest = VOCAB - begin
@@ -287,7 +288,7 @@ def _gradient_across_rows(
     )
     element = tl.arange(0, BLOCK)
     is_next = element >= rest
-    # Of rows that are ignored nothing is read.
+    # Ignored rows are not read.
     wanted = (ignored == 0) | ((next_ignored == 0) & (rest < BLOCK))
     if MASKED:
         in_range = element < rows * VOCAB - first
@@ -328,10 +329,10 @@ def cross_entropy_backward(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dx, dense, from the statistics of the rows, the loss's gradient and, if MEAN, the number of rows that count.
+    """dx, dense, from the rows' statistics, the loss's gradient and, with MEAN, the number of rows not ignored.
 
-    With ACROSS_ROWS x is dense and a program takes BLOCK elements of it, which begin at a multiple of 16 bytes where rows do
-    not; a row is no shorter than BLOCK.
+    With ACROSS_ROWS x is dense and a program takes BLOCK elements of it, which begin at a multiple of 16 bytes although
+    rows do not. A row is not shorter than BLOCK.
     """
     gradient = tl.load(d_loss_ptr)
     if MEAN:

@@ -9,10 +9,10 @@ try:
 except ImportError:
     from triton.language.extra.cuda import libdevice
 
-# Triton's interpreter knows neither libdevice nor inline assembly. What runs there instead differs from the GPU in the
-# last bit of exponentials, and it rounds an FMA twice; nothing else does.
+# Triton's interpreter has neither libdevice nor inline assembly. Its replacements differ from the GPU only in the last
+# bit of exponentials and in FMAs, which they round twice.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# AMD's assembler takes no PTX, and ends the process rather than raise.
+# AMD's assembler does not accept PTX: it ends the process instead of raising.
 PTX = tl.constexpr(torch.version.hip is None)
 
 
@@ -27,11 +27,11 @@ def exp(x):
 
 @triton.jit
 def exp_add(total, x):
-    """total + e**x in fp32 as nvcc contracts it in sums of `expf`: the last product of `expf` and the sum in one rounding."""
+    """total + e**x in fp32, as nvcc contracts sums of `expf`: one rounding for the last product and the sum."""
     if INTERPRETED or not PTX:
         return total + exp(x)
     else:
-        # 2**k by its exponent's bits, times 2**f with |f| <= 1/2.
+        # 2**k, made from its exponent bits, times 2**f with |f| <= 1/2.
         return tl.inline_asm_elementwise(
             "{ .reg .f32 t, k, f, e; .reg .b32 i;"
             " fma.rn.sat.f32 t, $2, 0f3BBB989D, 0f3F000000;"
@@ -52,8 +52,9 @@ def exp_add(total, x):
 
 @triton.jit
 def log(x):
-    """The natural logarithm as CUDA's `logf` rounds it, step by step: libdevice's is the same, but Triton builds it to flush
-    subnormals to zero. `tl.log` is an approximation.
+    """The natural logarithm, in the steps of CUDA's `logf`; `tl.log` is an approximation.
+
+    libdevice's has the same steps, but Triton builds it to flush subnormals to zero.
     """
     if INTERPRETED:
         return tl.log(x)
@@ -74,7 +75,7 @@ def log(x):
         polynomial = tl.fma(polynomial, f, -0.5)
         of_f = tl.fma(f, f * polynomial, f)
         result = tl.fma(tl.fma(exponent.to(tl.float32), 1.1920928955078125e-07, offset), 0.69314718, of_f)
-        # Infinity and NaN stay what they are; negative numbers have none.
+        # Infinity and NaN return themselves; negative numbers return NaN.
         result = tl.where(x < float("inf"), result, x)
         result = tl.where(x < 0.0, float("nan"), result)
         return tl.where(x == 0.0, float("-inf"), result)
@@ -106,7 +107,7 @@ def approximate_reciprocal(x):
 
 @triton.jit
 def tanh(x):
-    """CUDA's `tanhf`, step by step: libdevice's is the same, but Triton builds it to flush subnormals to zero."""
+    """The steps of CUDA's `tanhf`. libdevice's has the same steps, but Triton builds it to flush subnormals to zero."""
     if PTX:
         magnitude = tl.abs(x)
         large = tl.fma(approximate_reciprocal(approximate_exp2(magnitude * 2.88539) + 1.0), -2.0, 1.0)
@@ -115,7 +116,7 @@ def tanh(x):
         small = tl.fma(square, 0.015739683, -0.052303962)
         small = tl.fma(small, square, 0.13315298)
         small = tl.fma(small, square, -0.33332768)
-        # The sum with zero decides the sign of a product that is zero.
+        # Adding zero sets the sign of a zero product.
         small = tl.fma(tl.fma(small, square, 0.0), x, x)
         return tl.where(magnitude >= 0.6, tl.where(x < 0.0, -large, large), small)
     else:
@@ -124,7 +125,7 @@ def tanh(x):
 
 @triton.jit
 def erf(x):
-    """CUDA's `erff`, step by step: libdevice's is the same, but Triton builds it to flush subnormals to zero."""
+    """The steps of CUDA's `erff`. libdevice's has the same steps, but Triton builds it to flush subnormals to zero."""
     if PTX:
         magnitude = tl.abs(x)
         large = tl.fma(magnitude, 0.000112198715, -0.0013275252)
@@ -172,7 +173,7 @@ def reciprocal(x):
 
 @triton.jit
 def maximum(x, y):
-    """The larger of two numbers of one dtype, NaN if one of them is; of 16 bits two at a time."""
+    """The larger of two numbers of one dtype, NaN if either is NaN; for 16 bits one instruction returns two results."""
     if INTERPRETED or not PTX or x.dtype == tl.float32:
         return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL).to(x.dtype)
     elif x.dtype == tl.bfloat16:
@@ -186,8 +187,20 @@ def maximum(x, y):
 
 
 @triton.jit
+def mask_if(mask, condition):
+    """`mask` where the scalar `condition` is not 0, and no element otherwise.
+
+    The interpreter of Triton 3.9 wants boolean masks, and makes 32-bit integers of a scalar's comparison that it broadcasts.
+    """
+    if INTERPRETED:
+        return mask & (tl.broadcast_to(tl.cast(condition, tl.int32), mask.shape) != 0)
+    else:
+        return mask & (condition != 0)
+
+
+@triton.jit
 def prefetch(pointers):
-    """Has the lines that hold these addresses brought into the L2; nobody waits for them."""
+    """Prefetches the lines with these addresses into the L2."""
     if PTX and not INTERPRETED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -196,9 +209,9 @@ def prefetch(pointers):
 
 @triton.jit
 def prefetch_bulk(pointer, wanted, BYTES: tl.constexpr):
-    """Has the BYTES from `pointer` on brought into the L2 by one request of the program if `wanted`; nobody waits for them.
+    """Prefetches BYTES from `pointer` on into the L2, by one request of the program, if `wanted`.
 
-    For compute capability 9.0 and later. Addresses and sizes of such requests are multiples of 16: both are rounded down.
+    It needs compute capability 9.0 or later. Such requests take multiples of 16: address and size are rounded down.
     """
     if PTX and not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -214,7 +227,7 @@ def prefetch_bulk(pointer, wanted, BYTES: tl.constexpr):
 
 @triton.jit
 def rsqrt(x):
-    """CUDA's `rsqrtf` in fp32; `tl.rsqrt` is the same instruction but takes subnormal inputs for zero."""
+    """CUDA's `rsqrtf` in fp32; `tl.rsqrt` is the same instruction but treats subnormal inputs as zero."""
     if INTERPRETED:
         return tl.rsqrt(x)
     elif PTX:
@@ -240,5 +253,5 @@ def sin(x):
     if INTERPRETED:
         return tl.sin(x)
     else:
-        # Triton builds libdevice's to flush subnormals to zero; CUDA's returns them as they are.
+        # Triton builds libdevice's to flush subnormals to zero; CUDA's returns them unchanged.
         return tl.where(tl.abs(x) < 1.1754943508222875e-38, x, libdevice.sin(x))

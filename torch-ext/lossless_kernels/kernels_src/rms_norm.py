@@ -1,19 +1,19 @@
 """RMSNorm as the eager layers of transformers compute it, one rounding per eager operation.
 
-SCALE says where the weight comes in: "after_cast" multiplies the normalised values in x's dtype, "fp32" in fp32, "one_plus"
+SCALE is the use of the weight: "after_cast" multiplies the normalised values in x's dtype, "fp32" in fp32, "one_plus"
 multiplies them in fp32 by 1 + weight, "none" has no weight.
 """
 
 import triton
 import triton.language as tl
 
-from .primitives import divide, prefetch_bulk, rsqrt
+from .primitives import divide, mask_if, prefetch_bulk, rsqrt
 from .summation import fused_sum_of_squares, row_sum, sum_of_columns
 
 
 @triton.jit
 def _factor(weight, SCALE: tl.constexpr):
-    """What a value is multiplied by, fp32."""
+    """The factor of a normalised value, fp32."""
     factor = weight.to(tl.float32)
     if SCALE == "one_plus":
         factor = 1.0 + factor
@@ -26,20 +26,20 @@ def _columns(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
-    PARTS: tl.constexpr = 1,
+    PROGRAMS_PER_ROW: tl.constexpr = 1,
 ):
-    """The columns of a row as a tile [STEPS, COLUMNS], the steps those of `row_sum`; of this program's part in one step."""
+    """A row's columns as a tile [STEPS, COLUMNS] with `row_sum`'s steps; of a split row this program's [1, PART]."""
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
-    if PARTS > 1:
-        PART: tl.constexpr = (COLUMNS << LOG2_STEPS) // PARTS
-        return (tl.program_id(0) % PARTS * PART + tl.arange(0, PART))[None, :]
+    if PROGRAMS_PER_ROW > 1:
+        PART: tl.constexpr = (COLUMNS << LOG2_STEPS) // PROGRAMS_PER_ROW
+        return (tl.program_id(0) % PROGRAMS_PER_ROW * PART + tl.arange(0, PART))[None, :]
     else:
         return tl.arange(0, 1 << LOG2_STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def _load_weight(weight_ptr, column, in_row, SCALE: tl.constexpr, EVICTION: tl.constexpr):
-    """As `column`; without a factor any tensor will do."""
+    """The weight at `column`; without a weight any tensor of that shape."""
     weight = column
     if SCALE != "none":
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy=EVICTION)
@@ -48,7 +48,7 @@ def _load_weight(weight_ptr, column, in_row, SCALE: tl.constexpr, EVICTION: tl.c
 
 @triton.jit
 def _mean_factor(rows, HIDDEN_SIZE: tl.constexpr):
-    """What ATen multiplies a sum by: a quotient of two fp32 numbers, beyond 2**24 elements not always fp32(1 / hidden_size)."""
+    """ATen's factor for a mean, a quotient of fp32 numbers: beyond 2**24 elements not always fp32(1 / HIDDEN_SIZE)."""
     return tl.div_rn(tl.cast(rows, tl.float32), tl.cast(rows * HIDDEN_SIZE, tl.float32))
 
 
@@ -64,13 +64,13 @@ def _mean_of_squares(
     VECTORIZED: tl.constexpr,
     FUSED: tl.constexpr,
 ):
-    """Of each row of x [ROWS, STEPS, COLUMNS], as ATen's kernel for RMSNorm adds them with FUSED, as its reduction otherwise."""
+    """Each row's mean of x**2, x [ROWS, STEPS, COLUMNS], in the order of ATen's RMSNorm kernel (FUSED) or reduction."""
     if FUSED:
         total = fused_sum_of_squares(x.to(tl.float32), ROWS, LOG2_STEPS, WIDTH, HEIGHT)
         return divide(total, tl.full([ROWS], HIDDEN_SIZE, tl.float32))
     elif WIDTH > 32:
-        # At most 15 rows, whose time is latency: the division is done while x is on its way (and has a branch, before which
-        # the compiler also leaves the load of the weight), and warps exchange x before it is widened.
+        # At most 15 rows, whose time is latency: the division runs during the load of x, and warps exchange x before
+        # its conversion to fp32. The division has a branch; the compiler leaves the load of the weight before it, too.
         factor = _mean_factor(rows, HIDDEN_SIZE)
         return row_sum(x, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, SQUARES=True) * factor
     else:
@@ -81,7 +81,7 @@ def _mean_of_squares(
 
 @triton.jit
 def _prefetch_rows(x_ptr, rows, row_stride, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr):
-    """Has the rows of the program that comes AHEAD programs later brought into the L2, if there is one."""
+    """Prefetches the rows of the program that is AHEAD programs later, if it exists, into the L2."""
     BYTES: tl.constexpr = HIDDEN_SIZE * x_ptr.dtype.element_ty.primitive_bitwidth // 8
     first = (tl.program_id(0).to(tl.int64) + AHEAD) * ROWS
     for each in tl.static_range(ROWS):
@@ -109,7 +109,7 @@ def _load_steps(
     ADD: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """COUNT steps of rows that begin at `start` [ROWS], from the step `first` on: of x, with ADD of residual + x."""
+    """COUNT steps from step `first` on, of rows of x, with ADD of residual + x, that begin at `start` [ROWS]."""
     steps = ()
     for step in tl.static_range(COUNT):
         at = (first + step) * COLUMNS + tl.arange(0, COLUMNS)
@@ -125,7 +125,7 @@ def _load_steps(
 
 @triton.jit
 def _add_squares(total, steps, COUNT: tl.constexpr):
-    """((total + step 0 squared) + step 1 squared) + ..., in fp32."""
+    """((total + (step 0)**2) + (step 1)**2) + ..., in fp32."""
     for step in tl.static_range(COUNT):
         h = steps[step].to(tl.float32)
         total += h * h
@@ -146,9 +146,9 @@ def _streamed_mean_of_squares(
     VECTORIZED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """That of ATen's reduction, of rows that begin at `start` [ROWS] and will be read again, with ADD of residual + x.
+    """The mean in ATen's reduction order, of rows of x (ADD: residual + x) at `start` [ROWS] that will be read again.
 
-    Loaded step by step: what ATen adds in sequence is in one thread then, whatever the number of warps.
+    Loads step by step put the numbers that ATen adds in sequence into one thread, for any number of warps.
     """
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
@@ -178,16 +178,16 @@ def _mean_of_squares_by_lane(
     VECTORIZED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """That of ATen's reduction, of rows that begin at `start` [ROWS] and are loaded for it alone, with ADD of residual + x.
+    """The mean in ATen's reduction order, of rows of x (ADD: residual + x) at `start` [ROWS], loaded for the sum alone.
 
-    What ATen adds in sequence goes into one thread, all steps at once, and the division is done meanwhile.
+    The numbers that ATen adds in sequence go into one thread, all steps at once; the division runs during the loads.
     """
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
     steps = _load_steps(x_ptr, residual_ptr, start, in_range, 0, STEPS, COLUMNS, HIDDEN_SIZE, ADD, "")
     factor = _mean_factor(rows, HIDDEN_SIZE)
     total = _add_squares(tl.zeros([ROWS, COLUMNS], dtype=tl.float32), steps, STEPS)
-    # Of several steps that are loaded one by one there is no row into which the compiler could take the exchange back.
+    # Several separately loaded steps are no row to which the compiler could move the exchange.
     return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=STEPS > 1) * factor
 
 
@@ -223,24 +223,29 @@ def rms_norm_forward(
     FUSED: tl.constexpr,
     STREAMED: tl.constexpr,
     BY_LANE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PROGRAMS_PER_ROW: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """out[row] = weight * x[row] * rstd[row], rounded as SCALE says, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
+    """out[row] = weight * x[row] * rstd[row], rounded by SCALE, with rstd = rsqrt(mean(x[row]**2) + eps) in fp32.
 
-    One program takes ROWS rows. It keeps them in registers between the sum and the store, or, STREAMED, reads them a second
-    time: few registers, so that many programs have loads under way, and threads that exchange their lanes' sums alone.
-    BY_LANE it loads them for the sum and for the store at once: a few rows do not wait a second time. PARTS programs then take
-    the same rows: each reads all of them for the sum, stores a part, and rstd, which is the same in all.
-    `x_row_stride` counts STRIDE_UNIT elements, so that the compiler knows how rows are aligned. `rstd` is stored if
-    `store_rstd` is 1. With AHEAD a program has the rows of the one that comes AHEAD later brought into the L2.
+    A program takes ROWS rows. It keeps them in registers between the sum and the store, except with STREAMED.
+
+    Args:
+        x_row_stride: in units of STRIDE_UNIT elements, which show the compiler the alignment.
+        store_rstd: rstd is stored if this is 1.
+        STREAMED: a program reads its rows twice. Few registers allow many programs with loads in flight; threads
+            exchange only their lanes' sums.
+        BY_LANE: a program loads its rows for the sum and for the store at once; a few rows wait for memory only once.
+        PROGRAMS_PER_ROW: with BY_LANE, the number of programs that share ROWS rows. Each reads all of them for the sum,
+            and stores its part, and rstd, which is the same in all.
+        AHEAD: if not 0, a program prefetches the rows of the program AHEAD later into the L2.
     """
     tl.static_assert(not (FUSED and (STREAMED or BY_LANE)), "ATen's own kernel adds in another order")
     if AHEAD:
         _prefetch_rows(x_ptr, rows, x_row_stride * STRIDE_UNIT, HIDDEN_SIZE, ROWS, AHEAD)
-    row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) // PROGRAMS_PER_ROW).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PROGRAMS_PER_ROW)
     in_row = column < HIDDEN_SIZE
     mask = in_range[:, None, None] & in_row[None, :, :]
     start = row * x_row_stride * STRIDE_UNIT
@@ -265,7 +270,7 @@ def rms_norm_forward(
     if STREAMED:
         h = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
-    tl.store(rstd_ptr + row, rstd, mask=in_range & (store_rstd != 0))
+    tl.store(rstd_ptr + row, rstd, mask=mask_if(in_range, store_rstd))
     out = _normalize(h, rstd, weight, SCALE, x_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -290,19 +295,19 @@ def add_rms_norm_forward(
     VECTORIZED: tl.constexpr,
     STREAMED: tl.constexpr,
     BY_LANE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PROGRAMS_PER_ROW: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """sum = residual + x, rounded to their dtype, and out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE].
+    """sum = residual + x, rounded to their dtype; out = `rms_norm_forward` of sum; all contiguous [rows, HIDDEN_SIZE].
 
-    STREAMED, both are read a second time and added once more. BY_LANE, PARTS and AHEAD are those of `rms_norm_forward`.
+    STREAMED reads and adds both twice. BY_LANE, PROGRAMS_PER_ROW and AHEAD are those of `rms_norm_forward`.
     """
     if AHEAD:
         _prefetch_rows(x_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
         _prefetch_rows(residual_ptr, rows, HIDDEN_SIZE, HIDDEN_SIZE, ROWS, AHEAD)
-    row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) // PROGRAMS_PER_ROW).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PARTS)
+    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, PROGRAMS_PER_ROW)
     in_row = column < HIDDEN_SIZE
     mask = in_range[:, None, None] & in_row[None, :, :]
     start = row * HIDDEN_SIZE
@@ -322,7 +327,7 @@ def add_rms_norm_forward(
             mean = _mean_of_squares_by_lane(
                 x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
             )  # fmt: skip
-            # Not before: for all that the compiler knows it is what is loaded next.
+            # Not earlier: the compiler would have to assume that the next loads read it.
             tl.store(sum_ptr + offset, total, mask=mask)
         else:
             mean = _mean_of_squares(total, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
@@ -332,6 +337,6 @@ def add_rms_norm_forward(
         tl.store(sum_ptr + offset, total, mask=mask)
         h = total.to(tl.float32)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "evict_last")
-    tl.store(rstd_ptr + row, rstd, mask=in_range & (store_rstd != 0))
+    tl.store(rstd_ptr + row, rstd, mask=mask_if(in_range, store_rstd))
     out = _normalize(h, rstd, weight, SCALE, x_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,16 +1,16 @@
-"""The gradients of RMSNorm as autograd computes them through the eager layers of transformers, one rounding per operation."""
+"""The gradients of RMSNorm as autograd computes them through transformers' eager layers, one rounding per operation."""
 
 import triton
 import triton.language as tl
 
-from .primitives import prefetch
+from .primitives import mask_if, prefetch
 from .rms_norm import _columns, _factor, _load_weight
-from .summation import halves_sum, row_sum, sum_of_blocks, sum_of_columns, thread_sum
+from .summation import block_sum, row_sum, sum_of_blocks, sum_of_columns, thread_sum
 
 
 @triton.jit
 def _row_offset(row, inner, middle, strides, LEVELS: tl.constexpr):
-    """Where a row starts. Rows in an order that is not the tensor's own have an index of three levels."""
+    """The offset of a row. Rows in another order than the tensor's have an index of three levels."""
     outer_stride, middle_stride, inner_stride = strides
     if LEVELS == 1:
         return row * outer_stride
@@ -37,7 +37,7 @@ _DX_STRIDES = ["dx_outer_stride", "dx_middle_stride", "dx_inner_stride"]
 
 @triton.jit
 def _load_rows(pointers, row, in_range, column, in_row, walk, STRIDE_UNIT: tl.constexpr, LEVELS: tl.constexpr):
-    """dy and x of the rows [ROWS, *column.shape], and rstd [ROWS]; zeros outside."""
+    """dy and x [ROWS, *column.shape] and rstd [ROWS] of the rows; zeros outside."""
     dy_ptr, x_ptr, rstd_ptr = pointers
     inner, middle, dy_strides, x_strides, rstd_strides = walk
     mask = in_range[:, None, None] & in_row[None, :, :]
@@ -51,14 +51,14 @@ def _load_rows(pointers, row, in_range, column, in_row, walk, STRIDE_UNIT: tl.co
 
 @triton.jit
 def _row_of_turn(lane, turn, length, stride, rows):
-    """The row that a thread of ATen's reduction comes to in this turn, one chain after the other, and whether there is one."""
+    """The row of a thread of ATen's reduction in this turn, chain by chain, and whether it exists."""
     row = lane + turn // length * stride + turn % length * (4 * stride)
     return row, row < rows
 
 
 @triton.jit
 def _weight_gradient(dy, normalized, SCALE: tl.constexpr, input_dtype: tl.constexpr, output_dtype: tl.constexpr):
-    """One row's share in the gradient of the weight, before it is summed."""
+    """A row's term in the sum for the weight's gradient."""
     if SCALE == "after_cast":
         return (dy * normalized.to(input_dtype).to(tl.float32)).to(output_dtype).to(tl.float32)
     else:
@@ -66,7 +66,7 @@ def _weight_gradient(dy, normalized, SCALE: tl.constexpr, input_dtype: tl.conste
 
 
 @triton.jit
-def _incoming(dy, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr, output_dtype: tl.constexpr):
+def _grad_of_normalized(dy, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr, output_dtype: tl.constexpr):
     """The gradient of the normalised values, fp32."""
     if SCALE != "none":
         dy = dy * _factor(weight, SCALE)
@@ -77,8 +77,8 @@ def _incoming(dy, weight, SCALE: tl.constexpr, input_dtype: tl.constexpr, output
 
 @triton.jit
 def _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE: tl.constexpr):
-    """What the mean sends into the square of each element of a row."""
-    # Division by a scalar is a multiplication by its reciprocal in ATen.
+    """The gradient of the square of each element of a row, through the mean."""
+    # ATen divides by a scalar by multiplying by its reciprocal.
     reciprocal = tl.div_rn(1.0, tl.cast(HIDDEN_SIZE, tl.float32))
     return ((-0.5 * d_rstd) * ((rstd * rstd) * rstd)) * reciprocal
 
@@ -98,7 +98,7 @@ def _store_dx(
     ADD: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """dx with what the options of `rms_norm_backward` make of it; `d_sum` is read with ADD only."""
+    """Stores dx by the options of `rms_norm_backward`; `d_sum` is used with ADD only."""
     dtype = dx_ptr.dtype.element_ty
     dx = d_normalized * rstd
     dx_mean = d_square * (2.0 * h)
@@ -107,7 +107,7 @@ def _store_dx(
     elif ADD:
         d_sum = d_sum.to(tl.float32)
         if dtype == tl.float32:
-            # fp32 activations reach the sum by two edges.
+            # fp32 gradients reach the sum by two edges.
             dx = (d_sum + dx) + dx_mean
         else:
             dx = d_sum + (dx + dx_mean).to(dtype).to(tl.float32)
@@ -160,19 +160,22 @@ def rms_norm_backward(
     THREADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx of `rms_norm_forward` and, with SUM_CHAINS, the sums of dweight's chains in passing.
+    """dx of `rms_norm_forward` and, with SUM_CHAINS, the sums of dweight's chains.
 
-    Rows are numbered in the memory order of eager's dy * normalized. Without SUM_CHAINS a program takes ROWS rows. With
-    it, a program takes all rows of ROWS of the THREADS threads of a block of ATen's reduction over rows, and adds up what
-    they add up: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32. With TWO_EDGES the two terms of dx, through the product
-    and through the mean, are stored apart. With ADD they are added to d_sum, which reached x before and lies as dx does.
-    The fp32 gradient of rstd is stored if `store_d_rstd` is 1. From sm_80 on the rows of STAGES - 1 turns are on their way
-    through shared memory, if they are aligned to 4 bytes: loads into registers would share the few counters by which a warp
-    waits with whatever else it waits for.
+    Rows are numbered in the memory order of eager's dy * normalized. Without SUM_CHAINS a program takes ROWS rows.
+
+    Args:
+        store_d_rstd: the fp32 gradient of rstd is stored if this is 1.
+        TWO_EDGES: the two terms of dx, through the product and through the mean, are stored separately.
+        ADD: the terms are added to d_sum, which reached x before and has dx's layout.
+        SUM_CHAINS: ATen's reduction over rows has blocks of THREADS threads. A program takes all rows of ROWS of a
+            block's threads and computes their sums: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32.
+        STAGES: from sm_80 on the rows of STAGES - 1 turns are in flight through shared memory, if they are aligned to
+            4 bytes. Loads into registers would share a warp's few wait counters with everything else it waits for.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
-    PARTS: tl.constexpr = THREADS // ROWS
+    PARTIAL_SUMS: tl.constexpr = THREADS // ROWS
     column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
     in_row = column < HIDDEN_SIZE
     input_dtype = x_ptr.dtype.element_ty
@@ -187,9 +190,9 @@ def rms_norm_backward(
 
     program = tl.program_id(0).to(tl.int64)
     if SUM_CHAINS:
-        # The threads that the first halvings bring together; each takes its four chains one after the other.
+        # The threads that the first levels of the halving tree add; each takes its four chains in sequence.
         stride = blocks * THREADS
-        lane = program // PARTS * THREADS + program % PARTS + tl.arange(0, ROWS) * PARTS
+        lane = program // PARTIAL_SUMS * THREADS + program % PARTIAL_SUMS + tl.arange(0, ROWS) * PARTIAL_SUMS
         length = tl.cast((rows + 4 * stride - 1) // (4 * stride), tl.int32)
         chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
         threads = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
@@ -209,9 +212,9 @@ def rms_norm_backward(
         offset = dx_row[:, None, None] * STRIDE_UNIT + column[None, :, :]
         dy = dy.to(tl.float32)
         h = x.to(tl.float32)
-        d_normalized = _incoming(dy, weight, SCALE, input_dtype, output_dtype)
+        d_normalized = _grad_of_normalized(dy, weight, SCALE, input_dtype, output_dtype)
         d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-        tl.store(d_rstd_ptr + row, d_rstd, mask=in_range & (store_d_rstd != 0))
+        tl.store(d_rstd_ptr + row, d_rstd, mask=mask_if(in_range, store_d_rstd))
         d_square = _gradient_of_squares(d_rstd[:, None, None], rstd, HIDDEN_SIZE)
         d_sum = dy
         if ADD:
@@ -220,11 +223,11 @@ def rms_norm_backward(
         if SUM_CHAINS:
             chain += _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype)
             if (turn + 1) % length == 0:
-                # The chains are added up from the first: 0 + a0 is a0, which is never -0.
+                # The chains are added from the first on: 0 + a0 is a0, which is never -0.
                 threads += chain
                 chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
     if SUM_CHAINS:
-        part = halves_sum(tl.reshape(threads, [ROWS, STEPS * COLUMNS]), ROWS, STEPS * COLUMNS)
+        part = block_sum(tl.reshape(threads, [ROWS, STEPS * COLUMNS]), ROWS, STEPS * COLUMNS)
         flat = tl.arange(0, STEPS * COLUMNS)
         tl.store(block_ptr + program * HIDDEN_SIZE + flat, part, mask=flat < HIDDEN_SIZE)
 
@@ -269,10 +272,11 @@ def rms_norm_backward_streamed(
     ADD: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """`rms_norm_backward` with SUM_CHAINS of one row at a time that is too long for the registers.
+    """`rms_norm_backward` with SUM_CHAINS, one row at a time, for rows too long for the registers.
 
-    They hold a chain, and the row is read twice, for its sum and for dx: the second time from the L2. A row has 128 elements or
-    more, which ATen reads as vectors. Steps beyond its end, which the other kernel has, would add zeros to sums that are never -0.
+    Registers hold a chain. The row is read twice, for its sum and for dx: the second time from the L2. A row has at
+    least 128 elements, which ATen reads as vectors. The other kernel's steps beyond the row's end are omitted: they
+    would add zeros to sums that are never -0.
     """
     COLUMNS: tl.constexpr = 4 * WIDTH * HEIGHT
     STEPS: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
@@ -306,16 +310,16 @@ def rms_norm_backward_streamed(
                 dy = tl.load(dy_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
                 h = tl.load(x_row + offset, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
                 weight = _load_weight(weight_ptr, offset, mask, SCALE, "evict_last")
-                total += _incoming(dy, weight, SCALE, input_dtype, output_dtype) * h
+                total += _grad_of_normalized(dy, weight, SCALE, input_dtype, output_dtype) * h
                 if ADD and step == STEPS // 2:
-                    # Not from the start: it would be in the way of what is waited for.
+                    # Not at the start, where it would delay the loads that the sum waits for.
                     prefetch(d_sum_ptr + dx_row + line)
             d_rstd = sum_of_columns(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True, EXCHANGE_ONCE=not ADD)
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
             longer = ()
             if not ADD:
-                # A half of the next row, for which the L2 has room beside this one; of an fp32 dy every other line.
+                # Half of the next row, which fits into the L2 beside this one; every other line of an fp32 dy.
                 if row + 4 * stride < rows:
                     next_row = this_row + 4 * stride
                     dy_ahead = dy_ptr + _row_offset(next_row, inner, middle, dy_strides, LEVELS) * STRIDE_UNIT
@@ -331,18 +335,18 @@ def rms_norm_backward_streamed(
                 d_sum = dy
                 if ADD:
                     d_sum = tl.load(d_sum_ptr + dx_row + offset, mask=mask, other=0.0, eviction_policy="evict_first")
-                d_normalized = _incoming(dy, weight, SCALE, input_dtype, output_dtype)
+                d_normalized = _grad_of_normalized(dy, weight, SCALE, input_dtype, output_dtype)
                 _store_dx(
                     dx_ptr, dx_mean_ptr, dx_row + offset, mask, d_normalized, h, rstd, d_square, d_sum,
                     TWO_EDGES, ADD, "evict_first",
                 )  # fmt: skip
                 longer = longer + (chain[step] + _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype),)
             chain = longer
-        # A thread's four accumulators are added up from the first, in memory.
+        # A thread's four accumulators are added in memory, from the first on.
         for step in tl.static_range(STEPS):
             offset = step * COLUMNS + column
             block = block_ptr + program * HIDDEN_SIZE + offset
-            before = tl.load(block, mask=(offset < HIDDEN_SIZE) & (accumulator > 0), other=0.0)
+            before = tl.load(block, mask=mask_if(offset < HIDDEN_SIZE, accumulator > 0), other=0.0)
             tl.store(block, before + chain[step], mask=offset < HIDDEN_SIZE)
         tl.debug_barrier()
 
@@ -375,16 +379,16 @@ def rms_norm_sum_chains(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The sums of dweight's chains alone: a block of ATen's reduction over rows and COLUMNS columns a program.
+    """The sums of dweight's chains alone. A program takes a block of ATen's reduction over rows and COLUMNS columns.
 
-    block: [blocks, HIDDEN_SIZE] fp32. Rows of STAGES steps are on their way at a time.
+    block: [blocks, HIDDEN_SIZE] fp32. The rows of STAGES steps are in flight at a time.
     """
     column_blocks: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0).to(tl.int64)
     block = program // column_blocks
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = column < HIDDEN_SIZE
-    # Accumulator by accumulator, thread by thread.
+    # Ordered by accumulator, then by thread.
     chain = tl.arange(0, 4 * THREADS)
     chain = chain // THREADS * (blocks * THREADS) + block * THREADS + chain % THREADS
     input_dtype = x_ptr.dtype.element_ty
@@ -403,7 +407,7 @@ def rms_norm_sum_chains(
         normalized = x.to(tl.float32) * rstd[:, None, None]
         chains += _weight_gradient(dy.to(tl.float32), normalized, SCALE, input_dtype, output_dtype)
     threads = thread_sum(tl.reshape(chains, [4, THREADS, COLUMNS]), THREADS, COLUMNS)
-    tl.store(block_ptr + block * HIDDEN_SIZE + column, halves_sum(threads, THREADS, COLUMNS), mask=in_row)
+    tl.store(block_ptr + block * HIDDEN_SIZE + column, block_sum(threads, THREADS, COLUMNS), mask=in_row)
 
 
 @triton.jit(do_not_specialize=["blocks", "accumulate", "store_sum"])
@@ -415,20 +419,20 @@ def rms_norm_sum_blocks(
     accumulate: tl.int32,
     store_sum: tl.int32,
     HIDDEN_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIAL_SUMS: tl.constexpr,
     THREADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOG2_STEPS: tl.constexpr,
 ):
-    """dweight from its blocks, [blocks, PARTS, HIDDEN_SIZE] fp32.
+    """dweight from its blocks, [blocks, PARTIAL_SUMS, HIDDEN_SIZE] fp32.
 
-    Of a product too large for 32-bit indexing ATen sums part after part: `sum` (fp32) carries the parts before this
-    one, is added if `accumulate` is 1 and written if `store_sum` is 1.
+    ATen sums a product too large for 32-bit indexing in parts. `sum` (fp32) has the sum of the earlier parts: it is
+    added if `accumulate` is 1, and written if `store_sum` is 1.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < HIDDEN_SIZE
-    total = sum_of_blocks(block_ptr, blocks, column, mask, HIDDEN_SIZE, PARTS, THREADS, COLUMNS, LOG2_STEPS)
-    # The sum of a part is never -0, so that adding 0 to it changes nothing.
-    total = tl.load(sum_ptr + column, mask=mask & (accumulate != 0), other=0.0) + total
-    tl.store(sum_ptr + column, total, mask=mask & (store_sum != 0))
+    total = sum_of_blocks(block_ptr, blocks, column, mask, HIDDEN_SIZE, PARTIAL_SUMS, THREADS, COLUMNS, LOG2_STEPS)
+    # The sum of a part is never -0: adding 0 to it changes nothing.
+    total = tl.load(sum_ptr + column, mask=mask_if(mask, accumulate), other=0.0) + total
+    tl.store(sum_ptr + column, total, mask=mask_if(mask, store_sum))
     tl.store(dweight_ptr + column, total.to(dweight_ptr.dtype.element_ty), mask=mask)

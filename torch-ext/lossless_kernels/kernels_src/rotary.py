@@ -1,7 +1,4 @@
-"""Rotary position embedding as eager composes it: every product and every sum rounded on its own.
-
-Of queries and keys, and the tables of cos and sin that they are rotated by.
-"""
+"""Rotary position embedding of queries and keys as eager composes it, each product and sum rounded; and its tables."""
 
 import triton
 import triton.language as tl
@@ -39,13 +36,13 @@ def _heads(
     cos_ptr,
     sin_ptr,
     STEP: tl.constexpr,
-    WIDENED: tl.constexpr,
+    FP32_COMPUTE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """`HEADS` heads of one token, from `first_head` on."""
+    """Rotates HEADS heads of one token, from `first_head` on."""
     head = first_head + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF_BLOCK)[None, :]
     mask = head < heads
@@ -53,20 +50,20 @@ def _heads(
         mask = mask & (column // UNIT < HALF // UNIT)
     head = head.to(tl.int64)
     first, second = _halves(x_ptr, head * x_head_stride * UNIT + column, mask, HALF)
-    # Once for each head, from the L1 cache: a single row would get another layout, and wait in shared memory for x.
+    # Loaded for each head, from the L1: a single row would get another layout and wait for x in shared memory.
     no_head = tl.zeros_like(head)
     cos_first, cos_second = _halves(cos_ptr, no_head + column, mask, HALF)
     sin_first, sin_second = _halves(sin_ptr, no_head + column, mask, HALF)
     out_offset = head * out_head_stride * UNIT + column
     if STEP == "forward":
-        DTYPE: tl.constexpr = tl.float32 if WIDENED else out_ptr.dtype.element_ty
-        # Triton's `-x` is `0 - x`, which has another sign where x is zero.
+        DTYPE: tl.constexpr = tl.float32 if FP32_COMPUTE else out_ptr.dtype.element_ty
+        # Triton's `-x` is `0 - x`, whose sign differs if x is zero.
         out_first = _rounded(first * cos_first, DTYPE) - _rounded(second * sin_first, DTYPE)
         out_second = _rounded(second * cos_second, DTYPE) + _rounded(first * sin_second, DTYPE)
         _store_halves(out_ptr, out_offset, mask, out_first, out_second, HALF)
     else:
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-        # Eager pads the gradient of each half with zeros and adds the two: no gradient is -0 then.
+        # Eager pads the gradient of each half with zeros and adds the two: no gradient is -0.
         rotated_first = _rounded(second * sin_second, DTYPE) + 0.0
         rotated_second = 0.0 - _rounded(first * sin_first, DTYPE)
         straight_first = _rounded(first * cos_first, DTYPE)
@@ -136,16 +133,17 @@ def rotary(
     sin_batch_stride: tl.int64,
     sin_token_stride: tl.int64,
     STEP: tl.constexpr,
-    WIDENED: tl.constexpr,
+    FP32_COMPUTE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """out = x * cos + (-x2, x1) * sin for x = (x1, x2), of q and of k; or its gradients, x being that of the output.
+    """out = x * cos + (-x2, x1) * sin for x = (x1, x2), the halves of q's and k's heads; or gradients, with x = d_out.
 
-    "forward"; "gradient": the sum of both paths from x; "gradients": that through the rotated halves, and x * cos.
-    WIDENED: only the sum is rounded. A program has `HEADS` heads of q or k of one token. Strides count units.
+    STEP: "forward"; "gradient": the sum over both paths; "gradients": out for the path through the rotated halves,
+    second_out = x * cos. FP32_COMPUTE: only the sum is rounded. A program has HEADS heads of q or k of one token.
+    Strides are in UNITs of elements.
     """
     program = tl.program_id(0)
     token = program // groups
@@ -168,7 +166,7 @@ def rotary(
             token_cos_ptr,
             token_sin_ptr,
             STEP,
-            WIDENED,
+            FP32_COMPUTE,
             HALF,
             HALF_BLOCK,
             UNIT,
@@ -187,7 +185,7 @@ def rotary(
             token_cos_ptr,
             token_sin_ptr,
             STEP,
-            WIDENED,
+            FP32_COMPUTE,
             HALF,
             HALF_BLOCK,
             UNIT,
@@ -211,9 +209,9 @@ def rotary_tables(
     POSITIONS: tl.constexpr,
     ADDS_ZERO: tl.constexpr,
 ):
-    """cos and sin of position * inv_freq, times scaling, twice in a row: [positions, 2 * HALF], contiguous.
+    """cos and sin of position * inv_freq, times scaling, two copies in each row: [positions, 2 * HALF], contiguous.
 
-    Every `length` positions are a sequence, `batch_stride` from the one before. ADDS_ZERO: a product of -0 becomes 0.
+    Sequences have `length` positions and the stride `batch_stride`. ADDS_ZERO: a product of -0 becomes +0.
     """
     index = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
     column = tl.arange(0, HALF_BLOCK)

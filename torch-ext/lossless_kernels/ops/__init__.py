@@ -1,1 +1,1 @@
-"""A family of ops each, in a file of its own; RMSNorm, which has several, in a folder."""
+"""One file for each family of ops; RMSNorm, which has several, is a folder."""

@@ -1,4 +1,4 @@
-"""Activation functions with the bits of eager's, be it one ATen kernel or a composition of several operations."""
+"""Activation functions that return eager's bits, whether eager runs one ATen kernel or several operations."""
 
 import functools
 import math
@@ -16,11 +16,11 @@ from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
-    are_dense,
     are_ours,
     are_plain,
     check_floating,
     gradients_apart,
+    have_strides,
     is_autocast,
     runs_kernels,
     under_transform,
@@ -44,8 +44,8 @@ def silu(input: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: `input` is no tensor or not of a real floating dtype.
 
-    The kernel runs for fp32, fp16 and bf16 on CUDA if the input is dense in memory or made of equally spaced rows;
-    anything else is computed by eager.
+    The kernel runs for fp32, fp16 and bf16 on CUDA if the input is dense in memory or has equally spaced rows. Eager
+    computes everything else.
     """
     return _activate(input, SILU)
 
@@ -77,18 +77,8 @@ def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 def new_gelu(input: torch.Tensor) -> torch.Tensor:
     """`0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))`, rounded after every operation.
 
-    Bit for bit what transformers' `NewGELUActivation` returns.
-
-    Args:
-        input: any shape and strides, any real floating dtype.
-
-    Returns:
-        A tensor of the shape, dtype and strides that eager returns.
-
-    Raises:
-        TypeError: `input` is no tensor or not of a real floating dtype.
-
-    The kernel runs where that of `silu` does, but not for 16 bits under autocast, which computes the cube in fp32.
+    Bit for bit what transformers' `NewGELUActivation` returns. Input, result, errors and where the kernel runs are
+    those of `silu`, but eager computes 16-bit inputs under autocast, which computes the cube in fp32.
     """
     return _activate(input, NEW_GELU)
 
@@ -96,18 +86,8 @@ def new_gelu(input: torch.Tensor) -> torch.Tensor:
 def fast_gelu(input: torch.Tensor) -> torch.Tensor:
     """`0.5 * input * (1 + tanh(input * sqrt(2 / pi) * (1 + 0.044715 * input * input)))`, rounded after every operation.
 
-    Bit for bit what transformers' `FastGELUActivation` returns.
-
-    Args:
-        input: any shape and strides, any real floating dtype.
-
-    Returns:
-        A tensor of the shape, dtype and strides that eager returns.
-
-    Raises:
-        TypeError: `input` is no tensor or not of a real floating dtype.
-
-    The kernel runs where that of `silu` does.
+    Bit for bit what transformers' `FastGELUActivation` returns. Input, result, errors and where the kernel runs are
+    those of `silu`.
     """
     return _activate(input, FAST_GELU)
 
@@ -115,18 +95,8 @@ def fast_gelu(input: torch.Tensor) -> torch.Tensor:
 def quick_gelu(input: torch.Tensor) -> torch.Tensor:
     """`input * sigmoid(1.702 * input)`, rounded after every operation.
 
-    Bit for bit what transformers' `QuickGELUActivation` returns.
-
-    Args:
-        input: any shape and strides, any real floating dtype.
-
-    Returns:
-        A tensor of the shape, dtype and strides that eager returns.
-
-    Raises:
-        TypeError: `input` is no tensor or not of a real floating dtype.
-
-    The kernel runs where that of `silu` does.
+    Bit for bit what transformers' `QuickGELUActivation` returns. Input, result, errors and where the kernel runs are
+    those of `silu`.
     """
     return _activate(input, QUICK_GELU)
 
@@ -137,7 +107,7 @@ def _activate(input, activation):
     return activation.forward(None, input) if out is None else out
 
 
-# Eager: the forward of transformers' layers, and what its backward sends into the input, path by path
+# Eager: the forward of transformers' layers, and the input's gradients, one for each path
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,11 +115,11 @@ class Activation:
     """An activation function, as eager computes it.
 
     Attributes:
-        name: which one the kernels compute.
+        name: the kernels' constant ACTIVATION.
         forward: `forward(module, input)`, the layer's forward.
-        gradients: `gradients(dy, input)`, what eager's graph sends into input, in the order of arrival. One for each path
-            from it to the output: what else reaches the input is added to them one by one, never to their sum.
-        paths: how many gradients these are.
+        gradients: `gradients(dy, input)`, the input's gradients in the order of arrival, one for each path to the
+            output. Autograd adds them one by one to the input's other gradients, never their sum.
+        paths: the number of these gradients.
     """
 
     name: str
@@ -163,7 +133,7 @@ def _silu(module, input):
 
 
 def _silu_gradients(dy, x):
-    if is_grad_enabled() and x.requires_grad:  # Somebody differentiates the gradient: ATen then has another formula.
+    if is_grad_enabled() and x.requires_grad:  # Double backward: ATen then has another formula.
         return gradients_apart(torch.nn.functional.silu, (x,), dy)
     return (torch.ops.aten.silu_backward(dy, x),)
 
@@ -192,7 +162,7 @@ def _new_gelu(module, input):
 
 
 def _new_gelu_gradients(dy, x):
-    # The forward pass was outside of autocast, or no kernel would have run; the backward pass need not be.
+    # The kernel ran in the forward pass, so that was outside of autocast; the backward pass may be inside.
     with torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False):
         tanh = torch.tanh(_SQRT_2_PI * (x + 0.044715 * torch.pow(x, 3.0)))
     d_half, d_tanh = dy * (1.0 + tanh), dy * (0.5 * x)
@@ -233,8 +203,8 @@ QUICK_GELU = Activation("quick_gelu", _quick_gelu, _quick_gelu_gradients, paths=
 _ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH, NEW_GELU, FAST_GELU, QUICK_GELU)}
 
 
-def _is_widened(activation, input) -> bool:
-    """Whether autocast computes a part of the activation in another dtype than the input's: it does so for powers."""
+def _autocast_changes(activation, input) -> bool:
+    """Whether autocast computes a part of the activation in fp32: it does so for powers."""
     return activation is NEW_GELU and input.dtype != torch.float32 and is_autocast(input.device)
 
 
@@ -243,19 +213,19 @@ def _is_widened(activation, input) -> bool:
 
 BLOCK = 1024
 NUM_WARPS = 4
-# Of CUDA's grid, along x.
+# The limit of CUDA's grid along x.
 MAX_PROGRAMS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many elements a program takes, with how many warps."""
+    """Elements and warps per program."""
 
     block: int = BLOCK
     num_warps: int = NUM_WARPS
 
 
-# The ops whose plans may come from a file.
+# The ops that a plan file may tune.
 TUNING = {name + direction: Plan for name in _ACTIVATIONS for direction in ("", "_backward")}
 
 
@@ -265,7 +235,7 @@ def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> P
 
 
 def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
-    """So many elements, up to 16 bytes, can be read at a time."""
+    """The number of elements per access, up to 16 bytes."""
     return math.gcd(columns, row_stride, 16 // dtype.itemsize)
 
 
@@ -281,7 +251,7 @@ def _forward(activation, dtype, rows, columns, row_stride, device: torch.device)
 
 
 def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
-    """The launch of the backward kernel, to be called with dy, input and its gradients, all dense and alike."""
+    """The launch of the backward kernel, to be called with dy, input and its gradients: dense, with equal strides."""
     unit = access_unit(numel, numel, dtype)
     plan = launch_plan(f"{activation.name}_backward", dtype.itemsize, plans.gpu(device))
     constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": plan.block}
@@ -291,7 +261,7 @@ def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
 
 @dataclass(eq=False)
 class _Forward:
-    """A call without gradients: all that follows from the input's shape, strides, dtype and device."""
+    """A call without gradients, resolved for one shape, strides, dtype and device."""
 
     launch: Optional[launch.Launch]
     empty: Callable[[], torch.Tensor]
@@ -299,7 +269,7 @@ class _Forward:
     def __call__(self, input):
         out = self.empty()
         if self.launch is not None:
-            self.launch.on_two(input, out)
+            self.launch.call_2(input, out)
         return out
 
 
@@ -325,7 +295,7 @@ class _Backward:
     def __call__(self, dy, input):
         if self.paths == 1:
             dx = self.empty()
-            self.launch.on_three(dy, input, dx)
+            self.launch.call_3(dy, input, dx)
             return (dx,)
         dxs = tuple([self.empty() for _ in range(self.paths)])
         self.launch(dy, input, *dxs)
@@ -333,12 +303,11 @@ class _Backward:
 
 
 def replacement(input: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
-    """What the layer returns that `subject` stands for, from the kernel; None where the caller must compute it itself.
+    """The layer's output from the kernel; None where the caller must compute it.
 
     Args:
-        input: the layer's input.
         subject: the layer's original forward, or `(forward, name, value)` if that reads an attribute of the module.
-        activation: what the layer is thought to compute.
+        activation: the formula that the layer is expected to compute; the proof verifies it.
     """
     if is_dynamo_compiling():
         return _compiled(input, subject, activation)
@@ -358,13 +327,13 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
             return compute(input)
     original = forward_of(subject)
     if not are_ours(input, input, needs_grad):
-        return proof.outside(original, proof.NOT_PLAIN)
-    if _is_widened(activation, input):
-        return proof.outside(original, "autocast, which computes powers in fp32")
-    if not is_shown(subject):
-        return proof.outside(original, proof.UNSHOWN)
-    told, facts = by_value(subject), (activation, needs_grad)
-    call = _calls.find(original, (told, *facts), (input,), told, *facts)
+        return proof.record_refusal(original, proof.NOT_PLAIN)
+    if _autocast_changes(activation, input):
+        return proof.record_refusal(original, "autocast, which computes powers in fp32")
+    if not reads_only_attributes(subject):
+        return proof.record_refusal(original, proof.HIDDEN_DEPENDENCY)
+    value, facts = by_value(subject), (activation, needs_grad)
+    call = _calls.find(original, (value, *facts), (input,), value, *facts)
     if call is None:
         return None
     _calls.recognise(subject, call, facts, (input,))
@@ -372,7 +341,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
 
 
 def by_value(subject):
-    """The subject with what every module has for itself, a `functools.partial`, told by what it holds."""
+    """The subject with a `functools.partial`, of which every module has its own, replaced by what it holds."""
     if not isinstance(subject, tuple):
         return subject
     forward, name, value = subject
@@ -386,7 +355,7 @@ def forward_of(subject):
 
 
 def original_of(subject):
-    """The function of an input that a subject, told by value, stands for: the forward on a stand-in for the module."""
+    """A subject, returned by `by_value`, as a function of the input: the forward on a stand-in for the module."""
     if not isinstance(subject, tuple):
         return functools.partial(subject, None)
     forward, name, value = subject
@@ -396,10 +365,10 @@ def original_of(subject):
     return functools.partial(forward, SimpleNamespace(**{name: value}))
 
 
-def is_shown(subject) -> bool:
-    """Whether `original_of` a subject is what its forward computes in every module, whatever is replaced around it."""
+def reads_only_attributes(subject) -> bool:
+    """Whether the forward reads only the subject's attributes and calls no function that may be replaced."""
     forward = forward_of(subject)
-    return inspection.is_shown(forward) and not inspection.helpers_of(forward)
+    return inspection.reads_only_attributes(forward) and not inspection.helpers_of(forward)
 
 
 def _resolve(x, subject, activation, needs_grad):
@@ -409,7 +378,7 @@ def _resolve(x, subject, activation, needs_grad):
     shape, strides = x.shape, x.stride()
     if x.numel() == 0:
         if needs_grad:
-            raise Outside("gradients of nothing")
+            raise Outside("gradients of an empty tensor")
         return _Forward(None, out.empty)
     if is_dense(shape, strides):
         rows, columns, row_stride = 1, x.numel(), x.numel()
@@ -417,14 +386,14 @@ def _resolve(x, subject, activation, needs_grad):
     else:
         found = rows_in_memory(shape, strides)
         if found is None:
-            raise Outside("an input that is neither dense nor made of equally spaced rows")
+            raise Outside("input is neither dense nor has equally spaced rows")
         rows, row_stride, order = found
         columns = shape[-1]
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     kind = rows == 1, access_unit(columns, row_stride, x.dtype)
     block = launch_plan(activation.name, x.dtype.itemsize, plans.gpu(x.device)).block
     if rows * -(-columns // block) > MAX_PROGRAMS or not same_order:
-        raise Outside("an input too large, or whose output lies in memory in another order")
+        raise Outside("input is too large, or eager's output has another memory order")
     for of_gradients in (False, True)[: 1 + needs_grad]:
         if not _proved(subject, activation, x.dtype, kind, x.device, of_gradients):
             return None
@@ -436,13 +405,13 @@ _calls = Calls(_resolve)
 
 
 def gradients(activation: Activation, dy: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`activation.gradients(dy, input)`: from the kernel if dy lies in memory as the input does."""
+    """`activation.gradients(dy, input)`: from the kernel if dy and input have the same strides."""
     recent = _gradient_calls.recent.get(activation)
     if recent is not None:
         same, compute = recent
-        if are_dense(dy, input) and same(dy, input) and forward_ad._current_level < 0 and not dispatch_modes():
+        if have_strides(dy, input) and same(dy, input) and forward_ad._current_level < 0 and not dispatch_modes():
             return compute(dy, input)
-    if are_plain(dy, input) and not _is_widened(activation, input):
+    if are_plain(dy, input) and not _autocast_changes(activation, input):
         call = _gradient_calls.find(activation.forward, (activation,), (dy, input), activation)
         if call is not None:
             _gradient_calls.recognise(activation, call, (), (dy, input))
@@ -454,10 +423,10 @@ def _resolve_gradients(dy, x, activation):
     if not runs_kernels(x.device) or x.dtype not in FLOAT_DTYPES:
         raise Outside(f"input {x.dtype} on {x.device}")
     if dy.stride() != x.stride() or dy.dtype != x.dtype or not is_dense(x.shape, x.stride()) or x.numel() == 0:
-        raise Outside("gradients that do not lie in memory as the input does, dense")
+        raise Outside("gradient and input do not have the same dense layout")
     out = Output.of(lambda dy, x: activation.gradients(dy, x)[0], dy, x)
     if not is_same_order(x.shape, x.stride(), out.strides):
-        raise Outside("gradients that eager would return in another order")
+        raise Outside("eager's gradient has another memory order than the input")
     return _Backward(_backward(activation, x.dtype, x.numel(), x.device), out.empty, activation.paths)
 
 
@@ -476,10 +445,10 @@ class Activate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if dy is None:  # Who took the output sent nothing back, which is not the same as zeros.
+        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
             return None, *(None,) * ctx.activation.paths
         (input,) = ctx.saved_tensors
-        if is_grad_enabled():  # Somebody differentiates the gradients.
+        if is_grad_enabled():  # Double backward: the gradients must be differentiable.
             return None, *ctx.activation.gradients(dy, input)
         return None, *gradients(ctx.activation, dy, input)
 
@@ -491,12 +460,11 @@ _apply = apply_of(Activate)
 
 
 def _proved(subject, activation, dtype, kind, device, gradients=False) -> bool:
-    """Of the kernel that is compiled for one row or several, and for accesses of so many elements."""
-    one_row, unit = kind
+    """Whether the kernel of a kind is proved: `(one_row, unit)`, with accesses of `unit` elements."""
     what, comparisons = ("gradient", _gradient_comparisons) if gradients else ("output", _comparisons)
-    if gradients:  # There is one backward kernel, of dense tensors.
-        kind = unit
-    return proof.admits(
+    if gradients:  # The backward kernel takes dense tensors only.
+        _, kind = kind
+    return proof.kernel_is_proved(
         ("activation", activation, what, subject, dtype, kind, device),
         proof.Subject(forward_of(subject), device, f"{dtype}, {what}", activation.name),
         functools.partial(comparisons, subject, activation, dtype, kind, device),
@@ -504,7 +472,7 @@ def _proved(subject, activation, dtype, kind, device, gradients=False) -> bool:
 
 
 def all_inputs(dtype, device):
-    """Every one of the 65,536 inputs of 16 bits; for fp32 as many, in every binade."""
+    """All 65,536 inputs of 16 bits; for fp32 as many, in every binade."""
     bits = torch.arange(1 << 16, dtype=torch.int32, device=device)
     if dtype != torch.float32:
         return bits.to(torch.int16).view(dtype)
@@ -518,7 +486,7 @@ def _comparisons(subject, activation, dtype, kind, device):
     padded = torch.zeros(rows, columns + unit, dtype=dtype, device=device)
     x = padded[:, :columns]
     x.copy_(all_inputs(dtype, device).view(rows, columns))
-    if one_row:  # `unit` elements more than a whole number of blocks.
+    if one_row:  # A whole number of blocks and `unit` elements more.
         x = torch.cat([x.flatten(), padded.new_ones(unit)])[None]
         rows, columns = x.shape
     expected = original_of(subject)(x)
@@ -528,7 +496,7 @@ def _comparisons(subject, activation, dtype, kind, device):
 
 
 def _gradient_comparisons(subject, activation, dtype, unit, device):
-    # `unit` elements more than a whole number of blocks.
+    # A whole number of blocks and `unit` elements more.
     x = torch.cat([all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
     make = functools.partial(torch.randn, x.shape, device=device, generator=proof.generator(device, 1))
     dy, other = make().to(dtype), make().to(dtype)
@@ -537,7 +505,7 @@ def _gradient_comparisons(subject, activation, dtype, unit, device):
     with torch.enable_grad():
         original = original_of(subject)
         (alone,) = torch.autograd.grad(original(x), x, dy)
-        # A gradient that is there already shows how many reach x, and in which order.
+        # Another gradient of x shows how many the function sends, and in which order.
         (joined,) = torch.autograd.grad((original(x), x * 1.0), x, (dy, other))
     yield "the input's gradient", functools.reduce(torch.add, dxs), alone
     yield "the input's gradient with another", functools.reduce(torch.add, dxs, other), joined
@@ -559,10 +527,10 @@ def _(name, input):
     return _ACTIVATIONS[name].forward(None, input)
 
 
-# The paths are added up in here: Inductor would add 16-bit gradients without rounding in between.
+# The operator adds the paths up: Inductor would add 16-bit gradients without rounding in between.
 @torch.library.custom_op(add_op_namespace_prefix("activation_backward"), mutates_args=())
 def _activation_backward_op(name: str, dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    # Proved with the forward operator, or else this graph would not have it.
+    # A graph has this operator only if the proof passed with the forward operator.
     return functools.reduce(torch.add, gradients(_ACTIVATIONS[name], dy, input))
 
 
@@ -586,7 +554,7 @@ _activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
 @torch.compiler.assume_constant_result
 def _proved_for_compile(subject, activation_name, dtype, device_index, training) -> bool:
     device = torch.device("cuda", device_index)
-    if under_transform() or not is_shown(subject):
+    if under_transform() or not reads_only_attributes(subject):
         return False
     return all(
         _proved(by_value(subject), _ACTIVATIONS[activation_name], dtype, (one_row, 1 << power), device, of_gradients)
@@ -599,7 +567,7 @@ def _proved_for_compile(subject, activation_name, dtype, device_index, training)
 
 def _compiled(input, subject, activation):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _is_widened(activation, input):
+    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(activation, input):
         return None
     training = torch.is_grad_enabled() and input.requires_grad
     if not _proved_for_compile(subject, activation.name, input.dtype, input.device.index or 0, training):

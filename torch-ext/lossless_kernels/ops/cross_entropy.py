@@ -20,8 +20,8 @@ from ..core.domain import (
     gradients_apart,
     runs_kernels,
 )
-from ..core.softmax import LOOP, WARP, next_power_of_two, softmax_forward
-from ..core.torch_internals import apply_of
+from ..core.softmax import LOOP, REGISTERS, SHARED, WARP, next_power_of_two, softmax_forward
+from ..core.torch_internals import apply_of, keeps_graph
 
 if launch.AVAILABLE:
     from ..kernels_src.cross_entropy import cross_entropy_backward, cross_entropy_forward, cross_entropy_forward_short
@@ -56,10 +56,15 @@ def cross_entropy(
     dimension; anything else is computed by eager. Backward reads the logits again: they must not be changed in between.
     """
     check_floating("logits", logits)
+    check_reduction(reduction)
+    out = replacement(logits, target, ignore_index, reduction)
+    return eager(logits, target, ignore_index, reduction) if out is None else out
+
+
+def check_reduction(reduction: str) -> None:
+    """Raises ValueError unless `reduction` is one of `F.cross_entropy`'s."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction: expected "mean", "sum" or "none", found {reduction!r}')
-    out = replacement(logits, target, ignore_index, reduction)
-    return _eager(logits, target, ignore_index, reduction) if out is None else out
 
 
 def causal_lm_loss(
@@ -94,7 +99,7 @@ def causal_lm_loss(
 
 def eager_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
     """`causal_lm_loss` in torch operations."""
-    return _causal_lm_loss(_eager, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+    return _causal_lm_loss(eager, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
 
 
 def _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels):
@@ -111,7 +116,7 @@ def _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batc
     return loss / num_items_in_batch
 
 
-def _eager(logits, target, ignore_index, reduction):
+def eager(logits, target, ignore_index, reduction):
     return torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=reduction)
 
 
@@ -221,7 +226,7 @@ def _access_unit(logits) -> int:
     return math.gcd(logits.shape[1], row_stride, 16 // logits.dtype.itemsize)
 
 
-class _Call:
+class _LossCall:
     """All that follows from the logits' layout, dtype and device, and from what else was asked."""
 
     __slots__ = ("forward", "backward", "strides", "reduction", "ignore_index", "statistics", "targets", "dx")
@@ -241,13 +246,14 @@ class _Call:
     def __call__(self, logits, target):
         """The loss, and what the gradient needs: maxima, log sums and the number of rows that count."""
         maxima, log_sums, logp, checked = self.statistics(), self.statistics(), self.statistics(), self.targets()
-        self.forward.on_six(logits, target, maxima, log_sums, logp, checked)
+        self.forward.call_6(logits, target, maxima, log_sums, logp, checked)
         # ATen's own kernel, as its order changed between versions; all that it depends on is the number of rows.
         loss, count = _nll_loss(logp[:, None], checked, None, _REDUCTIONS[self.reduction], -100)
         return loss, maxima, log_sums, count
 
-    def gradient(self, logits, target, maxima, log_sums, d_loss, count):
-        dx = self.dx()
+    def gradient(self, logits, target, maxima, log_sums, d_loss, count, dx=None):
+        """The gradient of the logits, [tokens, vocabulary], in `dx`: new memory or the logits' own."""
+        dx = self.dx() if dx is None else dx
         self.backward(logits, target, maxima, log_sums, d_loss, count, dx)
         return dx
 
@@ -257,15 +263,19 @@ def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[t
     if is_dynamo_compiling() or not isinstance(target, torch.Tensor):
         return None
     if not are_plain(logits, target):
-        return proof.outside(functional.cross_entropy, proof.NOT_PLAIN)
-    needs_grad = is_grad_enabled() and logits.requires_grad
-    arguments = ignore_index, reduction, needs_grad
-    # The address decides where ATen's vectors begin.
-    facts = logits.data_ptr() % 16, *arguments
-    call = _calls.find(functional.cross_entropy, facts, (logits, target), *arguments)
+        return proof.record_refusal(functional.cross_entropy, proof.NOT_PLAIN)
+    call = call_of(logits, target, ignore_index, reduction)
     if call is None:
         return None
-    return _apply(call, logits, target) if needs_grad else call(logits, target)[0]
+    return apply(call, logits, target, False) if is_grad_enabled() and logits.requires_grad else call(logits, target)[0]
+
+
+def call_of(logits, target, ignore_index: int, reduction: str) -> Optional["_LossCall"]:
+    """The launches for these plain tensors; None where eager must run."""
+    arguments = ignore_index, reduction, is_grad_enabled() and logits.requires_grad
+    # The address decides where ATen's vectors begin.
+    facts = logits.data_ptr() % 16, *arguments
+    return _calls.find(functional.cross_entropy, facts, (logits, target), *arguments)
 
 
 # Of CUDA's grid, along x.
@@ -273,7 +283,7 @@ _MAX_PROGRAMS = (1 << 31) - 1
 _MAX_VOCABULARY = 1 << 24
 
 
-def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_Call]:
+def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_LossCall]:
     if logits.dtype not in FLOAT_DTYPES or not runs_kernels(logits.device):
         raise Outside(f"logits {logits.dtype} on {logits.device}")
     if reduction not in _REDUCTIONS:
@@ -291,35 +301,40 @@ def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_C
         raise Outside("too many tokens")
     if not _proved(logits) or (needs_grad and not _proved(logits, reduction)):
         return None
-    return _Call(logits, ignore_index, reduction)
+    return _LossCall(logits, ignore_index, reduction)
 
 
 _calls = Calls(_resolve)
 
 
 class CrossEntropy(torch.autograd.Function):
+    """With `owned` no other code holds the logits: their gradient takes their memory."""
+
     @staticmethod
-    def forward(ctx, call, logits, target):
+    def forward(ctx, call, logits, target, owned):
         loss, *statistics = call(logits, target)
         ctx.save_for_backward(logits, target, *statistics)
         ctx.set_materialize_grads(False)
         ctx.call = call
+        ctx.owned = owned
         return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         if d_loss is None:
-            return None, None, None
+            return None, None, None, None
         logits, target, maxima, log_sums, count = ctx.saved_tensors
         call = ctx.call
         # Somebody differentiates the gradient or watches, or hooks on saved tensors gave back rows that lie otherwise.
         if is_grad_enabled() or not are_plain(d_loss, logits) or logits.stride() != call.strides:
-            formula = functools.partial(_eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
-            return None, *gradients_apart(formula, (logits,), d_loss), None
-        return None, call.gradient(logits, target, maxima, log_sums, d_loss, count), None
+            formula = functools.partial(eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
+            return None, *gradients_apart(formula, (logits,), d_loss), None, None
+        # Another backward pass would read the logits again.
+        dx = logits.detach() if ctx.owned and not keeps_graph() else None
+        return None, call.gradient(logits, target, maxima, log_sums, d_loss, count, dx), None, None
 
 
-_apply = apply_of(CrossEntropy)
+apply = apply_of(CrossEntropy)
 
 
 # Proof
@@ -329,33 +344,62 @@ def _proved(logits, reduction: Optional[str] = None) -> bool:
     """Of the kernels for this vocabulary and rows that lie in memory like these; with `reduction` of loss and gradient."""
     dense, unit, shift, vocab = _is_dense(logits), _access_unit(logits), _alignment(logits), logits.shape[1]
     what = "log-probabilities" if reduction is None else f"{reduction} and gradient"
-    return proof.admits(
+    return proof.kernel_is_proved(
         ("cross entropy", reduction, logits.dtype, vocab, dense, unit, shift, logits.device),
         proof.Subject(functional.cross_entropy, logits.device, f"{logits.dtype}, {vocab} classes, {what}"),
         functools.partial(_comparisons, logits.dtype, vocab, dense, unit, shift, logits.device, reduction),
     )
 
 
-# A sum in another order shows in more than half of the rows. Of very long ones there are fewer.
 _PROOF_ROWS = 64
 _PROOF_ELEMENTS = 1 << 26
 
 
+def _lanes(rows: int, vocab: int, shift: int, device: torch.device) -> torch.Tensor:
+    """The lane of ATen's block that takes each element, of dense fp32 rows `shift` elements after a multiple of 16 bytes."""
+    softmax = softmax_forward(vocab, torch.float32, aligned=shift == 0)
+    element = torch.arange(vocab, device=device).expand(rows, vocab)
+    if softmax.kind in (WARP, REGISTERS):
+        return element % softmax.threads
+    before = (shift + vocab * torch.arange(rows, device=device)[:, None]) % 4
+    first = torch.where(before > 0, softmax.threads - before, 0)
+    step = 4 * softmax.threads
+    singles = vocab if softmax.kind == SHARED else first + (vocab - first) // step * step
+    in_vectors = (element >= first) & (element < singles)
+    single = torch.where(element < first, element + before, element - singles)
+    return torch.where(in_vectors, (element - first) // 4, single) % softmax.threads
+
+
+def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, device: torch.device):
+    """Random fp32 rows, [rows, vocab], whose log-probabilities show in which order the exponentials were added; and targets.
+
+    In the first half one lane of ATen's block has all terms that count: the order inside a lane is lost in the sum of a thousand
+    lanes. Each row has a peak at its target, so that its sum lies in [2, 4): the logarithm of such a sum has the sum's resolution.
+
+    Args:
+        shift: elements from a multiple of 16 bytes to the first row.
+    """
+    x = torch.randn(rows, vocab, device=device, generator=source)
+    target = torch.randint(vocab, (rows,), device=device, generator=source)
+    lanes = _lanes(rows // 2, vocab, shift, device)
+    x[: rows // 2].sub_(torch.where(lanes == lanes.gather(1, target[: rows // 2, None]), 0.0, 40.0))
+    peaks = x.logsumexp(1) - 1.1 * torch.rand(rows, device=device, generator=source)
+    return x.scatter_(1, target[:, None], peaks[:, None]), target
+
+
 def _comparisons(dtype, vocab, dense, unit, shift, device, reduction):
-    """Of every alignment that rows can have. Half of them have a sum of exponentials in [1, 1.5), of which the logarithm shows
-    every bit; rows without log-probabilities, and some that do not count, are among the others."""
+    """Of every alignment that rows can have. Rows without log-probabilities, and rows that do not count, are among them."""
     rows, source = max(min(_PROOF_ROWS, _PROOF_ELEMENTS // vocab), 16), proof.generator(device, vocab)
     row_stride = vocab if dense else vocab + unit
     there = torch.zeros(shift + rows * row_stride, dtype=dtype, device=device)
     logits = there[shift:].view(rows, row_stride)[:, :vocab]
-    logits.copy_(torch.randn(rows, vocab, device=device, generator=source))
-    peaks = logits[: rows // 2].float().logsumexp(1) + 1.0 + torch.rand(rows // 2, device=device, generator=source)
-    target = torch.randint(vocab, (rows,), device=device, generator=source)
-    logits[: rows // 2].scatter_(1, target[: rows // 2, None], peaks.to(dtype)[:, None])
+    x, target = proof_rows(rows, vocab, shift, source, device)
+    logits.copy_(x)
+    del x
     logits[-1, 0], logits[-2, vocab - 1], logits[-3], logits[-4] = math.nan, math.inf, -math.inf, -math.inf
     # The loss would be NaN with them.
     target[-6:], target[rows // 4] = -100, -100
-    call = _Call(logits, -100, reduction or "mean")
+    call = _LossCall(logits, -100, reduction or "mean")
     if reduction is None:
         _, maxima, log_sums, _ = call(logits, torch.where(target < 0, 0, target))
         h = logits.float()
@@ -366,7 +410,7 @@ def _comparisons(dtype, vocab, dense, unit, shift, device, reduction):
     logits.requires_grad_()
     loss, maxima, log_sums, count = call(logits.detach(), target)
     with torch.enable_grad():
-        expected = _eager(logits, target, -100, reduction)
+        expected = eager(logits, target, -100, reduction)
         d_loss = torch.full((), 0.7, device=device)
         (gradient,) = torch.autograd.grad(expected, logits, d_loss)
     yield "the loss", loss, expected.detach()

@@ -1,4 +1,4 @@
-"""An activation of a gate times another tensor, as gated MLPs compute it, with the bits of eager's two operations."""
+"""The product of gated MLPs, `activation(gate) * up`, in one kernel with the bits of eager's two operations."""
 
 import functools
 import math
@@ -19,10 +19,10 @@ from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
-    are_dense,
     are_ours,
     are_plain,
     check_floating,
+    have_strides,
     runs_kernels,
     under_transform,
 )
@@ -46,7 +46,7 @@ from .gated_layout import NOTHING, Layout
 if launch.AVAILABLE:
     from ..kernels_src.activation import gated_activation_backward, gated_activation_forward
 
-# Whose gate has one path to the output.
+# Those with one path from the gate to the output.
 ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH)}
 
 
@@ -54,8 +54,8 @@ def silu_and_mul(gate: torch.Tensor, up: Optional[torch.Tensor] = None) -> torch
     """The product of SwiGLU: bit for bit what `torch.nn.functional.silu(gate) * up` returns.
 
     Args:
-        gate: `[..., d]`, any strides, any real floating dtype. Without `up`: `[..., 2 * d]`, gate and up side by side, for
-            `torch.nn.functional.silu(gate[..., :d]) * gate[..., d:]`.
+        gate: `[..., d]`, any strides, any real floating dtype. Without `up`: `[..., 2 * d]`, gate and up side by side,
+            for `torch.nn.functional.silu(gate[..., :d]) * gate[..., d:]`.
         up: `[..., d]` on the device of `gate`, any real floating dtype.
 
     Returns:
@@ -65,8 +65,8 @@ def silu_and_mul(gate: torch.Tensor, up: Optional[torch.Tensor] = None) -> torch
         TypeError: an argument is no tensor or not of a real floating dtype.
         ValueError: the shapes cannot be broadcast, the last dimension is not even, or the tensors are on two devices.
 
-    The kernel runs for fp32, fp16 and bf16 on CUDA if both are of one shape and dtype and lie in memory alike, dense or as
-    equally spaced rows; anything else is computed by eager.
+    The kernel runs for fp32, fp16 and bf16 on CUDA if both have one shape, dtype and layout, dense or with equally
+    spaced rows. Eager computes everything else.
     """
     return _gated(gate, up, SILU)
 
@@ -74,18 +74,7 @@ def silu_and_mul(gate: torch.Tensor, up: Optional[torch.Tensor] = None) -> torch
 def gelu_tanh_and_mul(gate: torch.Tensor, up: Optional[torch.Tensor] = None) -> torch.Tensor:
     """The product of GeGLU: bit for bit what `torch.nn.functional.gelu(gate, approximate="tanh") * up` returns.
 
-    Args:
-        gate: `[..., d]`, any strides, any real floating dtype. Without `up`: `[..., 2 * d]`, gate and up side by side.
-        up: `[..., d]` on the device of `gate`, any real floating dtype.
-
-    Returns:
-        A tensor of the shape, dtype and strides that eager returns.
-
-    Raises:
-        TypeError: an argument is no tensor or not of a real floating dtype.
-        ValueError: the shapes cannot be broadcast, the last dimension is not even, or the tensors are on two devices.
-
-    The kernel runs where that of `silu_and_mul` does.
+    Arguments, result, errors and where the kernel runs are those of `silu_and_mul`.
     """
     return _gated(gate, up, GELU_TANH)
 
@@ -103,7 +92,7 @@ def _gated(gate, up, activation):
     out = replacement(gate, up, activation.forward, activation)
     if out is not None:
         return out
-    # A dimension that one of them lacks is broadcast too.
+    # A missing dimension is broadcast too.
     if any(ours != theirs and 1 not in (ours, theirs) for ours, theirs in zip(gate.shape[::-1], up.shape[::-1])):
         raise ValueError(
             f"up: expected a shape that can be broadcast with {list(gate.shape)} of gate, found {list(up.shape)}"
@@ -128,15 +117,15 @@ def _packed_eager(activation, packed):
 
 
 def _eager_gradients(activation, dy, gate, up):
-    """What eager sends into gate and up."""
+    """Eager's gradients of gate and up."""
     (d_gate,) = activation.gradients(dy * up, gate)
     return d_gate, dy * activation.forward(None, gate)
 
 
 def _packed_eager_gradient(activation, dy, packed):
-    """What eager sends into the tensor of both halves: two gradients, each with zeros in the other's place.
+    """The sum of eager's two gradients of the packed tensor, each with zeros in the other's half.
 
-    Their sum has the bits that their sums with anything else have, one after the other.
+    Adding the sum to another gradient has the same bits as adding both one after the other.
     """
     shape, columns = packed.shape, packed.shape[-1] // 2
     d_gate, d_up = _eager_gradients(activation, dy, *_halves(packed))
@@ -148,7 +137,7 @@ def _packed_eager_gradient(activation, dy, packed):
 
 
 def _forward_block(activation) -> int:
-    # At 8192x14336 (bf16, H200) GELU's takes 0.1645 ms instead of 0.1700 with more elements a thread; SiLU's gains nothing.
+    # 8192x14336, bf16, H200: more elements per thread bring GELU from 0.1700 to 0.1645 ms, and SiLU nothing.
     return BLOCK if activation is SILU else 2 * BLOCK
 
 
@@ -156,7 +145,7 @@ def _bound(kernel, activation, dtype, layout: Layout, device, constants) -> laun
     constants = {"ACTIVATION": activation.name, **constants}
     unit, programs = constants["UNIT"], layout.programs(constants["BLOCK"])
     scalars = layout.columns // unit, layout.row_stride // unit, programs // layout.rows
-    # At most dy, gate, up and two gradients.
+    # At most five tensors: dy, gate, up and two gradients.
     return launch.bind(kernel, constants, NUM_WARPS, device, (dtype,) * 5, programs, *scalars)
 
 
@@ -167,9 +156,9 @@ def _forward(activation, dtype, layout: Layout, device) -> launch.Launch:
 
 
 def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launch.Launch:
-    """The launch of the backward kernel, to be called with dy, gate, its gradient, up and, if `with_up`, its gradient.
+    """The launch of the backward kernel: to be called with dy, gate, d_gate, up and, if `with_up`, d_up.
 
-    Or with dy, the packed tensor and its gradient.
+    A packed one is called with dy, the packed tensor and its gradient.
     """
     constants = {"D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
     return _bound(gated_activation_backward, activation, dtype, layout, device, constants)
@@ -177,7 +166,7 @@ def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launc
 
 @dataclass(eq=False)
 class _Forward:
-    """A call without gradients: all that follows from the shapes, strides, dtype and device of gate and up."""
+    """A call without gradients, resolved for one shape, strides, dtype and device."""
 
     launch: Optional[launch.Launch]
     out: Output
@@ -188,17 +177,17 @@ class _Forward:
     def __call__(self, gate, up):
         out = self.empty()
         if self.launch is not None:
-            self.launch.on_three(gate, out, up)
+            self.launch.call_3(gate, out, up)
         return out
 
 
 class _PackedForward(_Forward):
-    """The same for a tensor of both."""
+    """The same for a packed tensor."""
 
     def __call__(self, packed):
         out = self.empty()
         if self.launch is not None:
-            self.launch.on_two(packed, out)
+            self.launch.call_2(packed, out)
         return out
 
 
@@ -220,7 +209,7 @@ class _PackedTraining(_Training):
 
 @dataclass(eq=False)
 class _Backward:
-    """The gradients of a call; of up only if it needs one."""
+    """The gradients of a call; up's only if `empty_up` is given."""
 
     launch: launch.Launch
     empty_gate: Callable[[], torch.Tensor]
@@ -229,10 +218,10 @@ class _Backward:
     def __call__(self, dy, gate, up):
         d_gate = self.empty_gate()
         if self.empty_up is None:
-            self.launch.on_four(dy, gate, d_gate, up)
+            self.launch.call_4(dy, gate, d_gate, up)
             return d_gate, None
         d_up = self.empty_up()
-        self.launch.on_five(dy, gate, d_gate, up, d_up)
+        self.launch.call_5(dy, gate, d_gate, up, d_up)
         return d_gate, d_up
 
 
@@ -243,22 +232,21 @@ class _PackedBackward:
 
     def __call__(self, dy, packed):
         d_packed = self.empty()
-        self.launch.on_three(dy, packed, d_packed)
+        self.launch.call_3(dy, packed, d_packed)
         return d_packed
 
 
-# What is proved.
+# What a proof verifies.
 _OUTPUT, _BOTH, _GATES = "output", "gradients", "gate's gradient"
 
 
 def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
-    """The product of an activation layer's output and `up`, from the kernel; None where the caller must compute it itself.
+    """The product of an activation layer's output and `up`, from the kernel; None where the caller must compute it.
 
     Args:
         gate: the activation layer's input.
-        up: what its output is multiplied by.
         subject: the activation layer's original forward, or `(forward, name, value)` if that reads an attribute.
-        activation: what this layer computes.
+        activation: the layer's formula.
     """
     if is_dynamo_compiling():
         return _compiled(gate, up, subject, activation)
@@ -267,7 +255,7 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
     if recent is not None:
         same, computed, grad, compute = recent
         if (
-            are_dense(gate, up)
+            have_strides(gate, up)
             and same(gate, up)
             and computed is activation
             and grad is needs_grad
@@ -276,7 +264,7 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
         ):
             return compute(gate, up)
     if not are_ours(gate, up, needs_grad):
-        return proof.outside(product_of(forward_of(subject)), proof.NOT_PLAIN)
+        return proof.record_refusal(product_of(forward_of(subject)), proof.NOT_PLAIN)
     call = call_of(gate, up, subject, activation, needs_grad)
     if call is None:
         return None
@@ -285,11 +273,11 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
 
 
 def call_of(gate, up, subject, activation: Activation, needs_grad: bool):
-    """The call for these tensors, looked up; None if the caller must compute the product itself."""
-    told = by_value(subject)
+    """The recorded call for these tensors; None if the caller must compute the product."""
+    value = by_value(subject)
     needs = needs_grad and gate.requires_grad, needs_grad and up.requires_grad
     original = product_of(forward_of(subject))
-    return _calls.find(original, (told, activation, needs), (gate, up), told, activation, needs)
+    return _calls.find(original, (value, activation, needs), (gate, up), value, activation, needs)
 
 
 def product_is_ours(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activation) -> bool:
@@ -299,7 +287,7 @@ def product_is_ours(gate: torch.Tensor, up: torch.Tensor, subject, activation: A
 
 
 def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional[torch.Tensor]:
-    """`replacement` of both halves of a tensor's rows, for the activation's own function."""
+    """`replacement` of both halves of a packed tensor, for the activation's own function."""
     if is_dynamo_compiling():
         return _compiled(*_halves(packed), activation.forward, activation)
     needs_grad = is_grad_enabled() and packed.requires_grad
@@ -317,7 +305,7 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
             return compute(packed)
     original = product_of(activation.forward)
     if not are_ours(packed, packed, needs_grad):
-        return proof.outside(original, proof.NOT_PLAIN)
+        return proof.record_refusal(original, proof.NOT_PLAIN)
     call = _packed_calls.find(original, (activation, needs_grad), (packed,), activation, needs_grad)
     if call is None:
         return None
@@ -336,8 +324,8 @@ def _check(gate, up) -> None:
 
 def _resolve(gate, up, subject, activation, needs):
     _check(gate, up)
-    if needs == (False, True):  # Eager does not keep the gate then.
-        raise Outside("gradients of up alone")
+    if needs == (False, True):  # Eager does not save the gate then.
+        raise Outside("only up needs a gradient")
     gradients = {(False, False): None, (True, False): _GATES, (True, True): _BOTH}[needs]
     # An empty tensor needs no layout.
     layout = Layout.of(gate, up) if gate.numel() else NOTHING
@@ -356,12 +344,12 @@ def _resolved(forward, training, subject, activation, gate, up, layout, gradient
     out = Output.of(functools.partial(_eager, activation), gate, up)
     if layout is NOTHING:
         if gradients:
-            raise Outside("gradients of nothing")
+            raise Outside("gradients of an empty tensor")
         return forward(None, out)
     if layout is None:
-        raise Outside("gate and up that do not lie in memory alike, dense or as equally spaced rows")
+        raise Outside("gate and up do not have the same layout, dense or with equally spaced rows")
     if not layout.fits(gate.shape, out.strides, gate.stride()) or layout.programs(BLOCK) > MAX_PROGRAMS:
-        raise Outside("gate and up too large, or whose product lies in memory in another order")
+        raise Outside("gate and up are too large, or eager's product has another memory order")
     kind = tuple(layout.kind(gate.dtype).values())
     for what in (_OUTPUT, gradients):
         if what and not _proved(subject, activation, gate.dtype, kind, gate.device, what):
@@ -376,13 +364,13 @@ _calls, _packed_calls = Calls(_resolve), Calls(_resolve_packed)
 def gradients(
     activation: Activation, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, with_up: bool
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """What eager sends into gate and, if `with_up`, into up: from the kernel if dy lies in memory as they do."""
+    """Eager's gradients of gate and, if `with_up`, of up: from the kernel if dy has their layout."""
     recent = _gradient_calls.recent.get(activation)
     if recent is not None:
         same, both, compute = recent
         if (
-            are_dense(dy, gate)
-            and are_dense(up, up)
+            have_strides(dy, gate)
+            and have_strides(up, up)
             and same(dy, gate, up)
             and both is with_up
             and forward_ad._current_level < 0
@@ -413,15 +401,15 @@ def _resolve_gradients(dy, gate, up, activation, with_up):
     return _Backward(launch, empty_gate, empty_up if with_up else None)
 
 
-_OTHER_GRADIENTS = "gradients that do not lie in memory as gate and up do"
+_OTHER_GRADIENTS = "gradients do not have the layout of gate and up"
 
 
 def packed_gradient(activation: Activation, dy: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """What eager sends into a packed tensor: from the kernel if dy's rows lie in memory in the order of the tensor's."""
+    """Eager's gradient of a packed tensor: from the kernel if dy's rows have the tensor's memory order."""
     recent = _packed_gradient_calls.recent.get(activation)
     if recent is not None:
         same, compute = recent
-        if are_dense(dy, packed) and same(dy, packed) and forward_ad._current_level < 0 and not dispatch_modes():
+        if have_strides(dy, packed) and same(dy, packed) and forward_ad._current_level < 0 and not dispatch_modes():
             return compute(dy, packed)
     if are_plain(dy, packed):
         call = _packed_gradient_calls.find(product_of(activation.forward), (activation,), (dy, packed), activation)
@@ -436,8 +424,7 @@ def _resolve_packed_gradient(dy, packed, activation):
     layout = Layout.of_packed(packed) if packed.numel() else None
     if layout is None or dy.dtype != packed.dtype or not is_dense(dy.shape, dy.stride()):
         raise Outside(_OTHER_GRADIENTS)
-    # Zeros of the whole shape, to which eager adds, are contiguous whatever the tensor is. So the rows must follow one another
-    # in the order of dimensions.
+    # Eager adds to contiguous zeros of the whole shape, so the rows must follow the order of dimensions.
     if not all(layout.fits(dy.shape, strides, None) for strides in (dy.stride(), contiguous_strides(dy.shape))):
         raise Outside(_OTHER_GRADIENTS)
     launch = _backward(activation, packed.dtype, layout, packed.device, with_up=True)
@@ -449,7 +436,7 @@ _gradient_calls, _packed_gradient_calls = Calls(_resolve_gradients), Calls(_reso
 
 
 class GatedActivation(torch.autograd.Function):
-    """up comes first, as eager's graph reaches it first: both may be made of one tensor."""
+    """`up` comes first, since eager's graph reaches it first; one tensor may be the source of both."""
 
     @staticmethod
     def forward(ctx, call, up, gate):
@@ -460,10 +447,10 @@ class GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if dy is None:  # Who took the output sent nothing back, which is not the same as zeros.
+        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
             return None, None, None
         gate, up = ctx.saved_tensors
-        if is_grad_enabled():  # Somebody differentiates the gradients.
+        if is_grad_enabled():  # Double backward: the gradients must be differentiable.
             d_gate, d_up = _eager_gradients(ctx.activation, dy, gate, up)
         else:
             d_gate, d_up = gradients(ctx.activation, dy, gate, up, ctx.needs_input_grad[1])
@@ -500,7 +487,7 @@ _products: MutableMapping[Callable, FunctionType] = weakref.WeakKeyDictionary()
 
 
 def product_of(forward: Callable) -> FunctionType:
-    """A name for `forward(gate) * up` in reports and warnings. Nobody calls it."""
+    """A function that stands for `forward(gate) * up` in reports and warnings. It is never called."""
     product = _products.get(forward)
     if product is None:
 
@@ -514,7 +501,7 @@ def product_of(forward: Callable) -> FunctionType:
 def _proved(subject, activation, dtype, kind, device, what) -> bool:
     comparisons = _comparisons if what == _OUTPUT else functools.partial(_gradient_comparisons, with_up=what == _BOTH)
     packed, *_ = kind
-    return proof.admits(
+    return proof.kernel_is_proved(
         ("gated activation", activation, what, subject, dtype, kind, device),
         proof.Subject(
             product_of(forward_of(subject)),
@@ -526,17 +513,17 @@ def _proved(subject, activation, dtype, kind, device, what) -> bool:
     )
 
 
-# Rows that end within a block, and so many that they hold every 16-bit number.
+# Rows end within a block. Together they hold every 16-bit number.
 _ROWS, _COLUMNS = 32, 2048
 
 
 def _proof_inputs(dtype, kind, device):
-    """The layout, the tensor whose rows are gate and up side by side, and both; gates have every 16-bit pattern."""
+    """`(layout, packed, gate, up)`; the gates have every 16-bit pattern."""
     packed, one_row, unit = kind
     rows, columns = (1, _ROWS * _COLUMNS) if one_row else (_ROWS, _COLUMNS)
     numbers = all_inputs(dtype, device)
     shuffled = numbers[torch.randperm(len(numbers), device=device, generator=proof.generator(device, 3))]
-    # Rows are `unit` elements longer: so many, and no more, divide them.
+    # Rows are `unit` elements longer, so that no larger access divides them.
     both = torch.ones(rows, 2 * (columns + unit), dtype=dtype, device=device)
     gate, up = _halves(both)
     gate[:, :columns], up[:, :columns] = numbers.view(rows, columns), shuffled.view(rows, columns)
@@ -549,7 +536,7 @@ def _proof_inputs(dtype, kind, device):
 def _comparisons(subject, activation, dtype, kind, device):
     layout, both, gate, up = _proof_inputs(dtype, kind, device)
     original = original_of(subject)
-    # Where up is 1 the activation shows itself.
+    # With up = 1 the output is the activation itself.
     for _ in range(2):
         out = torch.full(gate.shape, math.nan, dtype=dtype, device=device)
         tensors = (both, out) if layout.packed else (gate, out, up)
@@ -601,7 +588,7 @@ def _(name, up, gate):
 def _gated_activation_backward_op(
     name: str, dy: torch.Tensor, up: torch.Tensor, gate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Proved with the forward operator, or else this graph would not have it.
+    # A graph has this operator only if the proof passed with the forward operator.
     d_gate, d_up = gradients(ACTIVATIONS[name], dy, gate, up, True)
     return d_up, d_gate
 

@@ -1,4 +1,4 @@
-"""How gate and up lie in memory, and how one launch goes through them."""
+"""The memory layout of gate and up, and how one launch covers it."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -9,10 +9,10 @@ from .activation import access_unit
 
 @dataclass(frozen=True)
 class Layout:
-    """How gate and up lie in memory: rows `row_stride` apart, or one row if they are dense.
+    """The layout of gate and up: rows at a distance of `row_stride`, or one row if they are dense.
 
     Args:
-        order: as `rows_in_memory` names it; None for one row.
+        order: the third result of `rows_in_memory`; None for one row.
         packed: up's rows begin where gate's end.
     """
 
@@ -24,7 +24,7 @@ class Layout:
 
     @classmethod
     def of(cls, gate, up) -> Optional["Layout"]:
-        """The layout that both have, None if no kernel walks it."""
+        """The layout that both have; None if they differ or no kernel takes it."""
         shape, strides = gate.shape, gate.stride()
         if is_dense(shape, strides):
             return cls(1, gate.numel(), gate.numel()) if is_same_order(shape, strides, up.stride()) else None
@@ -39,7 +39,7 @@ class Layout:
         return rows and cls(rows[0], packed.shape[-1] // 2, rows[1], rows[2], packed=True)
 
     def fits(self, shape, strides, gate_strides) -> bool:
-        """Whether dense memory with these strides has the elements in the order of gate's."""
+        """Whether dense memory with these strides has gate's order of elements."""
         if self.order is None:
             return is_same_order(shape, strides, gate_strides)
         return rows_in_memory(shape, strides) == (self.rows, shape[-1], self.order)
@@ -51,9 +51,9 @@ class Layout:
         return access_unit(self.columns, self.row_stride, dtype)
 
     def kind(self, dtype) -> dict:
-        """What a kernel is compiled for."""
+        """The constants that a kernel is compiled for."""
         return {"PACKED": self.packed, "ONE_ROW": self.order is None, "UNIT": self.unit(dtype)}
 
 
-# Of gate and up without elements.
+# The layout of empty tensors.
 NOTHING = Layout(0, 0, 0)

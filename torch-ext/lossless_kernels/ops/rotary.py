@@ -1,4 +1,4 @@
-"""Rotary position embedding with the bits of transformers' `apply_rotary_pos_emb`, query and key in one launch."""
+"""Rotary position embedding of query and key in one launch, with the bits of transformers' `apply_rotary_pos_emb`."""
 
 import functools
 import math
@@ -15,17 +15,17 @@ from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
     allocator,
-    are_dense,
     are_ours,
     are_plain,
     check_floating,
+    have_strides,
     runs_kernels,
     under_transform,
 )
 from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .rotary_formulas import PLAIN, VARIANTS, Variant
+from .rotary_formulas import FORMULAS, PLAIN, RotaryFormula
 from .rotary_layout import launch_plan, place_of, walk_of
 
 
@@ -35,15 +35,15 @@ def apply_rotary_pos_emb(
     """Rotary position embedding of query and key.
 
     `x * cos + rotate_half(x) * sin` for x = q and x = k, with `cos` and `sin` unsqueezed at `unsqueeze_dim` and
-    `rotate_half(x) = cat((-x2, x1), -1)` of the halves x1, x2 of the last dimension; every operation rounds. Bit for bit
-    what `apply_rotary_pos_emb` of transformers' Llama returns. Nothing is written in place.
+    `rotate_half(x) = cat((-x2, x1), -1)` of the halves x1, x2 of the last dimension; every operation rounds. Bit for
+    bit what `apply_rotary_pos_emb` of transformers' Llama returns. Nothing is written in place.
 
     Args:
         q: `[batch, heads, tokens, head_dim]`, any strides, any real floating dtype.
-        k: as `q`, with a number of heads of its own.
+        k: as `q`; the number of heads may differ.
         cos: `[batch or 1, tokens, head_dim]`, any real floating dtype.
         sin: as `cos`.
-        unsqueeze_dim: where `q` and `k` have their heads: 1, or 2 for `[batch, tokens, heads, head_dim]`.
+        unsqueeze_dim: the heads' dimension in `q` and `k`: 1, or 2 for `[batch, tokens, heads, head_dim]`.
 
     Returns:
         `(q_embed, k_embed)` of the shapes, dtypes and strides that eager returns.
@@ -52,8 +52,8 @@ def apply_rotary_pos_emb(
         TypeError: an argument is no tensor or not of a real floating dtype, or `unsqueeze_dim` is no int.
         ValueError: tensors on two devices, or shapes that do not broadcast.
 
-    The kernel runs for fp32, fp16 and bf16 on CUDA if `head_dim` is even, up to 1024 and contiguous in every tensor and if
-    `cos` and `sin` need no gradient; anything else is computed by the formula above.
+    The kernel runs for fp32, fp16 and bf16 on CUDA if `head_dim` is even, up to 1024 and contiguous in every tensor and
+    if `cos` and `sin` need no gradient. Eager computes everything else.
     """
     for name, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_floating(name, tensor)
@@ -87,7 +87,7 @@ def apply_rotary_pos_emb(
 
 @dataclass(eq=False)
 class _Forward:
-    """A call without gradients: all that follows from the shapes, strides, dtypes and device of its tensors."""
+    """A call without gradients, resolved for the shapes, strides, dtypes and device of its tensors."""
 
     launch: launch.Launch
     q_out: Output
@@ -98,7 +98,7 @@ class _Forward:
 
     def __call__(self, q, k, cos, sin):
         q_embed, k_embed = self.empty_q(), self.empty_k()
-        self.launch.on_six(q, k, cos, sin, q_embed, k_embed)
+        self.launch.call_6(q, k, cos, sin, q_embed, k_embed)
         return q_embed, k_embed
 
 
@@ -108,10 +108,10 @@ class _Training:
 
     Args:
         needs: whether gradients of q and of k are needed.
-        sole_consumer: as of `replacement`.
+        sole_consumer: see `replacement`.
     """
 
-    variant: Variant
+    variant: RotaryFormula
     unsqueeze_dim: int
     needs: tuple[bool, bool]
     sole_consumer: bool
@@ -127,20 +127,22 @@ class _Training:
 class _Backward:
     """The gradients of q and of k, each a pair: see `gradients`.
 
-    Eager's are contiguous whatever q and k are: they are made of zeros.
+    They are contiguous for any q and k, since eager adds to new zeros.
+
+    Args:
+        empty_k: None if only one gradient is needed.
     """
 
     launch: launch.Launch
-    apart: bool
+    per_path: bool
     empty_q: Callable[[], torch.Tensor]
-    # None: there is only one.
     empty_k: Optional[Callable[[], torch.Tensor]]
 
     def __call__(self, dq_embed, dk_embed, cos, sin):
         dq = self.empty_q()
         dk = dq if self.empty_k is None else self.empty_k()
-        if not self.apart:
-            self.launch.on_six(dq_embed, dk_embed, cos, sin, dq, dk)
+        if not self.per_path:
+            self.launch.call_6(dq_embed, dk_embed, cos, sin, dq, dk)
             return (dq, None), (dk, None)
         dq_straight = self.empty_q()
         dk_straight = dq_straight if self.empty_k is None else self.empty_k()
@@ -157,12 +159,12 @@ def replacement(
     subject: Callable,
     sole_consumer: bool = False,
 ) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
-    """What the original function returns, from the kernel; None where the caller must compute it itself.
+    """The original function's outputs from the kernel; None where the caller must compute them.
 
     Args:
         subject: that function, or the forward that `kernels` made of it.
-        sole_consumer: nothing else ever uses `q` and `k`. Each then gets one gradient, the sum, instead of one for each
-            path, which autograd adds one by one to those of others. With other consumers the sum has other bits.
+        sole_consumer: `q` and `k` have no other consumer, ever. Each then gets one gradient, the sum, instead of one
+            for each path. With other consumers autograd adds the paths one by one, and the sum would have other bits.
     """
     if is_dynamo_compiling():
         return _compiled(q, k, cos, sin, unsqueeze_dim, subject)
@@ -170,8 +172,8 @@ def replacement(
     if recent is not None:
         same, helpers, then, sole, grad, compute = recent
         if (
-            are_dense(q, k)
-            and are_dense(cos, sin)
+            have_strides(q, k)
+            and have_strides(cos, sin)
             and same(q, k, cos, sin)
             and (not helpers or are_current(helpers))
             and then is unsqueeze_dim
@@ -181,14 +183,14 @@ def replacement(
             and not dispatch_modes()
         ):
             return compute(q, k, cos, sin)
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, cos, sin)):  # torch.fx traces with something else.
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, cos, sin)):  # torch.fx traces with proxies.
         return None
     grad, function = is_grad_enabled(), function_behind(subject)
     needs = (grad and q.requires_grad, grad and k.requires_grad)
     if not (are_ours(q, k, any(needs)) and are_ours(cos, sin, any(needs))):
-        return proof.outside(function, proof.NOT_PLAIN)
+        return proof.record_refusal(function, proof.NOT_PLAIN)
     if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
-        return proof.outside(function, "cos or sin that need a gradient, or are inference tensors")
+        return proof.record_refusal(function, "cos or sin needs a gradient or is an inference tensor")
     call = call_of(q, k, cos, sin, unsqueeze_dim, subject, needs, sole_consumer)
     if call is None:
         return None
@@ -197,11 +199,7 @@ def replacement(
 
 
 def call_of(q, k, cos, sin, unsqueeze_dim: int, subject: Callable, needs, sole_consumer=False):
-    """The call for these tensors, looked up; None if the original function runs.
-
-    Args:
-        needs: whether the gradients of q and of k are needed.
-    """
+    """The recorded call for these tensors; None if the original function runs. `needs`: see `_Training`."""
     function = function_behind(subject)
     arguments = unsqueeze_dim, needs, sole_consumer
     facts = function, _called_by(function), *arguments
@@ -209,7 +207,7 @@ def call_of(q, k, cos, sin, unsqueeze_dim: int, subject: Callable, needs, sole_c
 
 
 def _called_by(function) -> tuple[Callable, ...]:
-    """The functions that the original one calls, `rotate_half` for one: they may be replaced."""
+    """The functions that the original one calls, such as `rotate_half`, each of which may be replaced."""
     return tuple([helper.function for helper in helpers_of(function)])
 
 
@@ -225,14 +223,14 @@ def _resolve(q, k, cos, sin, function, unsqueeze_dim, needs, sole_consumer):
     _check(q, k, cos, sin)
     if not isinstance(unsqueeze_dim, int) or walk_of(q, k, cos, sin, unsqueeze_dim, q.stride(), k.stride()) is None:
         shapes = f"query and key of {q.dim()} dimensions, heads of {list(q.shape[-1:])}, cos of {cos.dim()} dimensions"
-        raise Outside(f"{shapes}, unsqueeze_dim {unsqueeze_dim}: in a layout that no kernel takes")
+        raise Outside(f"{shapes}, unsqueeze_dim {unsqueeze_dim}: no kernel takes this layout")
     variant = _variant(function, unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device)
     if variant is None:
         return None
     outs = [_output(variant, x, cos, sin, unsqueeze_dim) for x in (q, k)]
     walk = walk_of(q, k, cos, sin, unsqueeze_dim, *(out.strides for out in outs))
     if walk is None:
-        raise Outside("query and key of which eager's outputs lie in memory in another order")
+        raise Outside("eager's outputs have another memory order than query and key")
     for of_gradients in (False, True)[: 1 + any(needs)]:
         if not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device, of_gradients):
             return None
@@ -258,7 +256,7 @@ def _output(variant, x, cos, sin, unsqueeze_dim) -> Output:
 
 
 class Rotary(torch.autograd.Function):
-    """q and k enter once for each of eager's paths from them, k first, as eager's gradients arrive; or once each."""
+    """q and k enter once for each of eager's two paths, k first, in the order of eager's gradients; or once each."""
 
     @staticmethod
     def forward(ctx, call, k, k_again, q, q_again, cos, sin):
@@ -278,7 +276,7 @@ class Rotary(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         call = ctx.call
         dq, dk = gradients(
-            call.variant, dq_embed, dk_embed, cos, sin, call.unsqueeze_dim, ctx.dtype, apart=ctx.paths == 2
+            call.variant, dq_embed, dk_embed, cos, sin, call.unsqueeze_dim, ctx.dtype, per_path=ctx.paths == 2
         )
         return None, *dk, *dq, None, None
 
@@ -292,28 +290,28 @@ _apply = apply_of(Rotary)
 _UNUSED = (None, None)
 
 
-def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: torch.dtype, apart: bool) -> tuple:
+def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: torch.dtype, per_path: bool) -> tuple:
     """The gradients of q and of k, of dtype `dtype`: each a pair, one for each of eager's paths.
 
     Args:
-        dq_embed: the gradient of q's output; None if there is none, as for dk_embed.
-        apart: otherwise the first of a pair is the sum, the second None.
+        dq_embed, dk_embed: the gradients of the outputs; None if undefined.
+        per_path: whether each path has its own gradient; otherwise a pair is their sum and None.
     """
     if dq_embed is None and dk_embed is None:
         return _UNUSED, _UNUSED
     one = dq_embed is None or dk_embed is None
-    # The kernel rotates one tensor if it is given twice.
+    # The kernel rotates a tensor once if it is passed as both.
     first = dk_embed if dq_embed is None else dq_embed
     second = dq_embed if dk_embed is None else dk_embed
-    tensors, facts = (first, second, cos, sin), (one, unsqueeze_dim, dtype, apart)
+    tensors, facts = (first, second, cos, sin), (one, unsqueeze_dim, dtype, per_path)
     call = None
     if not is_grad_enabled():
         recent = _gradient_calls.recent.get(variant)
         if (
             recent is not None
             and recent[1:-1] == facts
-            and are_dense(first, second)
-            and are_dense(cos, sin)
+            and have_strides(first, second)
+            and have_strides(cos, sin)
             and recent[0](*tensors)
             and forward_ad._current_level < 0
             and not dispatch_modes()
@@ -332,31 +330,31 @@ def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: 
         if dy is None:
             return _UNUSED
         paths = variant.gradients(dy, cos, sin, dtype)
-        return paths if apart else (paths[0] + paths[1], None)
+        return paths if per_path else (paths[0] + paths[1], None)
 
     return eager(dq_embed), eager(dk_embed)
 
 
-def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim, dtype, apart):
+def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim, dtype, per_path):
     _check(dq_embed, dk_embed, cos, sin)
     if dq_embed.dtype != _output_dtype(variant, dtype, cos.dtype):
         raise Outside(f"gradients {dq_embed.dtype} of query and key {dtype}, cos {cos.dtype}")
     strides = [contiguous_strides(dy.shape) for dy in (dq_embed, dk_embed)]
     walk = walk_of(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides)
     if walk is None:
-        raise Outside("gradients in a layout that no kernel takes")
+        raise Outside("no kernel takes the gradients' layout")
     if not _proved(variant, dtype, cos.dtype, walk.head_dim, walk.unit, cos.device, gradients=True):
         return None
     if one:
         walk = replace(walk, k_heads=0)
-    step, dtypes = "gradients" if apart else "gradient", (dq_embed.dtype, cos.dtype, dtype)
+    step, dtypes = "gradients" if per_path else "gradient", (dq_embed.dtype, cos.dtype, dtype)
     launch = walk.launch(step, variant.keeps_dtype, dtypes, cos.device)
     if launch is None:
         raise Outside("more heads than a launch has programs for")
     empty_q, empty_k = (
         allocator(dy.shape, steps, dtype, cos.device) for dy, steps in zip((dq_embed, dk_embed), strides)
     )
-    return _Backward(launch, apart, empty_q, None if one else empty_k)
+    return _Backward(launch, per_path, empty_q, None if one else empty_k)
 
 
 _gradient_calls = Calls(_resolve_gradients)
@@ -365,21 +363,21 @@ _gradient_calls = Calls(_resolve_gradients)
 # Proof
 
 
-def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) -> Optional[Variant]:
-    """The formula that has the bits of the function, and of its gradients."""
-    for variant in VARIANTS.values():
+def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) -> Optional[RotaryFormula]:
+    """The formula that returns the bits of the function and of its gradients."""
+    for variant in FORMULAS.values():
         if function is variant.eager:
             return variant
     case = (unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
     key = ("formula of rotary", function, _called_by(function), *case)
-    verdict = proof.recognized(key)
+    verdict = proof.verdict_on(key)
     if verdict is not None:
         return verdict.chosen
     where = f"query {dtype}, cos {cos_dtype}, unsqueeze_dim {unsqueeze_dim}, in {function.__module__}"
-    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in VARIANTS.values()}
-    variant = proof.recognize(key, proof.Subject(function, device, where), candidates)
+    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in FORMULAS.values()}
+    variant = proof.match_formula(key, proof.Subject(function, device, where), candidates)
     if variant is not None:
-        proof.relies(function, variant.eager)
+        proof.record_dependency(function, variant.eager)
     return variant
 
 
@@ -387,7 +385,7 @@ _HEAD_DIM, _TOKENS, _Q_HEADS, _K_HEADS = 32, 5, 3, 2
 
 
 def _numbers(shape, dtype, generator):
-    """Random numbers, one in eight of them a zero, of either sign: position 0 has a sine of zero."""
+    """Random numbers, one in eight a zero of either sign, since position 0 has a sine of zero."""
     numbers = torch.randn(shape, device=generator.device, generator=generator)
     zeros = torch.randint(8, shape, device=generator.device, generator=generator) == 0
     return torch.where(zeros, numbers * 0.0, numbers).to(dtype)
@@ -399,7 +397,7 @@ def _formulas(function, variant, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype
     sizes = [2, _TOKENS][4 - dims :]
 
     def states(heads):
-        # As from a projection: heads next to head_dim in memory.
+        # Heads are next to head_dim in memory, as in a projection's output.
         return make((*sizes, heads, _HEAD_DIM), dtype).movedim(len(sizes), heads_dim)
 
     data = states(_Q_HEADS), states(_K_HEADS)
@@ -424,7 +422,7 @@ def _formulas(function, variant, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype
 
 def _proved(variant, dtype, cos_dtype, head_dim, unit, device, gradients=False) -> bool:
     what, comparisons = ("gradient", _gradient_comparisons) if gradients else ("output", _comparisons)
-    return proof.admits(
+    return proof.kernel_is_proved(
         ("rotary", variant, what, dtype, cos_dtype, head_dim, unit, device),
         proof.Subject(variant.eager, device, f"{dtype}, cos {cos_dtype}, heads of {head_dim}, {what}", variant.formula),
         functools.partial(comparisons, variant, dtype, cos_dtype, head_dim, unit, device),
@@ -432,9 +430,9 @@ def _proved(variant, dtype, cos_dtype, head_dim, unit, device, gradients=False) 
 
 
 def _sample(dtype, cos_dtype, head_dim, unit, device):
-    """q and k as from one projection, cos and sin.
+    """q and k as slices of one projection's output, cos and sin.
 
-    All rows lie `unit` elements further apart than they are long, or more, and the last program of a token has one head.
+    A gap of at least `unit` elements follows each row. The last program of a token's query has one head.
     """
     make = functools.partial(_numbers, generator=proof.generator(device, 5))
     heads = launch_plan(head_dim, dtype).heads_per_program + 1
@@ -442,11 +440,6 @@ def _sample(dtype, cos_dtype, head_dim, unit, device):
     tables = (make((2, 7, head_dim + unit), cos_dtype)[..., :head_dim] for _ in range(2))
     q, k = states[:, :heads], states[:, heads:]
     return q, k, *tables
-
-
-def _nan_like(x, dtype, contiguous):
-    layout = torch.contiguous_format if contiguous else torch.preserve_format
-    return torch.empty_like(x, dtype=dtype, memory_format=layout).fill_(math.nan)
 
 
 def _launch_sample(step, variant, dtypes, unit, q, k, cos, sin, *outs):
@@ -459,7 +452,7 @@ def _launch_sample(step, variant, dtypes, unit, q, k, cos, sin, *outs):
 def _comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
     q, k, cos, sin = _sample(dtype, cos_dtype, head_dim, unit, device)
     out_dtype = _output_dtype(variant, dtype, cos_dtype)
-    outs = [_nan_like(x, out_dtype, contiguous=False) for x in (q, k)]
+    outs = [torch.full_like(x, math.nan, dtype=out_dtype) for x in (q, k)]
     _launch_sample("forward", variant, (dtype, cos_dtype, out_dtype), unit, q, k, cos, sin, *outs)
     for out, expected in zip(outs, variant.eager(q, k, cos, sin, 1)):
         yield "the output", out, expected
@@ -472,13 +465,13 @@ def _gradient_comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
     others = [_numbers(dy.shape, dtype, proof.generator(device, 6)) for dy in dys]
     found = {}
     for step, paths in (("gradient", 1), ("gradients", 2)):
-        outs = [_nan_like(dy, dtype, contiguous=True) for _ in range(paths) for dy in dys]
+        outs = [torch.full(dy.shape, math.nan, dtype=dtype, device=device) for _ in range(paths) for dy in dys]
         _launch_sample(step, variant, (dy_dtype, cos_dtype, dtype), unit, *dys, cos, sin, *outs)
         found[step] = outs
     with torch.enable_grad():
         outs = variant.eager(*inputs, cos, sin, 1)
         alone = torch.autograd.grad(outs, inputs, dys, retain_graph=True)
-        # A gradient that is there already shows how many reach x, and in which order.
+        # Another gradient of x shows how many the function sends, and in which order.
         joined = torch.autograd.grad((*outs, *(x * 1.0 for x in inputs)), inputs, (*dys, *others))
     for index, other in enumerate(others):
         rotated, straight = found["gradients"][index::2]
@@ -494,7 +487,7 @@ def _gradient_comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
 def _rotary_op(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    eager = VARIANTS[variant].eager
+    eager = FORMULAS[variant].eager
     with torch.no_grad():
         out = replacement(q, k, cos, sin, unsqueeze_dim, eager)
     return eager(q, k, cos, sin, unsqueeze_dim) if out is None else out
@@ -502,16 +495,16 @@ def _rotary_op(
 
 @_rotary_op.register_fake
 def _(q, k, cos, sin, unsqueeze_dim, variant):
-    return VARIANTS[variant].eager(q, k, cos, sin, unsqueeze_dim)
+    return FORMULAS[variant].eager(q, k, cos, sin, unsqueeze_dim)
 
 
-# The paths are added up in here: Inductor would add 16-bit gradients without rounding in between.
+# The operator adds the paths up: Inductor would add 16-bit gradients without rounding in between.
 @torch.library.custom_op(add_op_namespace_prefix("rotary_backward"), mutates_args=())
 def _rotary_backward_op(
     dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str, dtype: torch.dtype
 ) -> torch.Tensor:
     with torch.no_grad():
-        (dx, _), _ = gradients(VARIANTS[variant], dy, None, cos, sin, unsqueeze_dim, dtype, apart=False)
+        (dx, _), _ = gradients(FORMULAS[variant], dy, None, cos, sin, unsqueeze_dim, dtype, per_path=False)
     return dx
 
 
@@ -538,8 +531,8 @@ def _op_gradient(ctx, *dys):
 _rotary_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
-# Sizes may be symbolic where torch.compile traces. For those of a call the operator decides, and computes eager's formula
-# where the kernel is not proved; for one size the proof shows that it is worth an operator.
+# Sizes may be symbolic while torch.compile traces, so a proof for one size decides whether the graph gets the operator.
+# At run time the operator computes eager's formula if the kernel for the actual size is not proved.
 _USUAL_HEAD_DIM = 128
 
 
@@ -547,7 +540,7 @@ _USUAL_HEAD_DIM = 128
 def _proved_for_compile(
     subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device_type, device_index, training
 ) -> Optional[str]:
-    """The name of the variant that the function is, None if no kernel is proved for it."""
+    """The name of the function's variant; None if no kernel is proved for it."""
     device = torch.device(device_type, device_index)
     if under_transform():
         return None
@@ -570,7 +563,7 @@ def _compiled(q, k, cos, sin, unsqueeze_dim, subject):
         return None
     for dim in (1, 2, 0, -2, -3, -4):
         if unsqueeze_dim == dim:
-            unsqueeze_dim = dim  # A constant in the graph, even if every int is symbolic.
+            unsqueeze_dim = dim  # A constant in the graph, even if ints are symbolic.
             break
     else:
         return None

@@ -1,4 +1,4 @@
-"""The formulas of rotary position embedding that transformers' models write, and what their gradients are made of."""
+"""The formulas of rotary position embedding in transformers' models, and their gradients."""
 
 import functools
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ def _rotate(x, cos, sin):
     return straight + torch.cat((-second, first), dim=-1) * sin
 
 
-def _rotate_widened(x, cos, sin):
+def _rotate_in_fp32(x, cos, sin):
     return _rotate(x, cos.to(torch.float32), sin.to(torch.float32)).to(x.dtype)
 
 
@@ -28,15 +28,15 @@ def _eager_function(rotate):
 
 
 @dataclass(frozen=True)
-class Variant:
+class RotaryFormula:
     """One of the formulas.
 
     Attributes:
         name: for operators.
-        formula: for people.
-        rotate: one tensor in torch operations, by cos and sin that are unsqueezed.
-        eager: both.
-        keeps_dtype: computed in fp32, the output is rounded to the dtype of q.
+        formula: for reports.
+        rotate: `rotate(x, cos, sin)` in torch operations, with unsqueezed cos and sin.
+        eager: query and key, as transformers' function.
+        keeps_dtype: the formula computes in fp32 and rounds the output to the dtype of q.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Variant:
         return cls(name, formula, rotate, _eager_function(rotate), keeps_dtype)
 
     def gradients(self, dy, cos, sin, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """What eager sends into an input of this dtype, in the order of arrival: through the halves, and x * cos.
+        """Eager's gradients of an input of this dtype, in the order of arrival: of the halves, then of x * cos.
 
-        The gradients of the halves, padded with zeros, arrive one by one. No other order of these sums has other bits:
-        a sum with zeros has no sign but that of its other terms, or plus.
+        The gradients of the halves, padded with zeros, arrive one by one. The order of these sums does not change the
+        bits, since adding a zero changes at most the sign of a zero.
 
         Args:
             dy: the gradient of the output.
-            cos: unsqueezed, as is sin.
+            cos, sin: unsqueezed.
         """
         if self.keeps_dtype:
             dy, cos, sin = (tensor.to(torch.float32) for tensor in (dy, cos, sin))
@@ -69,8 +69,8 @@ class Variant:
         return second + first, (dy * cos).to(dtype)
 
 
-PLAIN = Variant.of("plain", "x * cos + rotate_half(x) * sin", _rotate, keeps_dtype=False)
-WIDENED = Variant.of(
-    "widened", "(x.float() * cos + rotate_half(x).float() * sin).to(dtype)", _rotate_widened, keeps_dtype=True
+PLAIN = RotaryFormula.of("plain", "x * cos + rotate_half(x) * sin", _rotate, keeps_dtype=False)
+FP32_COMPUTE = RotaryFormula.of(
+    "fp32_compute", "(x.float() * cos + rotate_half(x).float() * sin).to(dtype)", _rotate_in_fp32, keeps_dtype=True
 )
-VARIANTS = {variant.name: variant for variant in (PLAIN, WIDENED)}
+FORMULAS = {variant.name: variant for variant in (PLAIN, FP32_COMPUTE)}

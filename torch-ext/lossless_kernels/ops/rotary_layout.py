@@ -1,4 +1,4 @@
-"""Where query and key have their heads in memory, and how one launch goes through them."""
+"""The memory layout of query and key, and how one launch covers it."""
 
 import math
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from ..core import launch
 if launch.AVAILABLE:
     from ..kernels_src.rotary import rotary
 
-# Bytes of a half of its heads that a program's warp reads: 16 for each thread, twice (H200).
+# Bytes that a warp reads of a half of its heads: two accesses of 16 bytes per thread (H200).
 _BYTES_PER_WARP = 1024
 _MIN_HEADS_PER_PROGRAM = 8
 _MAX_HEADS_PER_PROGRAM = 16
 _MAX_HEAD_DIM = 1024
-# Of CUDA's grid, along x.
+# The limit of CUDA's grid along x.
 _MAX_PROGRAMS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many heads of one token a program has, and its warps."""
+    """Heads of one token per program, and warps per program."""
 
     heads_per_program: int
     num_warps: int
 
 
 def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
-    """The plan for heads of this size; `dtype` is that of what is read."""
+    """The plan for heads of this size; `dtype` is that of the inputs."""
     half = 1 << (head_dim // 2 - 1).bit_length()
     heads = _BYTES_PER_WARP // (half * dtype.itemsize)
     heads = min(max(heads, _MIN_HEADS_PER_PROGRAM), _MAX_HEADS_PER_PROGRAM)
@@ -37,12 +37,12 @@ def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
 
 
 def place_of(unsqueeze_dim: int, dims: int) -> int:
-    """Where the new dimension of a tensor of so many is, counted from the first."""
+    """The index, from 0, of the new dimension when a tensor of `dims` dimensions is unsqueezed."""
     return unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + dims + 1
 
 
 def _steps(shape, strides, heads_dim) -> tuple[int, int, int]:
-    """The strides over batch, tokens and heads of `[batch, tokens, heads, head_dim]` in whatever order; 0 over one only."""
+    """The strides over batch, tokens and heads (dimension `heads_dim`); 0 for dimensions of length 1."""
     steps = [stride if size != 1 else 0 for size, stride in zip(shape, strides)][:-1]
     head_step = steps.pop(heads_dim)
     return (*(0,) * (2 - len(steps)), *steps, head_step)
@@ -50,7 +50,7 @@ def _steps(shape, strides, heads_dim) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Walk:
-    """Where a call's tensors have their heads; the strides over batch, tokens and heads count elements."""
+    """The layout of a call's tensors: strides over batch, tokens and heads, in elements."""
 
     batch: int
     tokens: int
@@ -66,20 +66,20 @@ class Walk:
 
     @property
     def unit(self) -> int:
-        """So many elements, up to 16 bytes of 16 bits each, can be read at a time."""
+        """The number of elements per access, up to eight."""
         return math.gcd(8, self.head_dim // 2, *self.q, *self.k, *self.q_out, *self.k_out, *self.cos, *self.sin)
 
     def launch(self, step: str, keeps_dtype: bool, dtypes, device: torch.device) -> Optional[launch.Launch]:
-        """The launch, to be called with q, k, cos, sin and the outputs; None if these are too many programs.
+        """The launch, to be called with q, k, cos, sin and the outputs; None if it takes too many programs.
 
         Args:
-            dtypes: of what is read, of cos and of what is written.
+            dtypes: of the inputs, of cos and of the outputs.
         """
         read, table, written = dtypes
         plan = launch_plan(self.head_dim, read)
         constants = {
             "STEP": step,
-            "WIDENED": keeps_dtype and step == "forward",
+            "FP32_COMPUTE": keeps_dtype and step == "forward",
             "HALF": self.head_dim // 2,
             "HALF_BLOCK": 1 << (self.head_dim // 2 - 1).bit_length(),
             "UNIT": self.unit,
@@ -97,7 +97,7 @@ class Walk:
 
 
 def walk_of(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Optional[Walk]:
-    """How the kernel goes through these tensors; None if it cannot."""
+    """The walk of these tensors; None if no kernel takes their layout."""
     dims, cos_dims = q.dim(), cos.dim()
     if k.dim() != dims or dims not in (3, 4) or not 2 <= cos_dims < dims or sin.dim() != cos_dims:
         return None

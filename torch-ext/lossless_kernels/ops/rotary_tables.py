@@ -1,4 +1,4 @@
-"""The cos and sin that a model computes once a pass for its rotary embedding, from one kernel instead of ten."""
+"""The cos and sin tables of rotary embedding, once a forward pass: one kernel instead of ten."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..core import launch, proof
 from ..core.calls import Calls, Outside
-from ..core.domain import FLOAT_DTYPES, PLAIN_TYPES, allocator, are_dense, are_plain, runs_kernels
+from ..core.domain import FLOAT_DTYPES, PLAIN_TYPES, allocator, are_plain, have_strides, runs_kernels
 from ..core.inspection import code_of
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import dispatch_modes, forward_ad, matmul_precision
@@ -27,11 +27,11 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """How the forward of a class differs from Llama's in transformers 5.22.
+class TablesFormula:
+    """The formula of a class's forward, by its differences from Llama's in transformers 5.22.
 
     Args:
-        matrix_product: the angle is an element of a product of matrices, one for each sequence.
+        matrix_product: a matrix product for each sequence computes the angles.
         keeps_fp32: the tables are not cast.
     """
 
@@ -43,15 +43,12 @@ class Variant:
         return f"cos, sin of a {'matrix ' * self.matrix_product}product{', fp32' * self.keeps_fp32}"
 
     def adds_zero(self, position_ids: torch.Tensor) -> bool:
-        """Whether the product is added to zero, so that the angle is never -0.
-
-        cuBLAS's products of matrices do that, but for several sequences of one token.
-        """
+        """Whether the product is added to +0, never -0: cuBLAS does so, except for several sequences of one token."""
         batch, length = position_ids.shape
         return self.matrix_product and (batch == 1 or length > 1)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the tables, for x of `dtype`."""
+        """The tables' dtype for x of `dtype`."""
         return torch.float32 if self.keeps_fp32 else dtype
 
     def eager(
@@ -59,11 +56,11 @@ class Variant:
     ) -> Tables:
         """The formula of transformers' `LlamaRotaryEmbedding.forward`.
 
-        With `angle = position_ids[..., None].float() * inv_freq.float()`, twice in a row: `cos(angle) * attention_scaling` and
-        `sin(angle) * attention_scaling` in fp32, cast to the dtype of x.
+        With `angle = position_ids[..., None].float() * inv_freq.float()`, twice in a row:
+        `cos(angle) * attention_scaling` and `sin(angle) * attention_scaling` in fp32, cast to the dtype of x.
 
         Args:
-            x: its dtype is the tables'.
+            x: gives the tables' dtype.
             position_ids: `[batch, tokens]`, integers.
             inv_freq: `[head_dim / 2]`.
         """
@@ -75,8 +72,8 @@ class Variant:
         return (angle.cos() * attention_scaling).to(dtype), (angle.sin() * attention_scaling).to(dtype)
 
 
-LLAMA = Variant()
-_VARIANTS = [Variant(*each) for each in itertools.product((False, True), repeat=2)]
+TABLES = TablesFormula()
+_FORMULAS = [TablesFormula(*each) for each in itertools.product((False, True), repeat=2)]
 
 
 # From a call's tensors to a kernel
@@ -85,10 +82,10 @@ _VARIANTS = [Variant(*each) for each in itertools.product((False, True), repeat=
 _POSITIONS_PER_PROGRAM, _NUM_WARPS = 4, 2
 
 
-class _Call:
-    """All that follows from the shapes, strides, dtypes and device of a call, and from the scaling."""
+class _TablesCall:
+    """A call, resolved for the shapes, strides, dtypes and device of its tensors and for one scaling."""
 
-    def __init__(self, variant: Variant, position_ids, inv_freq, dtype, scaling):
+    def __init__(self, variant: TablesFormula, position_ids, inv_freq, dtype, scaling):
         batch, length = position_ids.shape
         half, device, dtype = inv_freq.numel(), position_ids.device, variant.dtype(dtype)
         constants = {
@@ -100,7 +97,7 @@ class _Call:
         dtypes = position_ids.dtype, inv_freq.dtype, dtype, dtype
         programs = -(-batch * length // _POSITIONS_PER_PROGRAM)
         scalars = batch * length, length, *position_ids.stride(), scaling
-        self.launch = launch.bind(rotary_tables, constants, _NUM_WARPS, device, dtypes, programs, *scalars).on_four
+        self.launch = launch.bind(rotary_tables, constants, _NUM_WARPS, device, dtypes, programs, *scalars).call_4
         shape = (batch, length, 2 * half)
         self.empty = allocator(shape, contiguous_strides(shape), dtype, device)
 
@@ -111,24 +108,23 @@ class _Call:
 
 
 def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, owner: type) -> Optional[Tables]:
-    """`owner.forward(module, x, position_ids)` from the kernel; None where that must run itself.
+    """`owner.forward(module, x, position_ids)` from the kernel; None where that forward must run.
 
-    That is under torch.compile, too, where the operations become one kernel anyway, and with frequencies that the forward
-    changes as sequences grow.
+    It runs under torch.compile, where Inductor fuses the operations, and if frequencies change as sequences grow.
     """
     if is_dynamo_compiling():
         return None
     state = module.__dict__
     inv_freq = state["_buffers"].get("inv_freq")
     scaling, rope_type = state.get("attention_scaling"), state.get("rope_type")
-    # Others could neither be asked nor be compared. A scaling of 0 or less has a sign of zeros that equality does not tell.
-    if not are_dense(position_ids, inv_freq) or type(x) not in PLAIN_TYPES or type(rope_type) is not str:
+    # Other types cannot be compared. Equality does not distinguish 0 from -0, so the scaling must be positive.
+    if not have_strides(position_ids, inv_freq) or type(x) not in PLAIN_TYPES or type(rope_type) is not str:
         return None
     if type(scaling) not in (float, int) or not scaling > 0:
         return None
-    # A matrix product of fp32 numbers may have been allowed to round them first.
-    told = (x.dtype, x.device, scaling, rope_type, matmul_precision())
-    # They go with the class: its forward is a closure, which no other table keeps.
+    # `matmul_precision` decides whether an fp32 matrix product may round its factors first (TF32).
+    facts = (x.dtype, x.device, scaling, rope_type, matmul_precision())
+    # The class owns its calls: its forward is a closure, which no other table keeps.
     memo = code_of(owner).memo
     calls = memo.get(Calls)
     if calls is None:
@@ -136,49 +132,49 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
     recent = calls.recent.get(None)
     if recent is not None:
         same, then, compute = recent
-        if same(position_ids, inv_freq) and then == told and forward_ad._current_level < 0 and not dispatch_modes():
+        if same(position_ids, inv_freq) and then == facts and forward_ad._current_level < 0 and not dispatch_modes():
             return compute(position_ids, inv_freq)
     if not are_plain(position_ids, inv_freq) or not are_plain(x, x):
         return None
     tensors = position_ids, inv_freq
-    call = calls.find(owner.forward, told, tensors, owner.forward, *told)
+    call = calls.find(owner.forward, facts, tensors, owner.forward, *facts)
     if call is None:
         return None
-    calls.recognise(None, call, (told,), tensors)
+    calls.recognise(None, call, (facts,), tensors)
     return call(position_ids, inv_freq)
 
 
-def _resolve(position_ids, inv_freq, forward, dtype, device, scaling, rope_type, precision) -> Optional[_Call]:
+def _resolve(position_ids, inv_freq, forward, dtype, device, scaling, rope_type, precision) -> Optional[_TablesCall]:
     _check(position_ids, inv_freq, dtype, device, rope_type)
     function = _function(forward)
     if function is None:
-        raise Outside("a forward that asks for more than frequencies, their scaling and positions")
+        raise Outside("the forward reads more than frequencies, their scaling and positions")
     half = inv_freq.numel()
     where = f"{dtype}, inv_freq {inv_freq.dtype}, heads of {2 * half}"
     sample = functools.partial(_sample, forward, dtype, inv_freq.dtype, position_ids.dtype, half, device)
     key = (function, dtype, inv_freq.dtype, position_ids.dtype, half, device, precision)
-    # Outside of autocast, as proofs run, a product of matrices is what it is inside only if the function sees to it.
+    # Proofs run outside of autocast. Inside it a matrix product is the same only if the function disables autocast.
     safe = "maybe_autocast" in function.__code__.co_names
     candidates = {
         variant: functools.partial(_formula, sample, variant)
-        for variant in _VARIANTS
+        for variant in _FORMULAS
         if safe or not variant.matrix_product
     }
-    variant = proof.recognize(("formula of rotary tables", *key), proof.Subject(forward, device, where), candidates)
+    variant = proof.match_formula(("formula of rotary tables", *key), proof.Subject(forward, device, where), candidates)
     if variant is None:
         return None
     subject = proof.Subject(forward, device, where, variant.formula)
-    if not proof.admits(("rotary tables", *key), subject, functools.partial(_kernel, sample, variant)):
+    if not proof.kernel_is_proved(("rotary tables", *key), subject, functools.partial(_kernel, sample, variant)):
         return None
-    return _Call(variant, position_ids, inv_freq, dtype, scaling)
+    return _TablesCall(variant, position_ids, inv_freq, dtype, scaling)
 
 
 def _check(position_ids, inv_freq, dtype, device, rope_type) -> None:
-    """Raises Outside if no kernel takes these."""
+    """Raises Outside if no kernel takes these arguments."""
     if dtype not in FLOAT_DTYPES or inv_freq.dtype not in FLOAT_DTYPES:
         raise Outside(f"x {dtype}, inv_freq {inv_freq.dtype}")
     if launch.INTERPRETED:
-        raise Outside("Triton's interpreter has another cos and sin than CUDA")
+        raise Outside("cos and sin of Triton's interpreter differ from CUDA's")
     if not runs_kernels(device) or {position_ids.device, inv_freq.device} != {device}:
         raise Outside(f"x on {device}, position_ids on {position_ids.device}, inv_freq on {inv_freq.device}")
     if "dynamic" in rope_type or rope_type == "longrope":
@@ -193,7 +189,7 @@ def _check(position_ids, inv_freq, dtype, device, rope_type) -> None:
 # Proof
 
 
-# All that a known forward asks for.
+# All names that a known forward uses.
 _NAMES = frozenset(
     "inv_freq expand shape to torch float device type isinstance str maybe_autocast transpose cat cos sin "
     "attention_scaling dtype".split()
@@ -201,17 +197,17 @@ _NAMES = frozenset(
 
 
 def _function(forward: Callable) -> Optional[Callable]:
-    """The function inside of transformers' `dynamic_rope_update` and `torch.no_grad`, None if `forward` is not of that kind."""
+    """The function inside transformers' `dynamic_rope_update` and `torch.no_grad`; None if `forward` is another one."""
     if not _is_decorated(forward, torch.no_grad()):
         return None
-    # Decorators of other contexts have the same code.
+    # Decorators of other contexts have the same code, so the context is checked.
     context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
     update = forward.__wrapped__
     function = getattr(update, "__wrapped__", None)
     if not isinstance(getattr(context, "__self__", None), torch.no_grad) or not isinstance(function, FunctionType):
         return None
     code = function.__code__
-    # A function inside of it would have names of its own.
+    # A nested function would have its own names.
     if function.__closure__ or not set(code.co_names) <= _NAMES or any(isinstance(c, CodeType) for c in code.co_consts):
         return None
     decorate = function.__globals__.get("dynamic_rope_update")
@@ -220,17 +216,17 @@ def _function(forward: Callable) -> Optional[Callable]:
 
 
 def _is_decorated(function: Any, decorate: Callable) -> bool:
-    """Whether `function` is what a decorator with the code of `decorate` made of another one."""
+    """Whether a decorator with the code of `decorate` returned `function`."""
     if not isinstance(function, FunctionType) or not hasattr(function, "__wrapped__"):
         return False
     return decorate(function.__wrapped__).__code__ is function.__code__
 
 
 def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
-    """Positions and frequencies with what `forward` makes of them."""
+    """Positions, frequencies and the tables that `forward` computes from them."""
     generator = proof.generator(device, seed=6)
     module = nn.Module()
-    # As of a model, with frequencies of zero and what no model has.
+    # Half of a model's frequencies, then random ones, a negative one and a zero.
     inv_freq = 10000.0 ** -(torch.arange(half, dtype=torch.float32, device=device) / half)
     drawn = torch.randn(half - half // 2, dtype=torch.float32, device=device, generator=generator)
     inv_freq[half // 2 :] *= drawn.exp2()
@@ -240,10 +236,10 @@ def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
     module.attention_scaling, module.rope_type = 0.8414709848, "default"
     near = torch.arange(-1, 1023, device=device).view(1, -1)
     far = torch.randint(0, 1 << 20, (3, 64), device=device, generator=generator)
-    # Too many digits for fp32.
+    # fp32 rounds these positions.
     far[:, 0] = torch.tensor([(1 << 24) + 1, (1 << 30) + 87, -(1 << 26) - 5], device=device)
     x = torch.empty(0, dtype=dtype, device=device)
-    # One token, one sequence, several of them: cuBLAS has a kernel for each. In every one are products that are -0.
+    # cuBLAS has one kernel for one token, one sequence and several sequences each. Every case has products of -0.
     for positions in (near, far, far[:, :1], near[:, :1], far.t().contiguous().t()):
         positions = positions.to(position_dtype)
         yield x, positions, module.inv_freq, module.attention_scaling, forward(module, x, positions)
@@ -256,5 +252,5 @@ def _formula(sample, variant):
 
 def _kernel(sample, variant):
     for x, positions, inv_freq, scaling, expected in sample():
-        call = _Call(variant, positions, inv_freq, x.dtype, scaling)
+        call = _TablesCall(variant, positions, inv_freq, x.dtype, scaling)
         yield from zip(("cos", "sin"), call(positions, inv_freq), expected)

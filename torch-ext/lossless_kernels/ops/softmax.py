@@ -17,10 +17,10 @@ from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
-    are_dense,
     are_ours,
     are_plain,
     check_floating,
+    have_strides,
     is_autocast,
     runs_kernels,
     under_transform,
@@ -126,7 +126,7 @@ class _Forward:
 
     def __call__(self, input):
         out = self.empty()
-        self.launch.on_two(input, out)
+        self.launch.call_2(input, out)
         return out
 
 
@@ -149,14 +149,14 @@ class _Backward:
 
     def __call__(self, dy, y):
         dx = self.empty()
-        self.launch.on_three(dy, y, dx)
+        self.launch.call_3(dy, y, dx)
         return dx
 
 
 def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
     """The softmax from the kernel; None where eager must compute it."""
     if dim != -1 and dim != input.dim() - 1:
-        return proof.outside(functional.softmax, "another dimension than the last")
+        return proof.record_refusal(functional.softmax, "another dimension than the last")
     if is_dynamo_compiling():
         return _compiled(input)
     needs_grad = is_grad_enabled() and input.requires_grad
@@ -172,9 +172,9 @@ def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
         ):
             return compute(input)
     if not are_ours(input, input, needs_grad):
-        return proof.outside(functional.softmax, proof.NOT_PLAIN)
-    if _is_widened(input):
-        return proof.outside(functional.softmax, "autocast, which computes in fp32")
+        return proof.record_refusal(functional.softmax, proof.NOT_PLAIN)
+    if _autocast_changes(input):
+        return proof.record_refusal(functional.softmax, "autocast, which computes in fp32")
     call = _calls.find(functional.softmax, (needs_grad,), (input,), needs_grad)
     if call is None:
         return None
@@ -182,7 +182,7 @@ def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
     return call(input)
 
 
-def _is_widened(input) -> bool:
+def _autocast_changes(input) -> bool:
     return input.dtype != torch.float32 and is_autocast(input.device)
 
 
@@ -224,7 +224,7 @@ def gradient(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     recent = _gradient_calls.recent.get(softmax)
     if recent is not None:
         same, compute = recent
-        if are_dense(dy, y) and same(dy, y) and forward_ad._current_level < 0 and not dispatch_modes():
+        if have_strides(dy, y) and same(dy, y) and forward_ad._current_level < 0 and not dispatch_modes():
             return compute(dy, y)
     if are_plain(dy, y):
         call = _gradient_calls.find(functional.softmax, (), (dy, y))
@@ -273,7 +273,7 @@ def _proved(kind: Kind, device, of_gradient: bool) -> bool:
     """Of the kernel that is compiled for this kind: all sizes of a kind have the same order."""
     what = "gradient" if of_gradient else "output"
     comparisons = _gradient_comparisons if of_gradient else _comparisons
-    return proof.admits(
+    return proof.kernel_is_proved(
         ("softmax", what, kind, device),
         proof.Subject(
             functional.softmax, device, f"{kind.dtype}, rows of up to {1 << kind.log2_size} elements, {what}"
@@ -378,7 +378,7 @@ def _compiled(input):
 
     Proofs wait until the op runs, for a row's length may be symbolic here: what is not proved there runs ATen's own kernel.
     """
-    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _is_widened(input):
+    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(input):
         return None
     if input.dim() == 0 or input.shape[-1] > _MAX_SIZE or not _is_traced_plainly():
         return None

@@ -1,1 +1,1 @@
-"""RMSNorm, forward and backward, by itself, of a residual add, and times a gate."""
+"""RMSNorm, forward and backward: alone, fused with a residual add, and times a gate."""

@@ -1,4 +1,4 @@
-"""A residual's sum and the RMSNorm of it in one kernel, with the bits of the two operations that eager makes of them."""
+"""Fused residual add + RMSNorm in one kernel, with the bits of eager's two operations."""
 
 import functools
 import math
@@ -14,16 +14,16 @@ from torch.compiler import is_dynamo_compiling
 from ..._ops import add_op_namespace_prefix
 from ...core import launch, plans, proof
 from ...core.calls import Calls, Outside
-from ...core.domain import NO_STATE, allocator, are_dense, are_ours, runs_kernels, under_transform
+from ...core.domain import NO_STATE, allocator, are_ours, have_strides, runs_kernels, under_transform
 from ...core.inspection import are_current, code_of, functions_of
 from ...core.layout import Output, contiguous_strides
 from ...core.reduction import ROW_CLASSES, row_class, row_reduction
 from ...core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import backward as rms_norm_backward
 from .call import NO_GRADIENTS
-from .formulas import BY_NAME, EAGER, LLAMA, Variant, eager_rstd, in_domain
+from .formulas import BY_NAME, EAGER, LLAMA, RMSNormFormula, eager_rstd, in_domain
 from .function import check_arguments
-from .plan import launch_plan, planned_rows
+from .plan import launch_plan, rows_of_every_plan
 from .proof import (
     PROOF_EPS,
     calls_torch,
@@ -43,16 +43,16 @@ if launch.AVAILABLE:
 def fused_add_rms_norm(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum with a residual, and its root mean square normalisation over the last dimension.
+    """Fused residual add + RMSNorm over the last dimension.
 
     `total = residual + hidden_states`, rounded to the activations' dtype, and
-    `normed = weight * (h * rsqrt(mean(h**2, -1) + eps)).to(total.dtype)` with `h = total.to(torch.float32)`: bit for bit what
-    the addition and then `LlamaRMSNorm.forward` of transformers return on the same device and the same torch, and so are the
-    gradients, with both outputs' taken in the order in which autograd would.
+    `normed = weight * (h * rsqrt(mean(h**2, -1) + eps)).to(total.dtype)` with `h = total.to(torch.float32)`: bit for
+    bit what the addition and then `LlamaRMSNorm.forward` of transformers return on the same device and the same torch.
+    The gradients have autograd's bits too: those of both outputs are added in autograd's order.
 
     Args:
         hidden_states: `[..., hidden_size]`, any real floating dtype.
-        residual: as `hidden_states`.
+        residual: of the shape, dtype and device of `hidden_states`.
         weight: `[hidden_size]`, any real floating dtype, on the device of `hidden_states`.
         eps: added to the mean of squares; finite and not negative.
 
@@ -62,10 +62,10 @@ def fused_add_rms_norm(
 
     Raises:
         TypeError: an argument is no tensor, not of a real floating dtype, or `eps` is no number.
-        ValueError: `residual` differs from `hidden_states` in shape, dtype or device, `weight` is not `[hidden_size]` or on
-            another device, or `eps` is negative or not finite.
+        ValueError: `residual` differs from `hidden_states` in shape, dtype or device, `weight` is not `[hidden_size]`
+            or on another device, or `eps` is negative or not finite.
 
-    The kernel runs where that of `rms_norm` does, for contiguous activations; anything else is computed by the formulas above.
+    The kernel runs where that of `rms_norm` does, for contiguous activations. Eager computes everything else.
     """
     check_arguments(hidden_states, weight, eps)
     if not isinstance(residual, torch.Tensor):
@@ -79,7 +79,7 @@ def fused_add_rms_norm(
     return _formula(LLAMA, hidden_states, residual, weight, eps) if added is None else added
 
 
-def _formula(variant: Variant, hidden_states, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
+def _formula(variant: RMSNormFormula, hidden_states, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + hidden_states
     return variant.eager(total, weight, eps), total
 
@@ -93,7 +93,7 @@ def _forward(
     """The launch of the kernel, to be called with hidden_states, residual, weight, normed, total and rstd.
 
     Args:
-        plan: another one than that for `rows`: a proof runs the very kernel of a larger call.
+        plan: overrides the plan for `rows`: a proof runs the kernel of a larger call.
     """
     if plan is None:
         plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
@@ -108,7 +108,7 @@ def _forward(
         "VECTORIZED": order.vectorized,
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,
-        "PARTS": plan.programs_per_row,
+        "PROGRAMS_PER_ROW": plan.programs_per_row,
         "AHEAD": plan.ahead(2 * hidden_size * dtype.itemsize),
     }
     dtypes = (dtype, dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype), dtype, torch.float32)
@@ -118,14 +118,14 @@ def _forward(
 
 @dataclass(eq=False)
 class _Inference:
-    """A call without gradients: all that follows from its tensors' layouts and from eps."""
+    """A call without gradients, resolved for one eps and the layouts of its tensors."""
 
     launch: Callable
     out: Output
     empty_total: Callable[[], torch.Tensor]
 
     def __post_init__(self):
-        self.launch = self.launch.on_five
+        self.launch = self.launch.call_5
         self.empty = self.out.empty
 
     def __call__(self, x, residual, weight):
@@ -138,7 +138,7 @@ class _Inference:
 class _Training:
     """A call with gradients, which needs the row statistics."""
 
-    variant: Variant
+    variant: RMSNormFormula
     original: Callable
     weight_dtype: torch.dtype
     launch: Callable
@@ -148,7 +148,7 @@ class _Training:
     eps: float
 
     def __post_init__(self):
-        self.launch = self.launch.on_six
+        self.launch = self.launch.call_6
         self.empty = self.out.empty
 
     def __call__(self, x, residual, weight):
@@ -174,11 +174,11 @@ def replacement(
     eps_name: str = "variance_epsilon",
     state: Mapping = NO_STATE,
 ) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
-    """`owner.forward` of `residual + hidden_states`, and that sum, from the kernel; None where the caller must compute them.
+    """`owner.forward(residual + hidden_states)` and the sum, from the kernel; None where the caller must compute them.
 
     Args:
-        owner: the class of the norm that is replaced.
-        eps_name: the attribute that eps is from.
+        owner: the class of the replaced norm.
+        eps_name: the attribute that holds eps.
         state: the norm's `__dict__`.
     """
     if is_dynamo_compiling():
@@ -187,7 +187,7 @@ def replacement(
     if recent is not None:
         same, replaced, forward, helpers, read, added, grad, compute = recent
         if (
-            are_dense(hidden_states, residual)
+            have_strides(hidden_states, residual)
             and same(hidden_states, residual, weight)
             and replaced() is owner
             and forward is owner.forward
@@ -201,15 +201,15 @@ def replacement(
             return compute(hidden_states, residual, weight)
     original, tensors = owner.forward, (hidden_states, residual, weight)
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or weight.numel() == 0:
-        return proof.outside(original, "a sum before a norm without a weight")
+        return proof.record_refusal(original, "a residual add before a norm without a weight")
     needs = NO_GRADIENTS
     if is_grad_enabled():
         needs = (hidden_states.requires_grad or residual.requires_grad, weight.requires_grad)
     with_grad = needs != NO_GRADIENTS
     if not (are_ours(hidden_states, residual, with_grad) and are_ours(weight, weight, with_grad)):
-        return proof.outside(original, proof.NOT_PLAIN)
+        return proof.record_refusal(original, proof.NOT_PLAIN)
     if with_grad and any(tensor.is_inference() for tensor in tensors):
-        return proof.outside(original, proof.INFERENCE_TENSORS)
+        return proof.record_refusal(original, proof.INFERENCE_TENSORS)
     call = call_of(*tensors, eps, owner, eps_name, needs, state)
     if call is None:
         return None
@@ -219,35 +219,35 @@ def replacement(
 
 
 def call_of(x, residual, weight, eps, owner, eps_name, needs, state: Mapping = NO_STATE):
-    """The call for these tensors, looked up; None if the original forward runs. The arguments are those of `call.call_of`."""
+    """The recorded call for these tensors, or None if the original forward runs; arguments as in `call.call_of`."""
     functions = functions_of(owner, state)
     if functions is None:
-        return proof.outside_for_its_code(owner)
+        return proof.record_unreadable_forward(owner)
     arguments = eps, owner, eps_name, needs
     return _calls.find(owner.forward, (functions, eps, eps_name, needs), (x, residual, weight), *arguments)
 
 
 def _check(x, residual, weight, eps, owner) -> None:
-    """Raises Outside if no kernel takes these tensors or this class for a sum and its norm."""
+    """Raises Outside if no kernel takes these tensors or this class."""
     if calls_torch(owner):
-        raise Outside("a sum before F.rms_norm")
+        raise Outside("a residual add before F.rms_norm")
     if not isinstance(eps, (int, float)):
-        raise Outside(f"eps is of type {type(eps).__name__}")
+        raise Outside(f"eps has type {type(eps).__name__}")
     if x.dim() < 2 or x.numel() == 0:
-        raise Outside("a sum of no rows, or of one row that is no matrix")
+        raise Outside("a residual add of no rows or of vectors")
     if not runs_kernels(x.device) or {residual.device, weight.device} != {x.device}:
         raise Outside(f"activations on {x.device}, residual on {residual.device}, weight on {weight.device}")
     if residual.dtype != x.dtype:
         raise Outside(f"activations {x.dtype}, residual {residual.dtype}")
     if residual.shape != x.shape:
-        raise Outside("a residual of another shape than the activations")
+        raise Outside("residual and activations differ in shape")
     hidden_size = x.shape[-1]
     if not in_domain(x.dtype, weight.dtype, hidden_size):
         raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
     if weight.shape != (hidden_size,) or not weight.is_contiguous():
-        raise Outside("a weight that is no contiguous [hidden_size]")
+        raise Outside("weight is not a contiguous [hidden_size]")
     if not (x.is_contiguous() and residual.is_contiguous()):
-        raise Outside("a sum of tensors that are not contiguous")
+        raise Outside("activations or residual are not contiguous")
 
 
 def _resolve(x, residual, weight, eps, owner, eps_name, needs):
@@ -282,7 +282,7 @@ class AddRMSNorm(torch.autograd.Function):
             ctx.save_for_backward(total, weight, rstd)
         else:
             ctx.mark_non_differentiable(total)
-            # Its values are not needed, and as with eager they may change until then.
+            # Only dx reads the weight's values. As with eager they may change before the backward pass.
             ctx.save_for_backward(total, None, rstd)
             ctx.weight = weight.detach()
         ctx.set_materialize_grads(False)
@@ -298,13 +298,13 @@ class AddRMSNorm(torch.autograd.Function):
             total, weight, rstd = ctx.saved_tensors
             if weight is None:
                 weight = ctx.weight
-            again = torch.is_grad_enabled()  # Somebody differentiates the gradients.
-            if again:
-                rstd = eager_rstd(total.to(torch.float32), ctx.call.eps)
-            # The model may have been given another dtype since.
-            in_torch, weight_dtype = again or weight.dtype is not ctx.call.weight_dtype, ctx.call.weight_dtype
-            arguments = (ctx.call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight)
-            dx, dweight = _gradients(*arguments, d_total, in_torch, weight_dtype, ctx.call.original)
+            in_torch, call = torch.is_grad_enabled(), ctx.call
+            if in_torch:  # Double backward: rstd must be differentiable.
+                rstd = eager_rstd(total.to(torch.float32), call.eps)
+            elif weight.dtype is not call.weight_dtype:  # The model may have been cast since the forward pass.
+                in_torch = True
+            arguments = (call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, d_total)
+            dx, dweight = _gradients(*arguments, in_torch, call.weight_dtype, call.original)
         return dx if needs_x else None, dx if needs_residual else None, dweight, None
 
 
@@ -312,22 +312,12 @@ _apply = apply_of(AddRMSNorm)
 
 
 def _gradients(
-    variant,
-    d_normed,
-    total,
-    weight,
-    rstd,
-    needs_dx,
-    needs_dweight,
-    d_total,
-    in_torch=False,
-    dweight_dtype=None,
-    original=None,
+    variant, dy, total, weight, rstd, needs_dx, needs_dweight, d_total, in_torch=False, dtype=None, original=None
 ):
-    """The gradients of the sum and of the weight."""
-    arguments = (variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
+    """The gradients of the sum and of the weight, the latter in `dtype`."""
+    arguments = (variant, dy, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
     if in_torch:
-        found = rms_norm_backward.joined_formula(*arguments, dweight_dtype)
+        found = rms_norm_backward.joined_formula(*arguments, dtype)
     else:
         found = rms_norm_backward.gradients(*arguments, original)
     return found.dx, found.dweight
@@ -337,13 +327,13 @@ def _gradients(
 
 
 def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> bool:
-    """Whether the kernel for such rows has proved to return the bits of the sum and of `owner.forward` of it."""
+    """Whether the kernel for this row class is proved to return the bits of the add and of `owner.forward`."""
     plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
     rows = row_class(rows)
     key = ("add_rms_norm", functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
-    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", of a sum")
+    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", after a residual add")
     arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan)
-    return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
+    return proof.kernel_is_proved(key, subject, functools.partial(_comparisons, *arguments))
 
 
 def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan):
@@ -365,9 +355,9 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device,
 
 
 def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
-    """With a gradient of the sum and without."""
+    """Whether the gradients are proved, with a gradient of the sum and without."""
     subject = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs)
-    return gradients_proved(*subject) and (not needs[0] or gradients_proved(*subject, edges="added"))
+    return gradients_proved(*subject) and (not needs[0] or gradients_proved(*subject, dx_mode="accumulate"))
 
 
 # torch.compile
@@ -423,13 +413,13 @@ def _add_rms_norm_backward_op(
     proved = runs_kernels(total.device) and in_domain(*subject[2:]) and rstd.numel() > 0
     proved = proved and _gradients_proved(*subject, rstd.numel(), total.device, needs)
     found = _gradients(formula, d_normed, total, weight, rstd, *needs, d_total, not proved)
-    return rms_norm_backward.present(found, d_normed)
+    return rms_norm_backward.without_none(found, d_normed)
 
 
 @_add_rms_norm_backward_op.register_fake
 def _(d_normed, d_total, total, weight, rstd, needs_dx, needs_dweight, variant):
     arguments = (BY_NAME[variant], d_normed, total, weight, rstd, needs_dx, needs_dweight)
-    return rms_norm_backward.present(_gradients(*arguments, d_total, True), d_normed)
+    return rms_norm_backward.without_none(_gradients(*arguments, d_total, True), d_normed)
 
 
 def _setup_context(ctx, inputs, output):
@@ -454,7 +444,7 @@ _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_con
 
 @torch.compiler.assume_constant_result
 def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
-    """The name of the variant proved for any number of rows; None if the two operations are traced."""
+    """The name of the variant that is proved for all row counts; None if the two operations are traced."""
     device = torch.device("cuda", device_index)
     if under_transform() or functions_of(owner) is None or calls_torch(owner):
         return None
@@ -462,7 +452,7 @@ def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, devi
     if variant is None:
         return None
     subject = (variant, owner, dtype, weight_dtype, hidden_size)
-    all_rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
+    all_rows = rows_of_every_plan(hidden_size, dtype.itemsize, plans.gpu(device))
     proved = all(_proved(*subject, rows, device) for rows in all_rows)
     if proved and training:
         proved = _gradients_proved(*subject, ROW_CLASSES[-1], device, (True, True))

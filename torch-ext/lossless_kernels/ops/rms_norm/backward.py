@@ -1,4 +1,4 @@
-"""The gradients of RMSNorm with the bits of eager autograd through transformers' layers."""
+"""The gradients of RMSNorm, with the bits of eager autograd through transformers' layers."""
 
 import functools
 import math
@@ -9,11 +9,11 @@ import torch
 
 from ...core import launch, plans, proof
 from ...core.calls import Calls, Failed, Outside
-from ...core.domain import allocator, are_dense, are_plain, gradients_apart
+from ...core.domain import allocator, are_plain, gradients_apart, have_strides
 from ...core.layout import contiguous_strides, row_levels, rows_in_memory, stand_ins
 from ...core.reduction import ColumnReduction, RowReduction, column_reduction, row_class, row_reduction, split_rows
 from ...core.torch_internals import dispatch_modes, forward_ad
-from .formulas import EAGER, Variant, eager_rstd
+from .formulas import EAGER, RMSNormFormula, eager_rstd
 
 if launch.AVAILABLE:
     from ...kernels_src.rms_norm_backward import (
@@ -25,7 +25,7 @@ if launch.AVAILABLE:
 
 
 class Gradients(NamedTuple):
-    """What flows back. Eager's fp32 activations receive two gradients, one after the other: `dx` and then `dx_mean`."""
+    """The gradients. Eager sends fp32 activations two, one after the other: `dx` and then `dx_mean`."""
 
     dx: Optional[torch.Tensor]
     dx_mean: Optional[torch.Tensor]
@@ -33,7 +33,7 @@ class Gradients(NamedTuple):
 
 
 def formula(
-    variant: Variant,
+    variant: RMSNormFormula,
     dy,
     hidden_states,
     weight,
@@ -42,20 +42,18 @@ def formula(
     needs_dweight: bool,
     dweight_dtype: Optional[torch.dtype] = None,
 ) -> Gradients:
-    """The gradients in torch operations, one rounding each, as autograd computes them; differentiable in turn.
+    """The gradients in differentiable torch operations, one rounding each, as autograd computes them.
 
     Args:
         dy: the gradient of the output, `[..., hidden_size]`.
         rstd: fp32, `[..., 1]`.
-        dweight_dtype: that of the weight in the forward pass, if it may have another one now.
+        dweight_dtype: the weight's dtype in the forward pass; by default its present one.
     """
     h = hidden_states.to(torch.float32)
     dx = dx_mean = dweight = None
-    dy = variant.incoming(dy)
+    dy = variant.grad_of_product(dy)
     if needs_dx:
-        d_normalized = dy if variant.scale == "none" else dy * variant.factor(weight)
-        if variant.scale == "after_cast":
-            d_normalized = d_normalized.to(hidden_states.dtype).to(torch.float32)
+        d_normalized = variant.grad_of_normalized(dy, weight, hidden_states.dtype)
         d_variance = (-0.5 * (d_normalized * h).sum(-1, keepdim=True)) * rstd.pow(3)
         dx = d_normalized * rstd
         dx_mean = d_variance / h.shape[-1] * (2 * h)
@@ -67,24 +65,19 @@ def formula(
     return Gradients(dx, dx_mean, dweight)
 
 
-def weight_products(variant: Variant, dy, h, rstd, dtype: torch.dtype) -> torch.Tensor:
-    """What eager sums over the rows for the gradient of the weight.
-
-    Args:
-        h: hidden_states in fp32.
-        dtype: that of hidden_states.
-    """
+def weight_products(variant: RMSNormFormula, dy, h, rstd, dtype: torch.dtype) -> torch.Tensor:
+    """The products whose sum over rows is eager's gradient of the weight; h is hidden_states of `dtype`, in fp32."""
     normalized = h * rstd
-    return variant.incoming(dy) * (normalized.to(dtype) if variant.scale == "after_cast" else normalized)
+    return variant.grad_of_product(dy) * (normalized.to(dtype) if variant.scale == "after_cast" else normalized)
 
 
 def fused_gradients(
-    variant: Variant, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool
+    variant: RMSNormFormula, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool
 ) -> Gradients:
     """The gradients of `F.rms_norm` from ATen's operator, on CUDA.
 
     Args:
-        rstd: fp32, `[..., 1]`, contiguous, of the bits that ATen's forward pass would have saved.
+        rstd: fp32, `[..., 1]`, contiguous, with the bits that ATen's forward pass saves.
     """
     weight = None if variant.scale == "none" else weight
     shape, mask = hidden_states.shape[-1:], [needs_dx, needs_dweight]
@@ -92,8 +85,10 @@ def fused_gradients(
     return Gradients(dx, None, dweight)
 
 
-def fused_formula(variant: Variant, dy, hidden_states, weight, eps, needs_dx: bool, needs_dweight: bool) -> Gradients:
-    """The same from autograd, which has other formulas for gradients that are differentiated in turn."""
+def fused_formula(
+    variant: RMSNormFormula, dy, hidden_states, weight, eps, needs_dx: bool, needs_dweight: bool
+) -> Gradients:
+    """The same from autograd, whose formulas for double backward differ."""
 
     def out(*needed):
         given = iter(needed)
@@ -110,12 +105,12 @@ def fused_formula(variant: Variant, dy, hidden_states, weight, eps, needs_dx: bo
 
 @dataclass(frozen=True)
 class Plan:
-    """How the backward kernels are launched.
+    """The launch configuration of the backward kernels.
 
-    Fused, one kernel walks the rows of a block of ATen's reduction over rows and computes dx on the way, with rows of up to
-    `stages` - 1 of its turns on their way. Registers hold a row from its sum to its dx, unless it is `streamed` twice.
-    Otherwise dx has a program for every `rows_per_program` rows, and a kernel of its own sums the chains, `chain_columns`
-    columns a program and `chain_stages` steps of its loop under way. The last kernel sums what is left over.
+    With `fused` one kernel walks the rows of a block of ATen's reduction over rows and computes dx too; it prefetches
+    the rows of `stages` - 1 iterations. A row stays in registers between its sum and its dx, or is read twice if
+    `streamed`. Without `fused` the dx kernel has a program for every `rows_per_program` rows, and a second kernel sums
+    the chains, `chain_columns` columns a program, in `chain_stages` stages. The last kernel adds all partial sums.
     """
 
     fused: bool
@@ -131,19 +126,19 @@ class Plan:
     sum_warps: int = 4
 
 
-# The ops whose plans may come from a file.
+# The ops that a plan file may tune.
 TUNING = {"rms_norm_backward": Plan, "add_rms_norm_backward": Plan}
 
-# Beyond this tile the sums of a chain leave the registers (H200).
+# With a larger tile a chain's sums do not fit into registers (H200).
 _MAX_FUSED_TILE = 8192
-# Beyond this one a row is streamed.
+# With a larger tile a row is streamed.
 _MAX_UNSTREAMED_TILE = 16384
-# Without a residual's gradient and with one (H200).
+# Without the gradient of a residual add, and with it (H200).
 _STREAM_WARPS, _STREAM_WARPS_ADDED = 8, 16
 _ELEMENTS_PER_THREAD = 32
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
-# Shared memory that a program needs beside the rows on their way, at most (NVIDIA).
+# The most shared memory that a program needs beside prefetched rows (NVIDIA).
 _EXCHANGED_BYTES = 20 << 10
 
 
@@ -153,20 +148,20 @@ def launch_plan(
     columns: Optional[ColumnReduction],
     element_size: int = 2,
     gpu: plans.Gpu = plans.UNKNOWN,
-    edges: str = "one",
+    dx_mode: str = "single",
 ) -> Plan:
-    """The plan for `rows` rows: the tuned one, or `default_plan` where there is none that fits.
+    """The tuned plan for `rows` rows if it fits, or `default_plan`.
 
     Args:
-        columns: the order of dweight's sum, None if not both gradients are needed.
+        columns: the reduction order of dweight; None unless both gradients are needed.
         element_size: bytes of an element of the activations.
-        edges: one of `edges_of`.
+        dx_mode: see `dx_mode_of`.
     """
-    op = "add_rms_norm_backward" if edges == "added" else "rms_norm_backward"
+    op = "add_rms_norm_backward" if dx_mode == "accumulate" else "rms_norm_backward"
     plan = plans.tuned(Plan, gpu, op, hidden_size, rows, element_size)
     if plan and (not plan.fused or (columns is not None and plan.rows_per_program <= columns.height)):
         return plan
-    return default_plan(rows, hidden_size, columns, gpu.multiprocessors, element_size, edges)
+    return default_plan(rows, hidden_size, columns, gpu.multiprocessors, element_size, dx_mode)
 
 
 def default_plan(
@@ -175,7 +170,7 @@ def default_plan(
     columns: Optional[ColumnReduction],
     multiprocessors: int,
     element_size: int = 2,
-    edges: str = "one",
+    dx_mode: str = "single",
 ) -> Plan:
     """A sound plan for any GPU; the arguments are those of `launch_plan`."""
     order = row_reduction(rows, hidden_size)
@@ -183,43 +178,39 @@ def default_plan(
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     fused = False
     if columns is not None and tile <= _MAX_FUSED_TILE:
-        # Two rows where they fit: half as many sums are left over, as much memory as Liger's backward takes.
+        # Two rows if they fit: that halves the partial sums, to as much memory as Liger's backward takes.
         most = _MAX_FUSED_TILE * 2 // element_size
         fused_rows = min(max(rows_per_program, 2 if 2 * tile <= most else 1), columns.height)
         fused = columns.blocks * columns.height // fused_rows >= multiprocessors // 2
         rows_per_program = fused_rows if fused else rows_per_program
     elif columns is not None and tile > _MAX_UNSTREAMED_TILE and element_size == 2:
-        # A program has a multiprocessor to itself, and few may be idle; a part of what ATen sums in parts leaves half of them so.
-        # (Of 16-bit products. Where products are fp32 there may be parts; it takes longer then.)
+        # Stream only if at least 7/8 of the SMs get a program. ATen splits products over 2 GiB; a half would fill too
+        # few SMs. (That is the limit of 16-bit products. fp32 products may be split, which only takes longer.)
         programs = columns.blocks * columns.height
-        room = -(-programs // multiprocessors) * multiprocessors
-        if programs >= room * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
-            return Plan(True, 1, _STREAM_WARPS_ADDED if edges == "added" else _STREAM_WARPS, streamed=True)
+        slots = -(-programs // multiprocessors) * multiprocessors
+        if programs >= slots * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
+            return Plan(True, 1, _STREAM_WARPS_ADDED if dx_mode == "accumulate" else _STREAM_WARPS, streamed=True)
     each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
     if fused and element_size == 4:
-        # A chain's and a thread's sums take registers too.
+        # The fp32 sums of chains and threads take registers too.
         each, most_warps = each // 2, most_warps // 2
     warps = min(max(rows_per_program * tile // (each * 32), 1), most_warps)
     return Plan(fused, rows_per_program, warps)
 
 
 def _fitting(plan: Plan, order: RowReduction, element_sizes: list[int], gpu: plans.Gpu) -> Plan:
-    """The plan with no more stages than fit into the GPU's shared memory.
-
-    Args:
-        element_sizes: bytes of an element of each tensor whose rows are read.
-    """
+    """The plan with its stages limited by shared memory; `element_sizes` are those of the tensors to read."""
     if not plan.fused or plan.streamed:
         return plan
-    room = max(gpu.shared_memory - _EXCHANGED_BYTES, 0)
+    available_bytes = max(gpu.shared_memory - _EXCHANGED_BYTES, 0)
     stage = plan.rows_per_program * (order.columns << order.log2_steps) * sum(element_sizes)
-    return replace(plan, stages=min(plan.stages, 1 + room // stage))
+    return replace(plan, stages=min(plan.stages, 1 + available_bytes // stage))
 
 
 def proof_class(
-    rows: int, hidden_size: int, device: torch.device, both: bool, element_size: int, edges: str
+    rows: int, hidden_size: int, device: torch.device, both: bool, element_size: int, dx_mode: str
 ) -> tuple[int, Plan]:
-    """The fewest rows whose chains are shared and combined as those of `rows` rows are, and the plan of `rows` rows.
+    """The fewest rows with the same reduction order over rows as `rows` rows, and the plan of `rows` rows.
 
     Args:
         both: whether both gradients are needed.
@@ -231,39 +222,35 @@ def proof_class(
         found = column_reduction(least, hidden_size, gpu.multiprocessors, gpu.threads)
         if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
             planned = columns if both else None
-            return least, launch_plan(rows, hidden_size, planned, element_size, gpu, edges)
+            return least, launch_plan(rows, hidden_size, planned, element_size, gpu, dx_mode)
         least *= 2
 
 
 def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:
-    """`fewer` if the compiled kernels of `rows` rows take so few as well, otherwise `rows`."""
+    """`fewer` if the compiled kernels for `rows` rows serve that number as well, otherwise `rows`."""
     gpu = plans.gpu(device)
     heights = {column_reduction(count, hidden_size, gpu.multiprocessors, gpu.threads).height for count in (rows, fewer)}
     return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
 
 
-def _bind_backward(
-    scale, dtypes, hidden_size, rows, unit, levels, plan: Plan, threads, edges, device, programs, *scalars
-) -> launch.Launch:
-    """Of dx, and with a fused plan of the chains' sums.
+def _bind_backward(shared, dtypes, rows, plan: Plan, threads, dx_mode, device, programs, *scalars) -> launch.Launch:
+    """The kernel of dx, which sums chains too if the plan is fused.
 
     Args:
+        shared: the constants of all kernels that read rows.
         dtypes: of dy, x and the weight.
         rows: the fewest of their class.
     """
-    order = row_reduction(rows, hidden_size)
+    order = row_reduction(rows, shared["HIDDEN_SIZE"])
     constants = {
-        "SCALE": scale,
-        "HIDDEN_SIZE": hidden_size,
-        "STRIDE_UNIT": unit,
-        "LEVELS": levels,
+        **shared,
         "ROWS": plan.rows_per_program,
         "LOG2_STEPS": order.log2_steps,
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
-        "TWO_EDGES": edges == "two",
-        "ADD": edges == "added",
+        "TWO_EDGES": dx_mode == "split",
+        "ADD": dx_mode == "accumulate",
         "SUM_CHAINS": plan.fused,
         "THREADS": threads,
         "STAGES": plan.stages if plan.fused else 1,
@@ -272,38 +259,28 @@ def _bind_backward(
     if plan.streamed:
         kernel = rms_norm_backward_streamed
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    # What is neither read nor written is fp32, as rstd, which stands for it.
+    # rstd, which is fp32, stands for tensors that are neither read nor written.
     fp32, x = torch.float32, dtypes[1]
-    tensors = (*dtypes, fp32, x, x if edges == "two" else fp32, fp32, fp32, x if edges == "added" else fp32)
+    tensors = (*dtypes, fp32, x, x if dx_mode == "split" else fp32, fp32, fp32, x if dx_mode == "accumulate" else fp32)
     return launch.bind(kernel, constants, plan.num_warps, device, tensors, programs, *scalars)
 
 
-def _bind_sum_chains(
-    scale, dtypes, hidden_size, unit, levels, plan: Plan, threads, device, programs, *scalars
-) -> launch.Launch:
-    constants = {
-        "SCALE": scale,
-        "HIDDEN_SIZE": hidden_size,
-        "STRIDE_UNIT": unit,
-        "LEVELS": levels,
-        "THREADS": threads,
-        "COLUMNS": plan.chain_columns,
-        "STAGES": plan.chain_stages,
-    }
+def _bind_sum_chains(shared, dtypes, plan: Plan, columns: ColumnReduction, device, *scalars) -> launch.Launch:
+    constants = {**shared, "THREADS": columns.height, "COLUMNS": plan.chain_columns, "STAGES": plan.chain_stages}
+    programs = columns.blocks * -(-shared["HIDDEN_SIZE"] // plan.chain_columns)
     dtypes = (*dtypes, torch.float32, torch.float32)
     return launch.bind(rms_norm_sum_chains, constants, plan.chain_warps, device, dtypes, programs, *scalars)
 
 
-def _bind_sum_blocks(
-    weight_dtype, hidden_size, parts, plan: Plan, threads, device, programs, *scalars
-) -> launch.Launch:
+def _bind_sum_blocks(hidden_size, weight_dtype, partial_sums, plan: Plan, threads, device, *scalars) -> launch.Launch:
     constants = {
         "HIDDEN_SIZE": hidden_size,
-        "PARTS": parts,
+        "PARTIAL_SUMS": partial_sums,
         "THREADS": threads,
         "COLUMNS": plan.sum_columns,
         "LOG2_STEPS": plan.sum_log2_steps,
     }
+    programs = -(-hidden_size // plan.sum_columns)
     dtypes = torch.float32, torch.float32, weight_dtype
     return launch.bind(rms_norm_sum_blocks, constants, plan.sum_warps, device, dtypes, programs, *scalars)
 
@@ -312,15 +289,15 @@ def _bind_sum_blocks(
 
 
 def _layout(variant, dy, x, weight):
-    """Strides of eager's dx and of its `weight_products`, found out without data or device."""
+    """The strides of eager's dx and of its `weight_products`, from stand-ins without data."""
     if dy.stride() == x.stride() == contiguous_strides(x.shape):
         return x.stride(), x.stride()
     with proof.undisturbed(x.device), torch.enable_grad():
         dy, x, weight = stand_ins(dy, x, weight)
         (dx,) = torch.autograd.grad(variant.eager(x.requires_grad_(), weight, 0.0), x, dy)
-        h, dy = x.detach().to(torch.float32), variant.incoming(dy)
-        # In fp32: the meta device widens 16 bits before it multiplies, and lays out an expanded dy by that, which then decides
-        # how the product lies.
+        h, dy = x.detach().to(torch.float32), variant.grad_of_product(dy)
+        # In fp32: the meta device casts 16 bits before it multiplies, and the layout of the cast of an expanded dy
+        # would decide that of the product.
         dy = torch.empty_strided(dy.shape, dy.stride(), dtype=torch.float32, device=h.device)
         return dx.stride(), (dy * (h * eager_rstd(h, 0.0))).stride()
 
@@ -329,7 +306,7 @@ Empty = Callable[[], torch.Tensor]
 
 
 class _Part(NamedTuple):
-    """The launches for the rows that ATen sums at once; None for what is not needed."""
+    """The launches for the rows that ATen sums at once; None for those not needed."""
 
     dx: Optional[launch.Launch]
     sum_chains: Optional[launch.Launch]
@@ -341,14 +318,14 @@ class Backward:
     """The gradients of all calls of the same shapes, strides, dtypes and device.
 
     Args:
-        empty_dx: None if that gradient is not needed, as for `empty_dweight`.
-        empty_sums: for the most sums of threads or blocks that a part leaves to `sum_blocks`.
-        empty_dweight_sum: fp32. What ATen sums in several parts adds up there.
-        empty_dy: to copy dy to first, unless it can be read as it is.
+        empty_dx, empty_dweight: None if that gradient is not needed.
+        empty_sums: for the most partial sums that a part leaves to `sum_blocks`.
+        empty_dweight_sum: fp32, the running sum over several parts.
+        empty_dy: memory for a copy of dy; None if dy can be read in place.
     """
 
     parts: list[_Part]
-    edges: str
+    dx_mode: str
     empty_dx: Optional[Empty] = None
     empty_dweight: Optional[Empty] = None
     empty_sums: Optional[Empty] = None
@@ -356,22 +333,24 @@ class Backward:
     empty_dy: Optional[Empty] = None
 
     def __call__(self, dy, x, weight, rstd, d_sum=None, d_rstd=None, dweight_sum=None) -> Gradients:
-        """Args:
-        d_sum: the gradient to add to, with edges "added".
-        d_rstd, dweight_sum: fp32, written if the launches were resolved with `statistics`.
+        """Launches all parts.
+
+        Args:
+            d_sum: the gradient to add to, with dx_mode "accumulate".
+            d_rstd, dweight_sum: fp32, written if the launches were resolved with `statistics`.
         """
         if self.empty_dy is not None:
             dy = self.empty_dy().copy_(dy)
         dx = dx_mean = dweight = blocks = None
         if self.empty_dx is not None:
             dx = self.empty_dx()
-            if self.edges == "two":
+            if self.dx_mode == "split":
                 dx_mean = self.empty_dx()
         if self.empty_dweight is not None:
             blocks, dweight = self.empty_sums(), self.empty_dweight()
             if self.empty_dweight_sum is not None and dweight_sum is None:
                 dweight_sum = self.empty_dweight_sum()
-        # What is neither read nor written is passed as rstd, which is fp32 as well.
+        # rstd, which is fp32, stands for tensors that are neither read nor written.
         unused = rstd
         for part in self.parts:
             if part.dx is not None:
@@ -387,67 +366,68 @@ class Backward:
                     unused if d_sum is None else d_sum,
                 )
             if part.sum_chains is not None:
-                part.sum_chains.on_four(dy, x, rstd, blocks)
+                part.sum_chains.call_4(dy, x, rstd, blocks)
             if part.sum_blocks is not None:
-                part.sum_blocks.on_three(blocks, unused if dweight_sum is None else dweight_sum, dweight)
+                part.sum_blocks.call_3(blocks, unused if dweight_sum is None else dweight_sum, dweight)
         return Gradients(dx, dx_mean, dweight)
 
 
 def resolve(
-    variant: Variant,
+    variant: RMSNormFormula,
     dy,
     x,
     weight,
     rstd,
     needs_dx: bool,
     needs_dweight: bool,
-    edges: Optional[str] = None,
+    dx_mode: Optional[str] = None,
     like_rows: Optional[int] = None,
     statistics=False,
 ) -> Backward:
     """The launches for these tensors.
 
     Args:
-        rstd: fp32, `[..., 1]`, with the strides that the forward gave it.
-        edges: one of `edges_of`; by default that of the layer alone.
-        like_rows: use the plan for so many rows: a proof runs the very kernels of a larger call.
+        rstd: fp32, `[..., 1]`, with the strides from the forward pass.
+        dx_mode: see `dx_mode_of`; by default that of the layer alone.
+        like_rows: take the plan for this number of rows: a proof runs the kernels of a larger call.
         statistics: whether the fp32 gradient of rstd and the fp32 dweight are written too.
 
     Raises:
         Outside: `formula` must run.
     """
     hidden_size = x.shape[-1]
-    edges = edges or edges_of(x.dtype)
+    dx_mode = dx_mode or dx_mode_of(x.dtype)
     if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1:
-        raise Outside("gradients of rows that are strided, of no rows or of one that is no matrix")
+        raise Outside("gradients of strided rows, of no rows or of a vector")
     if dy.dtype != variant.output_dtype(x.dtype, weight.dtype):
         raise Outside(f"gradients {dy.dtype} of activations {x.dtype} and weight {weight.dtype}")
     dx_strides, product_strides = _layout(variant, dy, x, weight)
     matrix = rows_in_memory(x.shape, product_strides)
     if matrix is None or dx_strides[-1] != 1:
-        raise Outside("gradients whose rows are strided or not equally spaced")
+        raise Outside("gradients' rows are strided or not equally spaced")
     rows, _, order = matrix
     copies_dy = dy.stride(-1) != 1 or rows_in_memory(x.shape, dy.stride()) is None
     dy_strides = product_strides if copies_dy else dy.stride()
     found = row_levels(x.shape, order, dy_strides, x.stride(), rstd.stride(), dx_strides)
     if found is None:
-        raise Outside("gradients whose rows lie in memory in too many orders")
+        raise Outside("the memory orders of gradients and activations differ too much")
     levels, inner, middle, (dy_offsets, x_offsets, rstd_offsets, dx_offsets) = found
     unit = math.gcd(*dy_offsets, *x_offsets, *dx_offsets, 16 // max(dy.element_size(), x.element_size()))
 
     def in_units(offsets):
         return tuple(offset // unit for offset in offsets)
 
+    shared = {"SCALE": variant.scale, "HIDDEN_SIZE": hidden_size, "STRIDE_UNIT": unit, "LEVELS": levels}
     walk = (inner, middle, *in_units(dy_offsets), *in_units(x_offsets), *rstd_offsets)
     gpu = plans.gpu(x.device)
     dtypes = (dy.dtype, x.dtype, weight.dtype)
-    # Of all parts the plan that the whole has been proved with.
+    # All parts take the plan that the whole has been proved with.
     planned_rows = rows if like_rows is None else like_rows
     planned = None
     if needs_dx and needs_dweight:
         planned = column_reduction(planned_rows, hidden_size, gpu.multiprocessors, gpu.threads)
-    plan = launch_plan(planned_rows, hidden_size, planned, x.dtype.itemsize, gpu, edges)
-    element_sizes = [dy.element_size(), x.element_size(), *[x.element_size()] * (edges == "added")]
+    plan = launch_plan(planned_rows, hidden_size, planned, x.dtype.itemsize, gpu, dx_mode)
+    element_sizes = [dy.element_size(), x.element_size(), *[x.element_size()] * (dx_mode == "accumulate")]
     plan = _fitting(plan, row_reduction(rows, hidden_size), element_sizes, gpu)
     parts = []
     most_sums = 0
@@ -460,28 +440,21 @@ def resolve(
         if needs_dx:
             height = columns.height if plan.fused else plan.rows_per_program
             programs = columns.blocks * left if plan.fused else -(-count // plan.rows_per_program)
-            shared = (hidden_size, row_class(rows), unit, levels, plan, height, edges, x.device)
             scalars = int(statistics), first_row, count, columns.blocks, *walk, *in_units(dx_offsets)
-            dx = _bind_backward(variant.scale, dtypes, *shared, programs, *scalars)
+            dx = _bind_backward(shared, dtypes, row_class(rows), plan, height, dx_mode, x.device, programs, *scalars)
         if needs_dweight:
             most_sums = max(most_sums, columns.blocks * left)
             if not plan.fused:
-                shared = (hidden_size, unit, levels, plan, columns.height, x.device)
-                programs = columns.blocks * -(-hidden_size // plan.chain_columns)
-                of_chains = dtypes[:2]
-                sum_chains = _bind_sum_chains(
-                    variant.scale, of_chains, *shared, programs, first_row, count, columns.blocks, *walk
-                )
-            store_sum = statistics or index + 1 < len(ranges)
-            shared = (weight.dtype, hidden_size, left, plan, columns.height, x.device)
-            programs = -(-hidden_size // plan.sum_columns)
-            sum_blocks = _bind_sum_blocks(*shared, programs, columns.blocks, int(index > 0), int(store_sum))
+                scalars = first_row, count, columns.blocks, *walk
+                sum_chains = _bind_sum_chains(shared, dtypes[:2], plan, columns, x.device, *scalars)
+            scalars = columns.blocks, int(index > 0), int(statistics or index + 1 < len(ranges))
+            sum_blocks = _bind_sum_blocks(hidden_size, weight.dtype, left, plan, columns.height, x.device, *scalars)
         parts.append(_Part(dx, sum_chains, sum_blocks))
 
     def fp32(*shape) -> Empty:
         return allocator(shape, contiguous_strides(shape), torch.float32, x.device)
 
-    backward = Backward(parts, edges)
+    backward = Backward(parts, dx_mode)
     if needs_dx:
         backward.empty_dx = allocator(x.shape, dx_strides, x.dtype, x.device)
     if needs_dweight:
@@ -494,19 +467,18 @@ def resolve(
     return backward
 
 
-def edges_of(dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
-    """How dx comes out of the kernel.
+def dx_mode_of(dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
+    """The form of the kernel's dx.
 
-    "one": a gradient. "two": eager's fp32 activations enter by two edges, each with a gradient of its own. "added": added to
-    d_sum, which came before.
+    "single": one gradient. "split": two, as eager sends to fp32 activations. "accumulate": added to the earlier d_sum.
     """
     if d_sum is not None:
-        return "added"
-    return "two" if dtype == torch.float32 else "one"
+        return "accumulate"
+    return "split" if dtype == torch.float32 else "single"
 
 
-def _joined(found: Gradients, d_sum: Optional[torch.Tensor]) -> Gradients:
-    """The gradients with all that reaches x in one, d_sum first."""
+def _summed(found: Gradients, d_sum: Optional[torch.Tensor]) -> Gradients:
+    """The gradients with all those of x summed in `dx`, d_sum first."""
     if found.dx is None or (d_sum is None and found.dx_mean is None):
         return found
     terms = [each for each in (d_sum, found.dx, found.dx_mean) if each is not None]
@@ -514,7 +486,7 @@ def _joined(found: Gradients, d_sum: Optional[torch.Tensor]) -> Gradients:
 
 
 def gradients(
-    variant: Variant,
+    variant: RMSNormFormula,
     dy,
     x,
     weight,
@@ -525,27 +497,27 @@ def gradients(
     d_sum=None,
     original: Optional[Callable] = None,
 ) -> Gradients:
-    """The gradients for `dy` from the kernels, or from `formula` where they cannot go.
+    """The gradients for `dy` from the kernels, or from `formula` where no kernel fits.
 
     Args:
-        joined: x has no other consumer, so that all that reaches it is one gradient, `dx`.
-        d_sum: with `joined`, what reaches x before.
-        original: the forward that is replaced, for reports.
+        joined: x has no other consumer, so its gradients are summed in `dx`.
+        d_sum: with `joined`, the earlier gradient of x.
+        original: the replaced forward, for reports.
     """
     needs, tensors = (needs_dx, needs_dweight), (dy, x, weight, rstd)
     added = d_sum is not None and needs_dx
     if added:
         tensors = (*tensors, d_sum)
     table = _added_calls if added else _calls
-    # Any weight that is alike may be found under this identity: everything is compared.
+    # The id may belong to another weight by now: everything that decides is compared.
     subject = id(weight) if weight.numel() else id(variant)
     recent = table.recent.get(subject)
     if recent is not None:
         same, known, of_dx, of_dweight, compute = recent
         if (
-            are_dense(dy, x)
-            and are_dense(weight, rstd)
-            and (not added or are_dense(d_sum, d_sum))
+            have_strides(dy, x)
+            and have_strides(weight, rstd)
+            and (not added or have_strides(d_sum, d_sum))
             and same(*tensors)
             and known is variant
             and of_dx is needs_dx
@@ -554,53 +526,56 @@ def gradients(
             and not dispatch_modes()
         ):
             found = compute(*tensors)
-            return _joined(found, None) if joined else found
+            return _summed(found, None) if joined else found
     call = None
-    if are_plain(dy, x) and are_plain(weight, rstd) and (not added or _lies_alike(d_sum, dy, x)):
+    if are_plain(dy, x) and are_plain(weight, rstd) and (not added or _same_layout(d_sum, dy, x)):
         facts = (variant, *needs)
         call = table.find(original or EAGER[variant].forward, facts, tensors, *facts)
     if call is None:
         return joined_formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum)
     table.recognise(subject, call, facts, tensors)
     found = call(*tensors)
-    return _joined(found, None) if joined else found
+    return _summed(found, None) if joined else found
 
 
-def _lies_alike(d_sum, dy, x) -> bool:
-    """Whether d_sum is plain and lies in memory as dy and x do: otherwise eager's sum of the gradients decides how that lies."""
+def _same_layout(d_sum, dy, x) -> bool:
+    """Whether d_sum is plain and has the strides of dy and x; otherwise eager's sum decides the result's strides."""
     return are_plain(d_sum, d_sum) and d_sum.stride() == dy.stride() == x.stride()
 
 
 def joined_formula(
-    variant: Variant, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined, d_sum, dweight_dtype=None
+    variant: RMSNormFormula, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool, joined, d_sum, dweight_dtype=None
 ) -> Gradients:
     """`formula`, with the arguments of `gradients`."""
     found = formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, dweight_dtype)
-    return _joined(found, d_sum) if joined else found
+    return _summed(found, d_sum) if joined else found
 
 
-def present(gradients, like):
-    """An operator returns tensors only: an empty one stands for a gradient that nobody needs."""
+def without_none(gradients, like):
+    """The gradients with empty tensors for None: an operator returns tensors only."""
     return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _resolve_call(dy, x, weight, rstd, *more) -> Optional[Backward]:
-    """The launches of one kind of calls; None where `formula` must run, whatever fails.
+    """The launches for these tensors; None if a CUDA graph is captured before they could be compared.
 
-    They are tried at once, since they may have to be compiled. A proof runs contiguous tensors. Where rows lie otherwise another
-    compiled kernel reads them, and eager may sum them in another order, so the gradients are compared with the formula's.
+    They run once here, since they may have to be compiled. A proof runs contiguous tensors. Another layout may take
+    another compiled kernel and another reduction order, so there the gradients are compared with the formula's.
+
+    Raises:
+        Outside: `formula` must run; `Failed` if the launches fail or their bits differ.
     """
     *d_sum, variant, needs_dx, needs_dweight = more
     arguments = variant, dy, x, weight, rstd, needs_dx, needs_dweight
-    edges = edges_of(x.dtype, *d_sum)
+    dx_mode = dx_mode_of(x.dtype, *d_sum)
     ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
-    compares = not ordinary and proof.policy() != "off" and not launch.is_asking()
+    compares = not ordinary and proof.policy() != "off" and not launch.is_collecting()
     if compares and proof.is_capturing():
         return None
     try:
-        backward = resolve(*arguments, edges)
+        backward = resolve(*arguments, dx_mode)
         if compares:
-            _compare(arguments, edges, *d_sum)
+            _compare(arguments, dx_mode, *d_sum)
         else:
             backward(dy, x, weight, rstd, *d_sum)
         return backward
@@ -616,17 +591,16 @@ def _resolve_call(dy, x, weight, rstd, *more) -> Optional[Backward]:
 _calls, _added_calls = Calls(_resolve_call), Calls(_resolve_call)
 
 
-def _compare(arguments, edges, d_sum=None) -> None:
-    """Raises LosslessProofError if the kernels' gradients are not the formula's.
+def _compare(arguments, dx_mode, d_sum=None) -> None:
+    """Raises LosslessProofError if the kernels' gradients differ from the formula's; `arguments` as in `resolve`.
 
-    The weight's are compared before they are rounded too: 16 bits hide another order of the rows.
-
-    Args:
-        arguments: of `resolve`.
+    The weight's gradient is also compared in fp32, since 16 bits hide another order of the rows.
     """
     variant, dy, x, weight, rstd, _, needs_dweight = arguments
     dweight_sum = torch.full(weight.shape, math.nan, dtype=torch.float32, device=x.device)
-    found = resolve(*arguments, edges, statistics=True)(dy, x, weight, rstd, d_sum, torch.empty_like(rstd), dweight_sum)
+    found = resolve(*arguments, dx_mode, statistics=True)(
+        dy, x, weight, rstd, d_sum, torch.empty_like(rstd), dweight_sum
+    )
     expected = joined_formula(*arguments, d_sum is not None, d_sum)
     pairs = [(a, b) for a, b in zip(found, expected) if a is not None]
     if needs_dweight:

@@ -1,4 +1,4 @@
-"""From a call's tensors to a launch, and autograd: what `function.py` and the registered operators compute by."""
+"""From a call's tensors to a launch, and autograd, for `function.py` and the registered operators."""
 
 import functools
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from ...core.inspection import functions_of
 from ...core.layout import Output, row_number_strides, rows_in_memory
 from ...core.torch_internals import apply_of, dispatch_modes
 from . import backward as rms_norm_backward
-from .formulas import FUSED, MAX_FUSED_HIDDEN_SIZE, Variant, eager_rstd, in_domain
+from .formulas import FUSED, MAX_FUSED_HIDDEN_SIZE, RMSNormFormula, eager_rstd, in_domain
 from .plan import forward
 from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
 @dataclass(eq=False)
 class _Inference:
-    """A call without gradients: all that follows from its tensors' layouts and from eps."""
+    """A call without gradients, resolved for one eps and the layouts of its tensors."""
 
     launch: Callable
     out: Output
 
     def __post_init__(self):
-        # Methods: to call an object that is no function costs 0.1 us more.
-        self.launch = self.launch.on_three
+        # Methods, since calling an object through `__call__` costs 0.1 us more.
+        self.launch = self.launch.call_3
         self.empty = self.out.empty
 
     def __call__(self, x, weight):
@@ -42,11 +42,11 @@ class Training:
     """A call with gradients, which needs the row statistics.
 
     Args:
-        original: the forward that is replaced, for reports.
-        two_edges: eager's fp32 activations reach the sum by two edges, the product's and the mean's.
+        original: the replaced forward, for reports.
+        two_edges: x enters autograd twice: eager's fp32 activations get two gradients, the product's and the mean's.
     """
 
-    variant: Variant
+    variant: RMSNormFormula
     original: Callable
     weight_dtype: torch.dtype
     launch: Callable
@@ -56,7 +56,7 @@ class Training:
     eps: float
 
     def __post_init__(self):
-        self.launch = self.launch.on_four
+        self.launch = self.launch.call_4
         self.empty = self.out.empty
 
     def __call__(self, x, weight):
@@ -73,7 +73,7 @@ class Training:
 
 
 def _read_in_vectors(x, weight) -> bool:
-    """Whether `F.rms_norm` reads these by fours; otherwise it computes rstd in another way."""
+    """Whether `F.rms_norm` reads vectors of four elements; otherwise it computes rstd in another way."""
     return not (x.data_ptr() | weight.data_ptr()) & (4 * x.element_size() - 1)
 
 
@@ -81,7 +81,7 @@ def _read_in_vectors(x, weight) -> bool:
 class _TorchInference(_Inference):
     """`_Inference` of a layer that calls `F.rms_norm`."""
 
-    variant: Variant
+    variant: RMSNormFormula
     eps: float
 
     def __call__(self, x, weight):
@@ -93,7 +93,7 @@ class _TorchInference(_Inference):
 
 
 class _TorchTraining(Training):
-    """`Training` of a layer that calls `F.rms_norm`: the gradients are computed by ATen's operator for them."""
+    """`Training` of a layer that calls `F.rms_norm`: ATen's own operator computes the gradients."""
 
     def __call__(self, x, weight):
         return _apply_torch(x, weight, self)
@@ -104,54 +104,54 @@ class _TorchTraining(Training):
         return super().with_rstd(x, weight)
 
 
-# What a call needs that needs no gradient of x and none of the weight.
+# The `needs` of a call without gradients of x and of the weight.
 NO_GRADIENTS = (False, False)
 
 
 def call_of(x, weight, eps, owner, eps_name, needs, fused, state: Mapping = NO_STATE):
-    """The call for these tensors, looked up; None if the original forward runs.
+    """The recorded call for these tensors; None if the original forward runs.
 
     Args:
         needs: whether the gradients of x and of the weight are needed.
-        fused: as of `replacement`.
+        fused: see `function.replacement`.
         state: the layer's `__dict__`.
     """
     functions = functions_of(owner, state)
     if functions is None:
-        return proof.outside_for_its_code(owner)
+        return proof.record_unreadable_forward(owner)
     table = torch_calls if fused else calls
     return table.find(owner.forward, (functions, eps_name, needs, eps), (x, weight), eps, owner, eps_name, needs, fused)
 
 
-# `F.rms_norm` of torch 2.11 counts elements in 32 bits, and takes other rows beyond.
+# `F.rms_norm` of torch 2.11 counts elements in 32 bits and reads wrong rows beyond.
 _MAX_ELEMENTS_OF_TORCH = 1 << 32
-_SPREAD_ROWS = "activations whose rows are strided or not equally spaced"
+_SPREAD_ROWS = "activations' rows are strided or not equally spaced"
 
 
 def _check(x, weight, eps, owner, needs, fused) -> None:
     """Raises Outside if no kernel takes these tensors or this class."""
     if x.dim() == 0 or x.numel() == 0:
-        raise Outside("there are no rows")
+        raise Outside("activations have no rows")
     if not runs_kernels(x.device) or weight.device != x.device:
         raise Outside(f"activations on {x.device}, weight on {weight.device}")
     if not isinstance(eps, (int, float)):
-        raise Outside(f"eps is of type {type(eps).__name__}")
+        raise Outside(f"eps has type {type(eps).__name__}")
     hidden_size = x.shape[-1]
     if not in_domain(x.dtype, weight.dtype, hidden_size):
         raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
     if weight.numel() and (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
-        raise Outside("a weight that is no contiguous [hidden_size]")
+        raise Outside("weight is not a contiguous [hidden_size]")
     if rows_in_memory(x.shape, x.stride()) is None:
         raise Outside(_SPREAD_ROWS)
     if calls_torch(owner):
         if not fused:
-            raise Outside("F.rms_norm, which is replaced by TorchRMSNorm")
-        if x.dim() in (4, 5) and x.stride(1) == 1:  # It composes the norm of several operations there.
-            raise Outside("activations that are channels-last")
+            raise Outside("the forward calls F.rms_norm, which TorchRMSNorm replaces")
+        if x.dim() in (4, 5) and x.stride(1) == 1:  # There F.rms_norm runs several operations.
+            raise Outside("activations are channels-last")
         if x.numel() > _MAX_ELEMENTS_OF_TORCH:
             raise Outside(f"more than {_MAX_ELEMENTS_OF_TORCH} elements")
-    if needs != NO_GRADIENTS and x.dim() == 1:  # Of a single row that is no matrix, eager sums no dweight.
-        raise Outside("gradients of one row that is no matrix")
+    if needs != NO_GRADIENTS and x.dim() == 1:  # Eager's dweight of a vector is no sum over rows.
+        raise Outside("gradients of a vector")
 
 
 def _resolve(x, weight, eps, owner, eps_name, needs, fused):
@@ -163,7 +163,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
     if variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE:
         raise Outside(f"hidden size {hidden_size}")
     rows, row_stride, order = rows_in_memory(x.shape, x.stride())
-    # `F.rms_norm` returns a contiguous tensor, also where it composes the variant.
+    # `F.rms_norm` returns a contiguous tensor, even where it runs the variant's several operations.
     formula = FUSED if calls_torch(owner) and not variant.fused else variant
     out_dtype = variant.output_dtype(x.dtype, weight.dtype)
     out = Output.of(functools.partial(formula.eager, eps=0.0), x, weight, dtype=out_dtype)
@@ -182,7 +182,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
     return kind(variant, owner.forward, weight.dtype, launch, out, empty_rstd, x.dtype == torch.float32, eps)
 
 
-# Those of layers that call `F.rms_norm` apart.
+# Layers that call `F.rms_norm` have a table of their own.
 calls, torch_calls = Calls(_resolve), Calls(_resolve)
 
 
@@ -192,7 +192,7 @@ class RMSNorm(torch.autograd.Function):
         out, rstd = call.with_rstd(x, weight)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(x, weight, rstd)
-        else:  # Its values are not needed, and as with eager they may change until then.
+        else:  # Only dx reads the weight's values. As with eager they may change before the backward pass.
             ctx.save_for_backward(x, None, rstd)
             ctx.weight = weight.detach()
         ctx.set_materialize_grads(False)
@@ -201,7 +201,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if dy is None:  # Who took the output sent nothing back, which is not the same as zeros.
+        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
             return None, None, None, None
         x, weight, rstd = ctx.saved_tensors
         needs_dx, _, needs_dweight, _ = ctx.needs_input_grad
@@ -209,9 +209,9 @@ class RMSNorm(torch.autograd.Function):
             weight = ctx.weight
         variant, weight_dtype = ctx.call.variant, ctx.call.weight_dtype
         arguments = (variant, dy, x, weight, rstd, needs_dx, needs_dweight)
-        if torch.is_grad_enabled():  # Somebody differentiates the gradients.
+        if torch.is_grad_enabled():  # Double backward: rstd must be differentiable.
             arguments = (*arguments[:4], eager_rstd(x.to(torch.float32), ctx.call.eps), *arguments[5:])
-        elif weight.dtype is weight_dtype:  # Or else the model was given another dtype since.
+        elif weight.dtype is weight_dtype:  # The model may have been cast since the forward pass.
             return *rms_norm_backward.gradients(*arguments, original=ctx.call.original), None
         return *rms_norm_backward.formula(*arguments, weight_dtype), None
 

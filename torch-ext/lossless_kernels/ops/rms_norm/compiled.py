@@ -1,4 +1,4 @@
-"""RMSNorm under torch.compile: registered operators, which return the bits of the layer that is not compiled."""
+"""RMSNorm under torch.compile: registered operators that return the bits of the uncompiled layer."""
 
 from typing import Optional
 
@@ -13,7 +13,7 @@ from ...core.reduction import ROW_CLASSES
 from . import backward as rms_norm_backward
 from .call import NO_GRADIENTS, call_of
 from .formulas import BY_NAME, EAGER, MAX_FUSED_HIDDEN_SIZE, in_domain
-from .plan import planned_rows
+from .plan import rows_of_every_plan
 from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
@@ -29,7 +29,7 @@ def _(hidden_states, weight, eps, variant):
     return BY_NAME[variant].eager(hidden_states, weight, eps)
 
 
-# `again` is hidden_states once more where eager has two edges to it.
+# `again` is hidden_states a second time if eager sends it two gradients.
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_with_rstd"), mutates_args=())
 def _rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, again: Optional[torch.Tensor], weight: torch.Tensor, eps: float, variant: str
@@ -62,27 +62,26 @@ def _rms_norm_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, hidden_size, needs = rstd.numel(), hidden_states.shape[-1], (needs_dx, needs_dweight)
     formula, dtypes = BY_NAME[variant], (hidden_states.dtype, weight.dtype)
+    compute = rms_norm_backward.formula
     if formula.fused:
-        return rms_norm_backward.present(
-            rms_norm_backward.fused_gradients(formula, dy, hidden_states, weight, rstd, *needs), dy
-        )
-    is_proved = (
+        compute = rms_norm_backward.fused_gradients
+    elif (
         runs_kernels(dy.device)
         and in_domain(*dtypes, hidden_size)
         and rows > 0
         and gradients_proved(formula, EAGER[formula], *dtypes, hidden_size, rows, dy.device, needs)
-    )
-    compute = rms_norm_backward.gradients if is_proved else rms_norm_backward.formula
-    return rms_norm_backward.present(compute(formula, dy, hidden_states, weight, rstd, *needs), dy)
+    ):
+        compute = rms_norm_backward.gradients
+    return rms_norm_backward.without_none(compute(formula, dy, hidden_states, weight, rstd, *needs), dy)
 
 
 @_rms_norm_backward_op.register_fake
 def _(dy, hidden_states, weight, rstd, needs_dx, needs_dweight, variant):
     if BY_NAME[variant].fused:
         dx = hidden_states.new_empty(hidden_states.shape) if needs_dx else None
-        return rms_norm_backward.present((dx, None, weight.new_empty(weight.shape) if needs_dweight else None), dy)
+        return rms_norm_backward.without_none((dx, None, weight.new_empty(weight.shape) if needs_dweight else None), dy)
     arguments = (dy, hidden_states, weight, rstd, needs_dx, needs_dweight)
-    return rms_norm_backward.present(rms_norm_backward.formula(BY_NAME[variant], *arguments), dy)
+    return rms_norm_backward.without_none(rms_norm_backward.formula(BY_NAME[variant], *arguments), dy)
 
 
 def _setup_context(ctx, inputs, output):
@@ -109,8 +108,8 @@ def _variant_for_compile(
 ) -> Optional[str]:
     """The name of the proved variant; None if the original forward is traced.
 
-    Taken at trace time, for all classes of row counts and plans, since a graph with dynamic shapes meets them all. In training the
-    operators prove more at their first call, as eager does, and compute the formula where that fails.
+    It is verified at trace time for all row classes and plans, since a graph with dynamic shapes meets them all. In
+    training the operators verify more at their first call, like uncompiled calls, and fall back to the formula.
     """
     device = torch.device("cuda", device_index)
     if under_transform() or functions_of(owner) is None or (calls_torch(owner) and not fused):
@@ -120,7 +119,7 @@ def _variant_for_compile(
         return None
     subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
     needs = (True, weight_dtype is not None)
-    all_rows = planned_rows(hidden_size, dtype.itemsize, plans.gpu(device))
+    all_rows = rows_of_every_plan(hidden_size, dtype.itemsize, plans.gpu(device))
     is_proved = all(proved(*subject, rows, hidden_size, device) for rows in all_rows) and (
         not training or gradients_proved(*subject, ROW_CLASSES[-1], device, needs)
     )
@@ -137,7 +136,7 @@ def replacement(hidden_states, weight, eps, owner, eps_name, fused):
     elif weight.device != hidden_states.device or weight.dim() != 1:
         return None
     else:
-        # A constant in the graph, even where every other size is symbolic.
+        # A constant in the graph, even if every other size is symbolic.
         hidden_size, weight_dtype = int(weight.shape[0]), weight.dtype
     if hidden_states.shape[-1] != hidden_size or not in_domain(hidden_states.dtype, weight.dtype, hidden_size):
         return None

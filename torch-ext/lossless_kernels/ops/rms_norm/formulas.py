@@ -1,7 +1,7 @@
-"""The RMSNorms that transformers' models write: one kernel family computes them all, and a class is recognised as one.
+"""The RMSNorm formulas of transformers' models. One kernel family computes all; a proof finds the formula of a class.
 
-With `h = hidden_states.to(float32)` and `n = h * rsqrt(mean(h**2, -1) + eps)` they differ in where the weight comes in and
-where the result is rounded. Fresh weights are all 1 and hide the difference.
+With `h = hidden_states.to(float32)` and `n = h * rsqrt(mean(h**2, -1) + eps)` they differ in the place of the weight
+and of the rounding. Fresh weights are all 1 and hide the difference.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ def eager_rstd(h: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Variant:
+class RMSNormFormula:
     """One way to write RMSNorm.
 
     Args:
         name: unique; the registered operators take it.
-        formula: as reports show it.
-        scale: how the kernels' constant SCALE names the place of the weight.
-        keeps_fp32: the output is fp32 whatever the activations are.
-        fused: `F.rms_norm` of tensors of one dtype: one kernel of ATen's, with a sum of its own, and another for gradients.
+        formula: for reports.
+        scale: the place of the weight, the kernels' constant SCALE.
+        keeps_fp32: the output is fp32 for activations of any dtype.
+        fused: `F.rms_norm` of tensors of one dtype: one ATen kernel with its own reduction order, one for gradients.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Variant:
         return self.eager(hidden_states, weight, eps), self.rstd(hidden_states, weight, eps)
 
     def factor(self, weight: torch.Tensor) -> torch.Tensor:
-        """What the normalised fp32 values are multiplied by."""
+        """The factor of the normalised fp32 values."""
         return 1.0 + weight.to(torch.float32) if self.scale == "one_plus" else weight
 
     def output_dtype(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
@@ -72,25 +72,30 @@ class Variant:
             return torch.promote_types(weight_dtype, dtype)
         return torch.float32 if self.keeps_fp32 else dtype
 
-    def incoming(self, dy: torch.Tensor) -> torch.Tensor:
-        """The gradient of the product with the weight, from that of the output: a cast at the end passes fp32 back."""
+    def grad_of_product(self, dy: torch.Tensor) -> torch.Tensor:
+        """The gradient of the product with the weight: through a final cast, autograd passes it back in fp32."""
         return dy if self.scale == "after_cast" else dy.to(torch.float32)
 
+    def grad_of_normalized(self, dy: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The fp32 gradient of the normalised values `n`, of activations of `dtype`; dy is that of the product."""
+        dy = dy if self.scale == "none" else dy * self.factor(weight)
+        return dy.to(dtype).to(torch.float32) if self.scale == "after_cast" else dy
 
-LLAMA = Variant("llama", "weight * n.to(dtype)", "after_cast")
-FP32_PRODUCT = Variant("fp32_product", "(weight * n).to(dtype)", "fp32")
-ONE_PLUS_WEIGHT = Variant("one_plus_weight", "((1 + weight) * n).to(dtype)", "one_plus")
-FP32_OUTPUT = Variant("fp32_output", "weight.float() * n", "fp32", keeps_fp32=True)
-UNWEIGHTED = Variant("unweighted", "n.to(dtype)", "none")
 
-FUSED = Variant("fused", "F.rms_norm", "fp32", fused=True)
-FUSED_UNWEIGHTED = Variant("fused_unweighted", "F.rms_norm without weight", "none", fused=True)
+LLAMA = RMSNormFormula("llama", "weight * n.to(dtype)", "after_cast")
+FP32_PRODUCT = RMSNormFormula("fp32_product", "(weight * n).to(dtype)", "fp32")
+ONE_PLUS_WEIGHT = RMSNormFormula("one_plus_weight", "((1 + weight) * n).to(dtype)", "one_plus")
+FP32_OUTPUT = RMSNormFormula("fp32_output", "weight.float() * n", "fp32", keeps_fp32=True)
+UNWEIGHTED = RMSNormFormula("unweighted", "n.to(dtype)", "none")
+
+FUSED = RMSNormFormula("fused", "F.rms_norm", "fp32", fused=True)
+FUSED_UNWEIGHTED = RMSNormFormula("fused_unweighted", "F.rms_norm without weight", "none", fused=True)
 
 WEIGHTED = (LLAMA, FP32_PRODUCT, ONE_PLUS_WEIGHT, FP32_OUTPUT)
 BY_NAME = {variant.name: variant for variant in (*WEIGHTED, UNWEIGHTED, FUSED, FUSED_UNWEIGHTED)}
 
 
-def _eager_layer(variant: Variant) -> type:
+def _eager_layer(variant: RMSNormFormula) -> type:
     class Eager(torch.nn.Module):
         def forward(self, hidden_states):
             return variant.eager(hidden_states, self.weight, self.variance_epsilon)
@@ -99,15 +104,15 @@ def _eager_layer(variant: Variant) -> type:
     return Eager
 
 
-# Layers that compute a variant in torch operations.
+# Layers that compute a formula in torch operations.
 EAGER = {variant: _eager_layer(variant) for variant in BY_NAME.values()}
-# The attribute that holds eps: of the modules that a layer of this package replaces, and of the classes with a layer name.
+# The attribute that holds eps, by the name of this package's layer and by layer name.
 EPS_NAMES = {"LlamaRMSNorm": "variance_epsilon", "RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
 
 
 MIN_HIDDEN_SIZE = 64
 MAX_HIDDEN_SIZE = 32768
-# A row of `F.rms_norm` belongs to 128 lanes at most: beyond, threads do not hold their part in registers (H200).
+# At most 128 lanes share a row of `F.rms_norm`; a longer row's part does not fit into a thread's registers (H200).
 MAX_FUSED_HIDDEN_SIZE = 8192
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm with the bits of transformers' eager layers."""
+"""RMSNorm that returns the bits of transformers' eager layers."""
 
 import math
 import weakref
@@ -36,8 +36,8 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
         TypeError: an argument is no tensor, not of a real floating dtype, or `eps` is no number.
         ValueError: `weight` is not `[hidden_size]` or on another device, or `eps` is negative or not finite.
 
-    The kernel runs for fp32, fp16 and bf16 on CUDA with `hidden_size` a multiple of 4 from 64 to 32768; anything else is
-    computed by the formula above.
+    The kernel runs for fp32, fp16 and bf16 on CUDA if `hidden_size` is a multiple of 4 from 64 to 32768. Eager computes
+    everything else.
     """
     check_arguments(hidden_states, weight, eps)
     out = replacement(hidden_states, weight, eps, EAGER[LLAMA])
@@ -72,20 +72,20 @@ def replacement(
     fused: bool = False,
     state: Mapping = NO_STATE,
 ) -> Optional[torch.Tensor]:
-    """What `owner.forward` returns, from the kernel; None where the caller must compute it itself.
+    """The output of `owner.forward` from the kernel; None where the caller must compute it.
 
     Args:
         weight: None for an RMSNorm without one.
-        owner: the class of the layer that is replaced.
-        eps_name: the attribute that eps is from.
-        fused: whether the caller has looked at what `F.rms_norm` goes by beside these tensors, the shape to normalise and
-            autocast. Otherwise no forward is replaced that calls it.
+        owner: the class of the replaced layer.
+        eps_name: the attribute that holds eps.
+        fused: whether the caller has checked the other inputs of `F.rms_norm`, normalized_shape and autocast. Otherwise
+            classes that call it keep their forward.
         state: the layer's `__dict__`.
     """
     if is_dynamo_compiling():
         return compiled.replacement(hidden_states, weight, eps, owner, eps_name, fused)
     table = torch_calls if fused else calls
-    # Any weight that is alike may be found under this identity: everything is compared.
+    # The id may belong to another weight by now: everything that decides is compared.
     recent = table.recent.get(id(weight))
     if recent is not None:
         same, replaced, forward, helpers, read, added, grad, compute = recent
@@ -104,20 +104,20 @@ def replacement(
         ):
             return compute(hidden_states, weight)
     original = owner.forward
-    # A subclass need not have the operations below; torch.fx traces with no tensor.
+    # A subclass may lack the operations below, and torch.fx traces with a proxy.
     if type(hidden_states) not in PLAIN_TYPES:
-        return proof.outside(original, proof.NOT_PLAIN)
-    # Of a sharded weight that nobody gathered nothing is left: not the same as none.
+        return proof.record_refusal(original, proof.NOT_PLAIN)
+    # A sharded weight that is not gathered is empty. It differs from no weight.
     if weight is None:
         weight = hidden_states.new_empty(0)
     elif not isinstance(weight, torch.Tensor) or weight.numel() == 0:
-        return proof.outside(original, "a weight without elements")
+        return proof.record_refusal(original, "weight has no elements")
     needs = (hidden_states.requires_grad, weight.requires_grad) if is_grad_enabled() else NO_GRADIENTS
     if not are_ours(hidden_states, weight, needs != NO_GRADIENTS):
-        return proof.outside(original, proof.NOT_PLAIN)
+        return proof.record_refusal(original, proof.NOT_PLAIN)
     if needs != NO_GRADIENTS and (hidden_states.is_inference() or weight.is_inference()):
-        # Autograd does not save them; eager saves what it makes of them.
-        return proof.outside(original, proof.INFERENCE_TENSORS)
+        # Autograd cannot save inference tensors; eager saves its own intermediate results.
+        return proof.record_refusal(original, proof.INFERENCE_TENSORS)
     call = call_of(hidden_states, weight, eps, owner, eps_name, needs, fused, state)
     if call is None:
         return None

@@ -1,4 +1,4 @@
-"""RMSNorm times an activation of a gate, as linear-attention layers end: the norm from the kernel, the gate in torch operations."""
+"""Gated RMSNorm of linear-attention layers: the kernel computes the norm, torch operations compute the gate."""
 
 import functools
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from torch.compiler import is_dynamo_compiling
 from ...core import proof
 from ...core.domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
 from ...core.inspection import code_of, functions_of
-from .formulas import EAGER, FP32_OUTPUT, LLAMA, Variant
+from .formulas import EAGER, FP32_OUTPUT, LLAMA, RMSNormFormula
 from .function import replacement as rms_norm_replacement
 from .proof import formula_cases, leaves, output_and_gradients, stand_in
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
-# The norm's output before the gate.
+# The formulas of the norm before the gate.
 _VARIANTS = (LLAMA, FP32_OUTPUT)
 
 
@@ -23,7 +23,7 @@ def _times_gate(scaled, activation, gate, dtype):
     return (scaled * _ACTIVATIONS[activation](gate.to(torch.float32))).to(dtype)
 
 
-def eager(variant: Variant, activation: str, hidden_states, gate, weight, eps) -> torch.Tensor:
+def eager(variant: RMSNormFormula, activation: str, hidden_states, gate, weight, eps) -> torch.Tensor:
     """The formula in torch operations."""
     return _times_gate(variant.eager(hidden_states, weight, eps), activation, gate, hidden_states.dtype)
 
@@ -37,28 +37,28 @@ def replacement(
     owner: type,
     state: Mapping = NO_STATE,
 ) -> Optional[torch.Tensor]:
-    """What `owner.forward` returns; None where the caller must compute it itself.
+    """The output of `owner.forward`; None where the caller must compute it.
 
-    Which is everywhere under torch.compile: Inductor has an arithmetic of its own for the gate.
+    Under torch.compile the caller always does, since Inductor's arithmetic for the gate differs.
     """
     if is_dynamo_compiling():
         return None
-    # The original calls an activation layer, which hooks on all modules see. A checkpoint is to save the same with and without.
+    # The original calls an activation layer, which global hooks see. In a checkpoint both passes must save the same.
     if has_global_hooks() and not is_checkpointed():
         return None
     reason = _outside(hidden_states, gate, weight, activation)
     if reason is not None:
-        return proof.outside(owner.forward, reason)
+        return proof.record_refusal(owner.forward, reason)
     if not are_ours(hidden_states, gate, True):
-        return proof.outside(owner.forward, proof.NOT_PLAIN)
+        return proof.record_refusal(owner.forward, proof.NOT_PLAIN)
     functions = functions_of(owner, state)
     if functions is None:
-        return proof.outside_for_its_code(owner)
+        return proof.record_unreadable_forward(owner)
     dtypes = (hidden_states.dtype, gate.dtype, weight.dtype)
     variant = _variant(owner, functions, activation, dtypes, hidden_states.device)
     if variant is None:
         return None
-    # The norm's own proof compares it with the variant's formula, which was just found to be the owner's.
+    # The norm's proof compares the kernel with the variant's formula, which is the owner's.
     scaled = rms_norm_replacement(hidden_states, weight, eps, EAGER[variant])
     return None if scaled is None else _times_gate(scaled, activation, gate, hidden_states.dtype)
 
@@ -66,7 +66,7 @@ def replacement(
 def _outside(hidden_states, gate, weight, activation) -> Optional[str]:
     """Why no kernel takes these arguments, None if one may."""
     if not isinstance(gate, torch.Tensor) or not isinstance(weight, torch.Tensor):
-        return "no gate, or no weight"
+        return "gate or weight is no tensor"
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         return f"activation {activation!r}"
     if not runs_kernels(hidden_states.device):
@@ -74,8 +74,8 @@ def _outside(hidden_states, gate, weight, activation) -> Optional[str]:
     return None
 
 
-def _variant(owner, functions, activation, dtypes, device) -> Optional[Variant]:
-    """The variant whose gated formula has the bits of `owner.forward`, and its gradients."""
+def _variant(owner, functions, activation, dtypes, device) -> Optional[RMSNormFormula]:
+    """The variant whose gated formula returns the bits of `owner.forward` and of its gradients."""
     key = ("formula of gated rms_norm", functions, activation, dtypes, device)
     known = code_of(owner).memo
     if key in known:
@@ -84,11 +84,11 @@ def _variant(owner, functions, activation, dtypes, device) -> Optional[Variant]:
     candidates = {
         variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
     }
-    variant = proof.recognize(key, proof.Subject(owner.forward, device, where), candidates)
-    if proof.is_settled(key):
+    variant = proof.match_formula(key, proof.Subject(owner.forward, device, where), candidates)
+    if proof.is_final(key):
         known[key] = variant
     if variant is not None:
-        proof.relies(owner.forward, EAGER[variant].forward)
+        proof.record_dependency(owner.forward, EAGER[variant].forward)
     return variant
 
 

@@ -1,4 +1,4 @@
-"""Which formula a norm's forward computes, and whether the kernels return its bits: gradients included."""
+"""Proofs of a norm: which formula its forward computes, and whether the kernels return its bits, gradients included."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from ...core import proof
 from ...core.inspection import functions_of
 from ...core.reduction import ROW_CLASSES, row_class
 from . import backward as rms_norm_backward
-from .formulas import EAGER, EPS_NAMES, FUSED, FUSED_UNWEIGHTED, UNWEIGHTED, WEIGHTED, Variant
+from .formulas import EAGER, EPS_NAMES, FUSED, FUSED_UNWEIGHTED, UNWEIGHTED, WEIGHTED, RMSNormFormula
 from .plan import forward, plan_of, stride_unit
 
 _EPS_NAMES = frozenset(EPS_NAMES.values())
@@ -27,7 +27,7 @@ def stand_in(owner, weight, eps, hidden_size=None, eps_name=None):
     """A layer of this class with another weight, made without its constructor.
 
     Args:
-        eps_name: the attribute that holds this eps, any other that may be meant then holds another one.
+        eps_name: the attribute that holds eps; the other one then holds another value.
     """
     layer = torch.nn.Module.__new__(owner)
     torch.nn.Module.__init__(layer)
@@ -38,35 +38,30 @@ def stand_in(owner, weight, eps, hidden_size=None, eps_name=None):
     return layer
 
 
-def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[Variant]:
-    """The variant whose formula, in torch operations, has the bits of `owner.forward`, and its gradients.
+def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[RMSNormFormula]:
+    """The variant whose formula, in torch operations, returns the bits of `owner.forward` and of its gradients.
 
     Args:
-        eps_name: the attribute from which the layer in the place of the class takes eps.
+        eps_name: the attribute from which this package's layer reads eps.
     """
     names = {name for function in functions_of(owner) for name in function.__code__.co_names}
     if names & _EPS_NAMES and eps_name not in names:
-        proof.outside(owner.forward, f"the forward does not take its eps from {eps_name}")
+        proof.record_refusal(owner.forward, f"the forward does not read eps from {eps_name}")
         return None
-    key = ("formula of rms_norm", functions_of(owner), eps_name, dtype, weight_dtype, device)
+    case = dtype, weight_dtype, device
+    key = ("formula of rms_norm", functions_of(owner), eps_name, *case)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
     if weight_dtype in (None, dtype) and calls_torch(owner):
         variants = (FUSED_UNWEIGHTED if weight_dtype is None else FUSED,)
     else:
         variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
-    return proof.recognize(
-        key,
-        subject,
-        {
-            variant: functools.partial(_formulas, owner, eps_name, variant, dtype, weight_dtype, device)
-            for variant in variants
-        },
-    )
+    candidates = {variant: functools.partial(_formulas, owner, eps_name, variant, *case) for variant in variants}
+    return proof.match_formula(key, subject, candidates)
 
 
 def _formulas(owner, eps_name, variant, dtype, weight_dtype, device):
-    # No rounding in between tells the fused kernel. What F.rms_norm computes depends on whether the dtypes are one, and is
-    # contiguous.
+    # `F.rms_norm` has no intermediate rounding that shows its kernel, so it gets more rows. It takes another kernel for
+    # unequal dtypes, so there is no fp32 case, and its output is contiguous.
     calls, rows = calls_torch(owner), 2048 if variant.fused else 512
     for dtypes, eps, (x,), weight, dy, other in formula_cases(device, 1, (dtype, weight_dtype), 1, rows, not calls):
         results = []
@@ -82,21 +77,21 @@ def _formulas(owner, eps_name, variant, dtype, weight_dtype, device):
             yield what, found, expected
 
 
-# Less than the mean of squares of small numbers.
+# Smaller than the mean of squares of small numbers.
 _SMALL_EPS = 1e-7
 
 
 def formula_cases(device, seed, dtypes, inputs, rows, in_fp32=True) -> Iterator[tuple]:
-    """`(dtypes, eps, inputs, weight, dy, other)`, all in fp32: what formulas of norms are compared with.
+    """The data that formulas of norms are compared on: `(dtypes, eps, inputs, weight, dy, other)`, tensors in fp32.
 
-    Numbers of one size; of all sizes, with another gradient for the first input; and with `in_fp32` those of one size in fp32, where
-    a division by the square root, say, is not the product with its reciprocal. 16 bits hide it in all but one element of
-    100,000 or so, and so does another sum.
+    Numbers of one size; numbers of all sizes, with another gradient of the first input; with `in_fp32` numbers of one
+    size in fp32. There a division by the square root, for one, differs from the product with its reciprocal. In 16 bits
+    that shows, as another reduction order does, in one element of about 100,000.
 
     Args:
-        dtypes: of the inputs, and last of the weight, None without one.
-        inputs: how many there are.
-        rows: so many of 1024 elements where the first input has 16 bits.
+        dtypes: of the inputs, then of the weight (None without one).
+        inputs: their number.
+        rows: the number of rows of 1024 elements if the first input has 16 bits.
     """
     generator = proof.generator(device, seed)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
@@ -114,10 +109,9 @@ def formula_cases(device, seed, dtypes, inputs, rows, in_fp32=True) -> Iterator[
 
 
 def _of_all_sizes(make) -> torch.Tensor:
-    """Rows of numbers from 1e-8 to 1e8, of zeros and with what is not finite: where a clamp shows that others never reach.
+    """Rows of numbers from 1e-8 to 1e8, of zeros, and with infinities and NaN, which show a clamp.
 
-    `[2, 6, 8, 128]`, the rows not in the order of memory: who takes them for another number of dimensions, or makes them
-    contiguous, shows as well.
+    `[2, 6, 8, 128]`, with rows not in memory order, which shows a forward that assumes other dimensions or copies them.
     """
     x = make(2, 8, 6, 128)
     rows = x.view(-1, 128)
@@ -128,12 +122,12 @@ def _of_all_sizes(make) -> torch.Tensor:
 
 
 def leaves(tensors, dtypes) -> list[torch.Tensor]:
-    """Copies that need gradients, even of what has the dtype already: a forward may write to them."""
+    """Copies that need gradients. A forward may write to its inputs, so tensors of the right dtype are copied too."""
     return [tensor.to(dtype, copy=True).requires_grad_() for tensor, dtype in zip(tensors, dtypes)]
 
 
 def output_and_gradients(out, hidden_states, inputs, dy, other=None) -> tuple[torch.Tensor, ...]:
-    """With `other`, a gradient of hidden_states besides, which shows in which order theirs arrive."""
+    """The output and the inputs' gradients; `other`, another gradient of hidden_states, shows the order of arrival."""
     outputs, gradients = ((out,), (dy,)) if other is None else ((out, hidden_states), (dy, other))
     gradients = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
     return out.detach(), *torch.autograd.grad(outputs, inputs, gradients)
@@ -146,55 +140,43 @@ def subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, w
 
 
 def proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
-    """Whether the forward kernel for such rows has proved to return the bits of `owner.forward`."""
+    """Whether the forward kernel for this row class is proved to return the bits of `owner.forward`."""
     plan = plan_of(variant, dtype, hidden_size, rows, device)
     rows = row_class(rows)
     unit = stride_unit(row_stride, dtype)
     key = ("rms_norm", functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, plan, device)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
-    # Rows of the same alignment, with elements in between that must not count.
+    # Rows of the same alignment, with unused elements in between.
     row_stride = hidden_size if stride_unit(hidden_size, dtype) == unit else hidden_size + unit
     arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan)
-    return proof.admits(key, subject, functools.partial(_comparisons, *arguments))
+    return proof.kernel_is_proved(key, subject, functools.partial(_comparisons, *arguments))
 
 
-def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, edges=None) -> bool:
-    """Whether the backward kernels for such rows have proved to return the bits of autograd through `owner.forward`.
+def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, dx_mode=None) -> bool:
+    """Whether the backward kernels for this row class are proved to return autograd's bits through `owner.forward`.
 
     Args:
-        edges: one of `rms_norm_backward.edges_of`; by default that of the layer alone.
+        dx_mode: see `rms_norm_backward.dx_mode_of`; by default that of the layer alone.
     """
     if variant.fused:
         return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
-    edges = edges or rms_norm_backward.edges_of(dtype)
-    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize, edges)
+    dx_mode = dx_mode or rms_norm_backward.dx_mode_of(dtype)
+    least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize, dx_mode)
     shared = row_class(rows)
-    key = (
-        "rms_norm gradients",
-        functions_of(owner),
-        variant,
-        dtype,
-        weight_dtype,
-        hidden_size,
-        shared,
-        least,
-        plan,
-        device,
-        needs,
-        edges,
-    )
-    what = ", in training, joined with the residual's gradient" if edges == "added" else ", in training"
+    kind = variant, dtype, weight_dtype, hidden_size, shared, least, plan, device, needs, dx_mode
+    key = ("rms_norm gradients", functions_of(owner), *kind)
+    what = ", in training, added to the residual's gradient" if dx_mode == "accumulate" else ", in training"
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, shared, what)
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, least, rows, device, needs, edges)
-    return proof.admits(key, subject, functools.partial(_gradient_comparisons, *arguments))
+    arguments = (variant, owner, dtype, weight_dtype, hidden_size, least, rows, device, needs, dx_mode)
+    return proof.kernel_is_proved(key, subject, functools.partial(_gradient_comparisons, *arguments))
 
 
 def _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs) -> bool:
-    """Whether ATen's operator for the gradients of `F.rms_norm`, called with our rstd, computes what autograd does."""
+    """Whether ATen's backward operator of `F.rms_norm`, called with our rstd, is proved to return autograd's bits."""
     key = ("rms_norm gradients", functions_of(owner), variant, dtype, weight_dtype, hidden_size, device, needs)
     subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], ", in training")
     arguments = (variant, owner, dtype, weight_dtype, hidden_size, device, needs)
-    return proof.admits(key, subject, functools.partial(_fused_gradient_comparisons, *arguments))
+    return proof.kernel_is_proved(key, subject, functools.partial(_fused_gradient_comparisons, *arguments))
 
 
 def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, device, needs):
@@ -218,25 +200,25 @@ def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size
         yield "the weight's gradient", dweight, expected[1]
 
 
-# Rows that a proof compares: a wrong order shows in two of five rows' rstd or more (`spike`). Rows of a smaller class are summed in
-# another order, and a call has no more of them: of single rows there are so many calls, which it passes once in 10**7.
+# Rows that a proof compares: a wrong reduction order shows in the rstd of two of five rows or more (`spike`). A smaller
+# row class has another order and fewer rows, so its proof makes several calls: 32 single rows miss it once in 10**7.
 PROOF_ROWS = 128
 _PROOF_CALLS = 32
-# Gradients take several times as long, and their rows are summed in an order that the forward pass has proved.
+# Gradients take several times as long, and the forward proof covers the reduction order within their rows.
 _GRADIENT_CALLS = 16
 PROOF_EPS = 0.0123
 
 
 def proof_calls(rows: int) -> tuple[int, int]:
-    """How many calls a forward proof for a class of row counts makes, and of how many rows."""
+    """The number of calls of a forward proof for a row class, and the rows of each."""
     return (1, PROOF_ROWS) if rows == ROW_CLASSES[-1] else (min(PROOF_ROWS // rows, _PROOF_CALLS), rows)
 
 
 def spike(x: torch.Tensor, call: int) -> torch.Tensor:
-    """x `[rows, hidden_size]` with a large element in each row, in another column in each (no more rows than these) and each call.
+    """x `[rows, hidden_size]` with a large element in each row; its column differs by row and call. rows <= hidden_size.
 
-    Its square outweighs the row's others. So all that are added to it are rounded at the size of the sum, where another
-    order shows three times as often as with numbers of one size.
+    Its square outweighs the row's other squares. All additions to it round at the size of the sum, where another
+    reduction order shows three times as often as with numbers of one size.
     """
     rows, hidden_size = x.shape
     first = 37 * call % max(hidden_size - rows, 1)
@@ -262,38 +244,34 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
         yield "the output", out, expected
 
 
-def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs, edges):
+def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs, dx_mode):
     few = min(rows, rms_norm_backward.rows_of_same_kernel(rows, PROOF_ROWS, hidden_size, device))
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, device=device, generator=generator)
     arguments = (variant, make, dtype, weight_dtype, hidden_size)
     for call in range(min(-(-PROOF_ROWS // few), _GRADIENT_CALLS)):
-        yield from _comparisons_with_autograd(call, owner, *arguments, few, like_rows, needs, edges)
+        yield from _comparisons_with_autograd(call, owner, *arguments, few, like_rows, needs, dx_mode)
     if few < rows and needs[1]:
-        yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs, edges)
+        yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs, dx_mode)
 
 
 def _comparisons_with_autograd(
-    call, owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, edges
+    call, owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, dx_mode
 ):
     leaf = spike(make(rows, hidden_size).to(dtype), call).requires_grad_()
     weight = random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
     dy = make(rows, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
-    d_sum = make(rows, hidden_size).to(dtype) if edges == "added" else None
+    d_sum = make(rows, hidden_size).to(dtype) if dx_mode == "accumulate" else None
     with torch.enable_grad():
         x = leaf.view_as(leaf)
         expected = original_output(variant, owner, weight, PROOF_EPS, x)
         outputs, gradients = ((expected,), (dy,)) if d_sum is None else ((expected, x), (dy, d_sum))
         dx, dweight = torch.autograd.grad(outputs, (leaf, weight), gradients, allow_unused=True)
     x, weight = leaf.detach(), weight.detach()
-    rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum)
+    rstd, ours, d_rstd, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows, dx_mode, d_sum)
     needs_dx, needs_dweight = needs
     if needs_dx:
-        d_normalized = variant.incoming(dy)
-        if variant is not UNWEIGHTED:
-            d_normalized = d_normalized * variant.factor(weight)
-        if variant.scale == "after_cast":
-            d_normalized = d_normalized.to(dtype).to(torch.float32)
+        d_normalized = variant.grad_of_normalized(variant.grad_of_product(dy), weight, dtype)
         yield "the fp32 gradient of rstd", d_rstd, (d_normalized * x.to(torch.float32)).sum(-1, keepdim=True)
         yield "the input's gradient", ours.dx if ours.dx_mean is None else ours.dx + ours.dx_mean, dx
     if needs_dweight:
@@ -302,33 +280,33 @@ def _comparisons_with_autograd(
         yield "the weight's gradient", ours.dweight, dweight
 
 
-def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, edges):
-    """The order in which several blocks share the rows. As few tensors of this size as it takes: dy is x."""
+def _comparisons_of_many_rows(variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, dx_mode):
+    """Compares the order in which several blocks share the rows. dy is x, to keep few tensors of this size."""
     x = make(rows, hidden_size, dtype=dtype)
     weight = random_weight(variant, make, hidden_size, weight_dtype)
     dy = x.to(variant.output_dtype(dtype, weight_dtype))
-    d_sum = x if edges == "added" else None
-    rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum)
+    d_sum = x if dx_mode == "accumulate" else None
+    rstd, ours, _, dweight_sum = _our_gradients(variant, dy, x, weight, needs, like_rows, dx_mode, d_sum)
     dweight = ours.dweight
     del ours
     product = torch.empty_like(x, dtype=dy.dtype if variant.scale == "after_cast" else torch.float32)
     for first in range(0, rows, PROOF_ROWS):
         at = slice(first, first + PROOF_ROWS)
         product[at] = rms_norm_backward.weight_products(variant, dy[at], x[at].to(torch.float32), rstd[at], dtype)
-    # ATen's sum takes twice the memory of an fp32 product for itself.
+    # ATen's sum allocates twice the memory of an fp32 product.
     del x, dy, rstd, d_sum
     yield "the fp32 weight gradient", dweight_sum, product.sum(0, dtype=torch.float32)
     yield "the weight's gradient", dweight, product.sum(0).to(weight_dtype)
 
 
-def _our_gradients(variant, dy, x, weight, needs, like_rows, edges, d_sum):
-    """rstd, the gradients, and the fp32 statistics in them."""
-    # The formula's, in few rows at a time for the memory: the forward kernel has a proof of its own.
+def _our_gradients(variant, dy, x, weight, needs, like_rows, dx_mode, d_sum):
+    """rstd, the gradients, and their fp32 statistics."""
+    # The formula computes rstd, since the forward kernel has its own proof; few rows at a time limit the memory.
     rstd = torch.cat([variant.rstd(few, weight, PROOF_EPS) for few in x.split(PROOF_ROWS)])
-    # Each in memory of its own, which is aligned as in a real call: the kernel is compiled apart for other pointers.
+    # Separate allocations are aligned as in a real call; other pointers would take another compiled kernel.
     d_rstd = torch.full_like(rstd, math.nan)
     dweight_sum = torch.full((x.shape[-1],), math.nan, dtype=torch.float32, device=x.device)
-    backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, edges, like_rows, statistics=True)
+    backward = rms_norm_backward.resolve(variant, dy, x, weight, rstd, *needs, dx_mode, like_rows, statistics=True)
     return rstd, backward(dy, x, weight, rstd, d_sum, d_rstd, dweight_sum), d_rstd, dweight_sum
 
 

@@ -26,27 +26,27 @@ pytestmark = [
 
 
 @pytest.fixture
-def decoder_call(kernel):
-    return python_module(kernel, "decoder_call")
+def replay(kernel):
+    return python_module(kernel, "replay")
 
 
 @pytest.fixture
-def run(decoder_call, monkeypatch):
+def run(replay, monkeypatch):
     """`run(model, ids, ordinary=False, **arguments)`: the logits, and for each layer whether its call was kept."""
-    again = decoder_call.again
+    replay_call = replay.replay
 
     def run(model, ids, ordinary=False, **arguments):
         kept = []
 
         def recorded(*given):
-            out = None if ordinary else again(*given)
+            out = None if ordinary else replay_call(*given)
             kept.append(out is not None)
             return out
 
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_call, "again", recorded)
+            patch.setattr(replay, "replay", recorded)
             if ordinary:
-                patch.setattr(decoder_call, "note", lambda *_: None)
+                patch.setattr(replay, "record", lambda *_: None)
             with torch.no_grad():
                 return model(ids, use_cache=False, **arguments).logits, kept
 
@@ -153,23 +153,23 @@ def louder(module, note):
 
 
 @pytest.mark.parametrize("how", DEEDS)
-def test_what_somebody_does_to_a_module_ends_it(kernel, run, decoder_call, seed, how):
+def test_what_somebody_does_to_a_module_ends_it(kernel, run, replay, seed, how):
     ids = tokens(seed, 1, 2)
     ours, seen = with_kept_calls(kernel, run, with_other_weights(make("Qwen3", seed)), ids), []
     layer = ours.model.layers[1]
-    call, given = decoder_call._kept[id(layer)].call, []
+    call, given = replay._recordings[id(layer)].call, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_call.Call, "look", lambda self, *a: given.append(a))
-        patch.setattr(decoder_call, "note", lambda *_: None)
+        patch.setattr(replay.Call, "matches", lambda self, *a: given.append(a))
+        patch.setattr(replay, "record", lambda *_: None)
         run(ours, ids)
     (given,) = (each for each in given if each[0] is layer)
     with torch.no_grad():
         for path in MODULES:
-            assert call.look(*given) is not None
+            assert call.matches(*given) is not None
             with DEEDS[how](layer.get_submodule(path), seen.append):
-                refused = call.look(*given) is None
+                refused = call.matches(*given) is None
             assert refused, path
-        assert call.look(*given) is not None
+        assert call.matches(*given) is not None
     for path in ("self_attn.o_proj", "mlp"):
         with DEEDS[how](layer.get_submodule(path), seen.append):
             (found, kept), (expected, _) = (run(ours, ids, ordinary) for ordinary in (False, True))
@@ -428,13 +428,13 @@ def layer_and_arguments(kernel, seed):
     return ours.model.layers[0], x, {"position_embeddings": ours.model.rotary_emb(x, torch.arange(2)[None])}
 
 
-def test_transforms(layer_and_arguments, decoder_call):
+def test_transforms(layer_and_arguments, replay):
     layer, x, arguments = layer_and_arguments
     together = torch.stack([x, 2.0 * x])
     ensemble = {name: torch.stack([p.detach(), 2.0 * p.detach()]) for name, p in layer.named_parameters()}
     with torch.no_grad():
         expected = torch.stack([layer(each, **arguments) for each in together])
-        decoder_call._kept.clear()
+        replay._recordings.clear()
         for _ in range(4):
             # Batched products and sums add in another order: some roundings, of which fp32's defaults allow ten. Memory that
             # is read as what it is not would be off by as much as the values.
@@ -442,7 +442,7 @@ def test_transforms(layer_and_arguments, decoder_call):
             torch.testing.assert_close(found, expected)
             one, _ = torch.vmap(lambda p: torch.func.functional_call(layer, p, (x,), arguments))(ensemble)
             torch.testing.assert_close(one, expected[0])
-        assert id(layer) not in decoder_call._kept
+        assert id(layer) not in replay._recordings
 
 
 def test_lazily_negated_activations(layer_and_arguments):
@@ -559,13 +559,13 @@ def test_kernelized_for_something_else(kernel, run, seed):
     assert_bits_equal(found, run(ours, ids, ordinary=True)[0])
 
 
-def test_only_what_comes_again_is_kept(kernel, run, decoder_call, seed, monkeypatch):
+def test_only_what_comes_again_is_kept(kernel, run, replay, seed, monkeypatch):
     ours = kernelized(kernel, make("Llama", seed), "decoder")
     made = []
-    known = decoder_call._known
-    monkeypatch.setattr(decoder_call, "_known", lambda *a: made.append(a) or known(*a))
+    known = replay._matching_or_new
+    monkeypatch.setattr(replay, "_matching_or_new", lambda *a: made.append(a) or known(*a))
     # No other layer's call is there to be shared.
-    monkeypatch.setattr(decoder_call, "_made", collections.deque(maxlen=0))
+    monkeypatch.setattr(replay, "_shared", collections.deque(maxlen=0))
     for length in (3, 4, 5, 3, 4, 5):
         assert run(ours, tokens(seed, 1, length))[1] == [False, False]
     assert not made
@@ -580,18 +580,18 @@ def test_only_what_comes_again_is_kept(kernel, run, decoder_call, seed, monkeypa
     assert kept == [True, True]
 
 
-def test_layers_that_are_alike_share_a_call(kernel, run, decoder_call, seed):
+def test_layers_that_are_alike_share_a_call(kernel, run, replay, seed):
     ids = tokens(seed, 1, 2)
     ours = with_kept_calls(kernel, run, make("Llama", seed), ids)
-    first, second = (decoder_call._kept[id(layer)].call for layer in ours.model.layers)
+    first, second = (replay._recordings[id(layer)].call for layer in ours.model.layers)
     assert first is second is not None
 
 
-def test_it_keeps_neither_layers_nor_weights_alive(kernel, run, decoder_call, seed):
+def test_it_keeps_neither_layers_nor_weights_alive(kernel, run, replay, seed):
     ids = tokens(seed, 1, 2)
     ours = with_kept_calls(kernel, run, make("Llama", seed), ids)
     numbers = [id(layer) for layer in ours.model.layers]
-    assert decoder_call._kept.keys() >= {*numbers}
+    assert replay._recordings.keys() >= {*numbers}
     layer = ours.model.layers[0]
     replaced = [
         weakref.ref(layer.mlp),
@@ -605,7 +605,7 @@ def test_it_keeps_neither_layers_nor_weights_alive(kernel, run, decoder_call, se
     del ours, layer
     gc.collect()
     assert [each() for each in alive] == [None] * len(alive)
-    assert not decoder_call._kept.keys() & {*numbers}
+    assert not replay._recordings.keys() & {*numbers}
 
 
 def test_a_copy_has_its_own(kernel, run, seed):

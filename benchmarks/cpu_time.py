@@ -1,9 +1,9 @@
-"""CPU time of a forward and of a backward call of each op, of two builds in turns: no GPU, and launches that launch nothing.
+"""CPU time of a forward and of a backward call of each op, for two builds that take turns. Needs no GPU.
 
-    PYTHONPATH=tests python benchmarks/host_time.py build other/build
+    PYTHONPATH=tests python benchmarks/cpu_time.py build other/build
 
-What is measured is what a call takes from its tensors to the driver, memory for its outputs included. Torch's engine, which calls the
-backward function, is left out. Quiet machines only: the figure is the least of many rounds.
+Launches do nothing: a time covers the call from its tensors to the driver, with the allocation of its outputs, and without
+autograd's engine, which calls the backward function. A figure is the least of many rounds. Run it on an idle machine.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Callable
 
-# Before Triton is imported: its interpreter takes tensors of the CPU.
+# Set before Triton is imported. Its interpreter accepts CPU tensors.
 os.environ.update(TRITON_INTERPRET="1", LOSSLESS_PROOF="off")
 
 import torch
@@ -24,7 +24,7 @@ CALLS = 2000
 
 
 def calls(kernel: ModuleType) -> dict[str, Callable]:
-    """By name, calls that take no arguments."""
+    """Name -> call without arguments."""
 
     def module(name):
         return python_module(kernel, name)
@@ -72,13 +72,13 @@ def microseconds(call: Callable) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("builds", nargs=2, type=Path, metavar="BUILD", help="a folder that `make build` made")
-    parser.add_argument("--rounds", type=int, default=15, help=f"of {CALLS} calls each (default %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("builds", nargs=2, type=Path, metavar="BUILD", help="two folders made by `make build`")
+    parser.add_argument("--rounds", type=int, default=15, help=f"rounds of {CALLS} calls (default: %(default)s)")
     options = parser.parse_args()
     kernels = [get_local_kernel(build.resolve()) for build in options.builds]
     for kernel in kernels:
-        # The CPU has no stream to launch on: a launch ends where the driver would be called.
+        # A launch ends where the driver would be called.
         python_module(kernel, "launch").Launch._enqueue = lambda self, pointers, _: True
     torch.set_grad_enabled(False)
     each = [calls(kernel) for kernel in kernels]

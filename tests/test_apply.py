@@ -1,0 +1,557 @@
+"""`apply` and `restore`: one call replaces what `kernelize` would, and another leaves nothing behind."""
+
+import contextlib
+import copy
+import gc
+import importlib.util
+import logging
+import warnings
+from types import MethodType
+
+import pytest
+import torch
+from bits import assert_bits_equal
+from cpu_kernels import cpu_arithmetic
+from kernels import Mode, kernelize, use_kernel_mapping
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    KernelConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+from transformers.models.llama import modeling_llama
+
+# In Triton's interpreter verification fails, since a CPU adds in another order than CUDA, and says so.
+pytestmark = [
+    pytest.mark.either,
+    pytest.mark.filterwarnings("ignore:lossless-kernels.*keeps its original:RuntimeWarning"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+}
+EXPERTS = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32) | {
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama_classifier": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 3, "pad_token_id": 0}),
+    "mistral": (MistralForCausalLM, MistralConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {"head_dim": 32, **LINEAR}),
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, {"head_dim": 32, **LINEAR, **EXPERTS}),
+    "gemma": (GemmaForCausalLM, GemmaConfig, {"head_dim": 32}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 32}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {"n_layer": 2, "n_embd": 64, "n_head": 2}),
+}
+MODES = [Mode.INFERENCE, Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING | Mode.TORCH_COMPILE]
+
+
+def make(name="llama", seed=0, **more):
+    model_class, config_class, sizes = MODELS[name]
+    torch.manual_seed(seed)
+    return model_class(config_class(**{**SIZES, **sizes, **more})).to(DEVICE).eval()
+
+
+def tokens(seed=0):
+    torch.manual_seed(seed)
+    return torch.randint(1, SIZES["vocab_size"], (2, 7), device=DEVICE)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def functions(model):
+    found = [each for module in model.modules() for each in vars(module).get("_kernel_funcs", {}).values()]
+    return list({id(each): each for each in found}.values())
+
+
+def state_of(model):
+    """Everything that `apply` could change: the modules' dictionaries, and those of their functions and classes."""
+    modules = [*model.modules(), *functions(model)]
+    instances = [
+        {name: copy.copy(value) if type(value) is dict else value for name, value in vars(m).items()} for m in modules
+    ]
+    return instances, [dict(vars(type(module))) for module in modules]
+
+
+def assert_unchanged(model, before):
+    """Names what differs."""
+    for found, expected in zip(state_of(model), before, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            changed = [name for name in {**one, **other} if one.get(name, "absent") != other.get(name, "absent")]
+            assert not changed, [(name, other.get(name, "absent"), one.get(name, "absent")) for name in changed]
+
+
+def bound(model):
+    """The function that is bound onto each module."""
+    modules = [*model.modules(), *functions(model)]
+    return [getattr(vars(module).get("forward"), "__func__", None) for module in modules]
+
+
+def ours(kernel, model):
+    return [function for function in bound(model) if getattr(function, "__module__", "").startswith(kernel.__name__)]
+
+
+@pytest.fixture(autouse=True)
+def exact(kernel, module, monkeypatch):
+    """On a CPU launches return the CPU's own bits. What other tests' models call is theirs no longer."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "off" if DEVICE == "cpu" else "on")
+    with cpu_arithmetic(kernel) if DEVICE == "cpu" else contextlib.nullcontext():
+        yield
+    replace = module("replace")
+    for function in list(replace._callers):
+        vars(function).pop(replace._BEFORE, None)
+    replace._callers.clear()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_restore_leaves_nothing_behind(kernel, name, seed):
+    model = make(name, seed)
+    expected, parameters = logits(model), {name: value.clone() for name, value in model.state_dict().items()}
+    handle = model.register_forward_hook(lambda *_: None)
+    before = state_of(model)
+    report = kernel.apply(model)
+    assert ours(kernel, model) and len({entry.layer for entry in report.layers}) == len(report.layers)
+    assert_bits_equal(logits(model), expected)
+    kernel.restore(model)
+    assert_unchanged(model, before)
+    assert_bits_equal(logits(model), expected)
+    for name, value in model.state_dict().items():
+        assert_bits_equal(value, parameters.pop(name))
+    assert not parameters
+    handle.remove()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("level", ["layer", "decoder"])
+def test_the_forwards_are_those_of_kernelize(kernel, level, mode):
+    """The very functions, so that a call takes the same time."""
+    by_hand, model = make(), make()
+    devices = ("cuda", "rocm", "cpu")
+    if level == "decoder":
+        kernel.name_layers(by_hand)
+    with use_kernel_mapping(kernel.kernel_mapping(level=level, devices=devices), inherit_mapping=False):
+        kernelize(by_hand, mode=mode)
+    expected = bound(by_hand)
+    kernel.restore(by_hand)
+    assert not ours(kernel, by_hand)
+    kernel.apply(model, mode, level)
+    assert bound(model) == expected and len(ours(kernel, model)) > 6
+    assert (vars(model).get("_loss_function") is not None) == (level == "decoder" and Mode.TRAINING in mode)
+
+
+def test_mode_and_loss_by_default(kernel):
+    for training in (False, True):
+        model = make().train(training)
+        kernel.apply(model)
+        assert (model.loss_function is kernel.causal_lm_loss) == training
+        kernel.apply(model, loss=not training)
+        assert (model.loss_function is kernel.causal_lm_loss) != training
+        kernel.restore(model)
+        assert "_loss_function" not in vars(model)
+    classifier = make("llama_classifier").train()
+    kernel.apply(classifier)
+    with pytest.raises(ValueError, match="model: expected a causal language model"):
+        kernel.apply(classifier, loss=True)
+    assert not ours(kernel, classifier), "what raised left the originals"
+
+
+def test_again_and_otherwise(kernel):
+    model = make().train()
+    before = state_of(model)
+    kernel.apply(model)
+    once = state_of(model)
+    kernel.apply(model)
+    assert_unchanged(model, once)
+    whole = bound(model)
+    kernel.apply(model, Mode.INFERENCE, "layer")
+    assert len(ours(kernel, model)) < len([each for each in whole if each]) and "_loss_function" not in vars(model)
+    kernel.apply(model)
+    assert bound(model) == whole
+    kernel.restore(model)
+    kernel.restore(model)
+    assert_unchanged(model, before)
+
+
+def test_in_the_middle_of_training(kernel, seed):
+    """Gradients that were accumulated, an optimizer's state, hooks and a graph that is not used yet: all as without."""
+    results = []
+    for applied in (False, True):
+        model, seen = make(seed=seed).train(), []
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        model.model.norm.weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        model.model.layers[0].register_forward_hook(lambda *_, seen=seen: seen.append(_[-1].detach()))
+        model(tokens(1), labels=tokens(1)).loss.backward()
+        optimizer.step()
+        pending = model(tokens(2), labels=tokens(2)).loss
+        gradients = [parameter.grad for parameter in model.parameters()]
+        if applied:
+            kernel.apply(model, loss=False)
+        assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), gradients))
+        pending.backward()
+        model(tokens(3), labels=tokens(3)).loss.backward()
+        if applied:
+            kernel.restore(model)
+        optimizer.step()
+        results.append([*seen, *(each for p in model.parameters() for each in (p.detach(), p.grad))])
+    for found, expected in zip(*results, strict=True):
+        assert_bits_equal(found, expected)
+
+
+def test_two_models_share_a_function(kernel):
+    """The rotary function is every Llama's: the last model's `restore` puts it back."""
+    first, second = make(), make()
+    function = modeling_llama.apply_rotary_pos_emb
+    kernel.apply(first), kernel.apply(second)
+    kernel.restore(first)
+    assert "forward" in vars(function) and not [m for m in first.modules() if "forward" in vars(m)]
+    kernel.restore(second)
+    assert "forward" not in vars(function)
+    # A model that is gone holds nothing.
+    kernel.apply(first), kernel.apply(second)
+    del first
+    gc.collect()
+    kernel.restore(second)
+    assert "forward" not in vars(function)
+
+
+def test_copies_parts_and_wrappers(kernel):
+    model = make()
+    before, expected = state_of(model), logits(model)
+    kernel.apply(model)
+    twin = copy.deepcopy(model)
+    assert ours(kernel, twin)
+    assert_bits_equal(logits(twin), expected)
+    kernel.restore(twin)
+    assert not [module for module in twin.modules() if "forward" in vars(module)]
+    assert_bits_equal(logits(twin), expected)
+    kernel.restore(model.model.layers[0])
+    assert not [module for module in model.model.layers[0].modules() if "forward" in vars(module)] and ours(
+        kernel, model
+    )
+    kernel.restore(torch.nn.ModuleList([model]))
+    assert_unchanged(model, before)
+    # What a copy calls is the function of the file, and not the copy that hangs on its modules.
+    del model
+    gc.collect()
+    kernel.apply(twin)
+    assert "forward" in vars(modeling_llama.apply_rotary_pos_emb)
+    kernel.restore(twin)
+    assert "forward" not in vars(modeling_llama.apply_rotary_pos_emb)
+
+
+def test_what_kernelize_bound_goes_too_and_nothing_is_logged(kernel, caplog):
+    model = make()
+    before, attached = state_of(model), make().train()
+    with use_kernel_mapping(kernel.kernel_mapping(devices=("cuda", "rocm", "cpu")), inherit_mapping=False):
+        kernelize(model, mode=Mode.INFERENCE)
+    kernel.attach_loss(attached)
+    with caplog.at_level(logging.DEBUG), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel.restore(model)
+        kernel.restore(attached)
+    assert_unchanged(model, before) and not caplog.records and "_loss_function" not in vars(attached)
+
+
+def test_names_of_other_repositories_are_left_alone(kernel, caplog):
+    """transformers has names for which this package has no kernel: `kernelize` logs each, and binds the class's forward."""
+    model = make("qwen3_next")
+    names = {getattr(type(module), "kernel_layer_name", None) for module in (*model.modules(), *functions(model))}
+    assert names - {None} - {*kernel.kernel_mapping()}, "nothing to test"
+    with caplog.at_level(logging.WARNING):
+        kernel.apply(model)
+    assert not [record for record in caplog.records if record.name.startswith("kernels")]
+    for module in (*model.modules(), *functions(model)):
+        if "forward" in vars(module):
+            assert vars(module)["forward"].__func__.__module__.startswith(kernel.__name__)
+
+
+def test_forwards_of_a_users_own_stay(kernel):
+    model = make()
+    norm = model.model.norm
+    mine = norm.forward = lambda hidden_states: hidden_states * 2
+    report = kernel.apply(model)
+    assert norm.forward is mine
+    (entry,) = [each for each in report.layers if "the module has a forward of its own" in each.reasons]
+    assert (entry.layer, entry.count) == ("LlamaRMSNorm", 1) and "delete" in entry.reasons[0].step
+    kernel.restore(model)
+    assert norm.forward is mine
+    # Another package's kernel is taken over, and given back.
+    del norm.forward
+
+    class Theirs(torch.nn.Module):
+        def forward(self, hidden_states): ...
+
+    norm.forward = theirs = MethodType(Theirs.forward, norm)
+    kernel.apply(model)
+    assert norm.forward.__func__ is kernel.layers.LlamaRMSNorm.forward
+    kernel.restore(model)
+    assert norm.forward is theirs
+
+
+def test_what_changed_since_is_left_alone(kernel):
+    model = make()
+    kernel.apply(model)
+    inside = model.model.norm.forward
+    wrapper = model.model.norm.forward = lambda hidden_states: inside(hidden_states)
+    kernel.restore(model)
+    assert model.model.norm.forward is wrapper and not ours(kernel, model)
+
+
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_accelerates_hooks_stay(kernel, hooked_first):
+    """As `device_map` puts them onto every module: they move inputs, and load weights that are offloaded."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+
+    class Counting(hooks.ModelHook):
+        def __init__(self):
+            self.calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    model = make()
+    expected, counts = logits(model), []
+
+    def hook():
+        for module in (*model.model.layers, model.model.norm, model.model.layers[0].mlp):
+            counts.append(Counting())
+            hooks.add_hook_to_module(module, counts[-1])
+
+    if hooked_first:
+        hook()
+    before = state_of(model)
+    report = kernel.apply(model)
+    if not hooked_first:
+        hook()
+    (entry,) = [entry for entry in report.layers if entry.layer == "LlamaDecoderLayer"]
+    assert entry.count == 2 and entry.path != "original", entry
+    assert model.model.norm._old_forward.__func__ is kernel.layers.LlamaRMSNorm.forward
+    assert_bits_equal(logits(model), expected)
+    assert [each.calls for each in counts] == [1] * 4
+    kernel.restore(model)
+    if hooked_first:
+        assert_unchanged(model, before)
+    hooks.remove_hook_from_module(model, recurse=True)
+    assert not ours(kernel, model)
+    assert_bits_equal(logits(model), expected)
+
+
+def test_offloaded_weights(kernel):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = make().cpu()
+    expected = model(tokens().cpu()).logits
+    accelerate.cpu_offload(model, torch.device(DEVICE))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    before = state_of(model)
+    kernel.apply(model)
+    found = model(tokens()).logits
+    if DEVICE == "cpu":
+        assert_bits_equal(found, expected)
+    kernel.restore(model)
+    assert state_of(model)[1] == before[1] and not ours(kernel, model)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
+def test_peft(kernel):
+    import peft
+
+    model = make()
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
+    before, expected = state_of(adapted.eval()), logits(adapted)
+    kernel.apply(adapted, Mode.TRAINING)
+    assert model.loss_function is kernel.causal_lm_loss and ours(kernel, adapted)
+    assert_bits_equal(logits(adapted), expected)
+    kernel.restore(adapted)
+    assert_unchanged(adapted, before)
+
+
+def test_after_set_use_kernels(kernel, build):
+    """transformers kernelizes such a model under its own mapping whenever it changes between training and evaluation."""
+    model = make()
+    backend = "rocm" if torch.version.hip else "cuda"
+    model.set_use_kernels(True, KernelConfig({"RMSNorm": {backend: f"{build}:LlamaRMSNorm"}}, use_local_kernel=True))
+    given = bound(model)
+    kernel.apply(model)
+    whole = bound(model)
+    assert len(ours(kernel, model)) > 5
+    model.train(), model.eval()
+    assert bound(model) == whole
+    kernel.restore(model)
+    assert model.use_kernels and (DEVICE == "cuda" or bound(model) == given)
+
+
+def test_without_transformers_decorators(interpreted):
+    """As with a version of kernels that transformers does not take: no class has a name, and `name_layers` has them all."""
+    code = """
+        import torch
+        from pathlib import Path
+        from kernels import get_local_kernel
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+        from transformers.activations import SiLUActivation
+
+        assert not hasattr(LlamaRMSNorm, "kernel_layer_name")
+        kernel = get_local_kernel(Path("build").absolute())
+        sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+        ids = torch.arange(7)[None]
+        expected = model(ids).logits
+        found = {entry.layer: str(entry.reasons[0]) for entry in kernel.replacement_report(model, verbose=False).layers}
+        assert found["LlamaRMSNorm"] == "RMSNorm would fit" and found["SiLUActivation"] == "SiLU would fit", found
+        report = kernel.apply(model)
+        assert torch.equal(model(ids).logits, expected)
+        print({entry.layer: entry.count for entry in report.layers if entry.path == "not called yet"})
+        kernel.restore(model)
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert not hasattr(LlamaRMSNorm, "kernel_layer_name")
+        print(kernel.name_layers(model)["LlamaRMSNorm"])
+    """
+    printed = interpreted(code, USE_HUB_KERNELS="0").stdout.splitlines()
+    expected = {
+        "LlamaDecoderLayer": 2,
+        "LlamaMLP": 2,
+        "SiLUActivation": 2,
+        "LlamaRMSNorm": 5,
+        "LlamaRotaryEmbedding": 1,
+    }
+    assert printed == [str(expected), "RMSNorm"]
+
+
+def nothing_replaced(kernel, model, **arguments):
+    before = state_of(model)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        report = kernel.apply(model, **arguments)
+    assert_unchanged(model, before)
+    (message,) = [str(each.message) for each in warned if "lossless" in str(each.message)]
+    return message, report
+
+
+def test_a_model_without_a_gpu_says_so_once(kernel, module, monkeypatch):
+    monkeypatch.setattr(module("domain"), "_KERNEL_DEVICE", "cuda")
+    message, report = nothing_replaced(kernel, make().cpu().train())
+    assert "apply replaced no layer of LlamaForCausalLM: the model is on cpu. Next: " in message
+    assert {str(reason) for entry in report.layers for reason in entry.reasons} == {"the model is on cpu"}
+    assert {entry.layer for entry in report.layers} >= {"LlamaRMSNorm", "LlamaDecoderLayer", "LlamaMLP"}
+    assert "GPU" in str(report).splitlines()[-2]
+
+
+def test_a_model_without_such_layers_says_so_once(kernel, monkeypatch):
+    message, report = nothing_replaced(kernel, torch.nn.Linear(2, 2, device=DEVICE))
+    assert "no layer that a kernel of this package takes" in message and not report.layers
+    message, report = nothing_replaced(
+        kernel, torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Linear(2, 2, device=DEVICE))
+    )
+    (entry,) = report.layers
+    assert 'kernels.replace_kernel_forward_from_hub(torch.nn.SiLU, "SiLU")' in entry.reasons[0].step
+
+
+def test_what_fails_on_the_way_leaves_the_originals(kernel, module, monkeypatch):
+    model = make().train()
+    before = state_of(model)
+
+    def fail(model):
+        raise RuntimeError("no loss")
+
+    monkeypatch.setattr(module("loss"), "attach_loss", fail)
+    with pytest.raises(RuntimeError, match="no loss"):
+        kernel.apply(model)
+    assert_unchanged(model, before)
+
+
+def test_a_mapping_of_decoders_still_warns_without_names(kernel):
+    """`apply` does not: it gives the names itself, and takes them back."""
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel.apply(model)
+    with pytest.warns(RuntimeWarning, match="unless name_layers\\(model\\) is called before kernelize"):
+        kernel.kernel_mapping(level="decoder")
+
+
+@pytest.mark.parametrize(
+    "error, arguments, message",
+    [
+        (TypeError, {"model": "llama"}, "model: expected a torch.nn.Module, found str"),
+        (
+            TypeError,
+            {"model": LlamaForCausalLM},
+            "model: expected .*, found type LlamaForCausalLM, a class: make",
+        ),
+        (ValueError, {"level": "all"}, "level: expected one of layer, decoder, found 'all'"),
+        (ValueError, {"level": None}, "level: expected one of layer, decoder, found None"),
+        (TypeError, {"mode": "train"}, "mode: expected kernels.Mode.INFERENCE or TRAINING.*, found 'train'"),
+        (
+            ValueError,
+            {"mode": Mode.FALLBACK},
+            "mode: expected kernels.Mode.INFERENCE or TRAINING.*, found Mode.FALLBACK",
+        ),
+        (ValueError, {"mode": Mode.TORCH_COMPILE}, "mode: expected kernels.Mode.INFERENCE.*, found Mode.TORCH_COMPILE"),
+        (TypeError, {"loss": "yes"}, "loss: expected True, False or None, found 'yes'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_named(kernel, error, arguments, message):
+    with pytest.raises(error, match=message):
+        kernel.apply(**{"model": torch.nn.Linear(2, 2), **arguments})
+
+
+def test_models_that_cannot_be_replaced_are_named(kernel):
+    model = make()
+    for wrapped in (torch.compile(model), torch.nn.ModuleDict({"part": torch.compile(model)})):
+        with pytest.raises(
+            ValueError, match="model: expected a model that is not compiled, found .* compiled: apply, then"
+        ):
+            kernel.apply(wrapped)
+    model.model.norm.compile()
+    with pytest.raises(ValueError, match="found the module 'model.norm' compiled"):
+        kernel.apply(model)
+    with pytest.raises(ValueError, match="model: expected tensors on a device, found all of them on meta"):
+        kernel.apply(make().to("meta"))
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, found NoneType"):
+        kernel.restore(None)
+
+
+def test_the_version_is_that_of_the_build(kernel):
+    import build_kernel
+
+    general = build_kernel.tomllib.loads((build_kernel.ROOT / "build.toml").read_text())["general"]
+    assert kernel.__version__ == str(general["version"])

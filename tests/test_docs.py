@@ -1,0 +1,289 @@
+"""The documentation: README's size, links, navigation, pictures and the site.
+
+Its programs run in test_programs.py.
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CARD.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *PAGES,
+]
+NO_LINKS = re.compile(r"```.*?```|`[^`\n]+`|<!--.*?-->", re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def links_of(path):
+    return [match[1] for match in LINK.finditer(NO_LINKS.sub("", path.read_text(encoding="utf-8")))]
+
+
+def anchors_of(path):
+    """What GitHub and MkDocs make of a document's headings."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    if included := re.match(r"<!-- include: (\S+) -->", text):
+        return anchors_of(ROOT / included[1])
+    anchors = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        plain = unicodedata.normalize("NFKD", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""))
+        anchors.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
+    return anchors
+
+
+def test_readme_is_one_sitting():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    for number, line in enumerate(lines, 1):
+        assert len(line) <= 120, f"README.md:{number}: {len(line)} columns"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/install.md"])
+def test_installed_versions_are_those_of_the_requirements(name):
+    pins = re.findall(r"\b[\w-]+==[\d.]+", (ROOT / name).read_text(encoding="utf-8"))
+    assert len(pins) == 3
+    assert {*pins} <= {*(ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()}
+
+
+# Pages of figures, logs and generated tables have wide tables; these are for reading.
+PROSE = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"] + [
+    f"docs/{name}.md"
+    for name in ("benchmarks", "environment", "how-it-works", "hub", "inference", "install", "launch-configurations")
+    + ("limits", "models", "proof", "quickstart", "training", "troubleshooting", "versions")
+]
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_lines_of_prose(name):
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+    for line in text.splitlines():
+        assert len(line) <= 120 or line.startswith("|"), f"{len(line)} columns: {line}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_lead_somewhere(path):
+    for link in links_of(path):
+        if re.match(r"[a-z]+:", link):
+            assert link.startswith("https://"), link
+            continue
+        target, _, anchor = link.partition("#")
+        found = (path.parent / target) if target else path
+        assert found.resolve().is_relative_to(ROOT) and found.exists(), f"{name_of(path)}: {link}"
+        if anchor:
+            assert anchor in anchors_of(found), f"{name_of(path)}: {link}; there are {sorted(anchors_of(found))}"
+
+
+def test_a_link_to_nothing_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for text in ("[a](b.md)", "[a](#b)", "![a](b.png)", "[a](http://example.org)"):
+        (tmp_path / "page.md").write_text(f"# A\n{text}\n")
+        with pytest.raises(AssertionError):
+            test_links_lead_somewhere(tmp_path / "page.md")
+    (tmp_path / "page.md").write_text("# A b, `c`\n[a](page.md#a-b-c) `[a](b.md)`\n")
+    test_links_lead_somewhere(tmp_path / "page.md")
+
+
+def navigation(entries):
+    for entry in entries:
+        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        yield from navigation(value) if isinstance(value, list) else [value]
+
+
+def test_every_page_is_in_the_navigation():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed, so mkdocs.yml cannot be read")
+    pages = list(navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    assert sorted(pages) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    """On GitHub there is no navigation."""
+    seen, queue = set(), [ROOT / "README.md"]
+    while queue:
+        path = queue.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        targets = ((path.parent / link.partition("#")[0]).resolve() for link in links_of(path) if ":" not in link)
+        queue += [target for target in targets if target.suffix == ".md"]
+        queue += [page for target in targets if target.is_dir() for page in target.glob("*.md")]
+    # These show a file of the root; log/ is linked as a folder.
+    shown = {path for path in PAGES if path.read_text(encoding="utf-8").startswith("<!-- include: ")}
+    assert {name_of(path) for path in {*PAGES} - seen - shown if path.parent.name != "log"} == set()
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    source = (ROOT / "torch-ext/lossless_kernels/__init__.py").read_text(encoding="utf-8")
+    names = re.findall(r'"(\w+)"', source.partition("__all__")[2])
+    assert len(names) > 15
+    for name in names:
+        assert re.search(rf"^::: lossless_kernels\.{name}$", text, re.MULTILINE), name
+
+
+# Pictures
+
+
+def test_diagrams_are_those_of_the_script(tmp_path):
+    module = module_of(ROOT / "scripts/draw_diagrams.py")
+    for name, draw in module.DRAWINGS.items():
+        assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw().svg(), "run scripts/draw_diagrams.py"
+
+
+def test_charts_show_the_recorded_figures(tmp_path):
+    """Texts of the SVG alone: another matplotlib places them elsewhere."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed, so no chart can be drawn")
+    command = [sys.executable, "benchmarks/plot_figures.py", "--output", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, env={"MPLCONFIGDIR": str(tmp_path)})
+    for name in ("peers.svg", "models.svg"):
+        drawn, kept = ((folder / name).read_text() for folder in (tmp_path, DOCS / "pictures"))
+        texts = re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", kept)
+        assert len(texts) > 10
+        assert texts == re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", drawn), "run benchmarks/plot_figures.py"
+
+
+def test_figures_of_the_1b_model_are_those_of_performance():
+    recorded = json.loads((DOCS / "pictures/models.json").read_text(encoding="utf-8"))
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    for bar in recorded["bars"]:
+        figures = [f"{bar[key]:.2f} ms" for key in ("eager_ms", "ours_ms")] + [bar["speedup"]]
+        rows = [line for line in text.splitlines() if line.startswith("| 1B") and all(each in line for each in figures)]
+        assert len(rows) == 1, bar
+        # The table's speedup is of times before they were rounded to 0.01 ms.
+        assert abs(float(bar["speedup"].rstrip("x")) - bar["eager_ms"] / bar["ours_ms"]) < 0.01
+
+
+def test_launches_of_the_diagram_are_eagers():
+    """Operations of a Llama decoder layer that compute: views and the attention function aside."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            name = str(function).split(".")[1]
+            if not re.search(r"view|^t$|transpose|slice|unsqueeze|attention", name):
+                self.launches += 1
+            return function(*arguments, **(keywords or {}))
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, attn_implementation="sdpa")
+    layer, x = LlamaDecoderLayer(config, 0).to(torch.bfloat16), torch.randn(1, 8, 64).to(torch.bfloat16)
+    tables = LlamaRotaryEmbedding(config)(x, torch.arange(8)[None])
+    count = Count()
+    count.launches = 0
+    with torch.no_grad(), count:
+        layer(x, position_embeddings=tables)
+    rows = module_of(ROOT / "scripts/draw_diagrams.py").LAUNCHES
+    assert count.launches == sum(eager or 0 for _, eager, _ in rows)
+
+
+# The site
+
+
+def test_the_table_of_models_has_every_row_of_both_pages():
+    hooks = module_of(ROOT / "scripts/site_hooks.py")
+    table = hooks.model_table(DOCS)
+    for name in ("Qwen3RMSNorm", "apply_rotary_pos_emb, llama", "LlamaDecoderLayer, llama", "SiLUActivation"):
+        assert f"| {name} |" in table
+    rows = sum(len(hooks.rows_of((DOCS / name).read_text())) for name in ("replaced.md", "decoders.md"))
+    assert rows > 300
+    assert len(hooks.rows_of(table)) == rows
+    assert all(len(row) == 5 for row in hooks.rows_of(table))
+
+
+def test_counts_of_models_are_those_of_the_tables():
+    hooks = module_of(ROOT / "scripts/site_hooks.py")
+    classes, decoders = (hooks.rows_of((DOCS / name).read_text()) for name in ("replaced.md", "decoders.md"))
+    replaced = sum(row[3:] == ["lossless", "lossless"] for row in classes)
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert f"{replaced} of the {len(classes)} classes and functions" in text
+    assert f"recognised in {len(decoders)} model files" in " ".join(text.split())
+    assert f"{replaced} of {len(classes)} classes and functions" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_links_of_included_files_are_seen_from_docs():
+    hooks = module_of(ROOT / "scripts/site_hooks.py")
+    text = "[a](docs/install.md#b) [c](CHANGELOG.md) [d](https://e.org/f) [g](#h) [build.toml](build.toml) ![i](docs/j.svg)"
+    expected = "[a](install.md#b) [c](changelog.md) [d](https://e.org/f) [g](#h) `build.toml` ![i](j.svg)"
+    assert hooks.from_root(text) == expected
+
+
+# A page with one table of three rows, and what the field shows for some words.
+FILTER = """
+const source = require("fs").readFileSync(process.argv[1], "utf8");
+const rows = ["Qwen3RMSNorm RMSNorm", "LlamaDecoderLayer decoder", "Qwen3DecoderLayer decoder"].map((textContent) => ({textContent}));
+const box = {querySelector: () => null, querySelectorAll: () => rows, prepend: (...added) => (box.added = added)};
+const element = () => ({setAttribute() {}, addEventListener(event, update) { this.update = update; }, value: ""});
+const page = {querySelectorAll: () => [box], createElement: element};
+new Function("document$", "document", source)({subscribe: (run) => run()}, page);
+const [field, count] = box.added;
+for (const words of ["", "qwen3 Decoder", "gemma"]) {
+  field.value = words;
+  field.update();
+  console.log(count.textContent.trim(), rows.map((row) => Number(row.hidden)).join(""));
+}
+"""
+
+
+def test_the_filter_of_the_table():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed, so the site's script cannot run")
+    done = subprocess.run([node, "-e", FILTER, DOCS / "assets/filter.js"], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["3 of 3 000", "1 of 3 110", "0 of 3 111"], done.stderr
+
+
+def test_the_site_builds(tmp_path):
+    """`make docs` does this in an environment of its own."""
+    for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        if importlib.util.find_spec(name.split(".")[0]) is None:
+            pytest.skip(f"{name} is not installed here; `make docs` builds the site in .venv-docs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lossless_kernels.rms_norm" in (tmp_path / "site/reference/index.html").read_text(encoding="utf-8")
+
+
+def test_versions_of_the_site_are_pinned():
+    lines = (DOCS / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    packages = [line for line in lines if line and not line.startswith("#")]
+    assert packages and all(re.fullmatch(r"[\w-]+==[\d.]+", line) for line in packages)
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {".venv-docs/", "/site/"} <= {*ignored}
+
+
+def test_citation_and_issue_templates_are_yaml():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed, so these files cannot be read")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= {*citation}
+    templates = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(templates) == 4
+    for path in templates:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert path.name == "config.yml" or {"name", "description", "body"} <= {*found}

@@ -1,0 +1,234 @@
+"""`apply` and `restore`: one call replaces the layers of a model, another puts the originals back."""
+
+import contextlib
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, MutableMapping
+from types import MethodType
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from . import loss as losses
+from . import mapping, report
+from .core.domain import runs_kernels
+
+# In the `__dict__` of a module: the attributes that `apply` changed and their values before, None where there was none.
+_BEFORE = "_before_lossless_kernels"
+# A function that transformers shares between models -> the modules of applied models that call it.
+_callers: MutableMapping[nn.Module, weakref.WeakSet] = weakref.WeakKeyDictionary()
+
+
+def apply(
+    model: nn.Module, mode: Optional[Any] = None, level: str = "decoder", loss: Optional[bool] = None
+) -> report.ReplacementReport:
+    """Replaces every layer of `model` that a kernel of this package may replace, and returns the report.
+
+    One call for `name_layers`, `kernel_mapping`, `kernels.kernelize` and `attach_loss`: the same forwards are bound, so that a
+    call of the model costs the same CPU time. `apply` changes nothing else:
+
+    - `module.forward` and, with the loss, `_loss_function`. Parameters, buffers, gradients, hooks and an autograd graph in
+      use stay. accelerate's hooks stay around the new forward. A forward that a user put onto a module stays.
+    - Layer names are given for the time of the call alone.
+    - A rotary function of transformers is replaced for all models of its file, until `restore` of the last model that
+      it was applied to.
+    - Of a model after `set_use_kernels` the layers with kernels here are taken over, and `model.train()` no longer gives them to
+      transformers' own mapping.
+
+    On a device without kernels the layers stay as they are, and so do those of a model without a layer that a kernel takes: one
+    RuntimeWarning says why. A second call does the first one's work anew, with its own mode and level. If `apply` raises, the
+    original forwards run.
+
+    Args:
+        model: a module on its devices; several devices, accelerate's offloading and PEFT's wrappers included.
+        mode: a `kernels.Mode`: INFERENCE or TRAINING, with or without TORCH_COMPILE. By default TRAINING if
+            `model.training`, else INFERENCE. One kernel serves all modes; the mode decides whether the loss is attached.
+        level: "decoder" for whole decoder layers, MLPs and rotary embeddings too, "layer" without them.
+        loss: whether to attach the loss (`attach_loss`). By default at level "decoder" in a mode of training, where `model` holds a
+            causal language model with transformers' loss.
+
+    Returns:
+        What `replacement_report(model)` returns. It is not printed.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`, `mode` no `kernels.Mode`, or `loss` no bool.
+        ValueError: `level` or `mode` is none of the above; a module of `model` is compiled (apply, then compile); all of
+            its tensors are on "meta" (load it, then apply); or `loss=True` for a model without such a loss.
+        ImportError: `kernels` is not installed.
+    """
+    mapping.check_model(model)
+    mapping.check_level(level)
+    if loss is not None and not isinstance(loss, bool):
+        raise TypeError(f"loss: expected True, False or None, found {loss!r}")
+    mode = mapping.mode_for(model, mode)
+    _check_uncompiled(model)
+    devices = report.devices_of(model)
+    if {device.type for device in devices} == {"meta"}:
+        raise ValueError("model: expected tensors on a device, found all of them on meta: load the model, then apply")
+    _undo(model)
+    obstacle = report.obstacle(model)
+    try:
+        if obstacle is None:
+            _bind(model, mode, level, next(filter(runs_kernels, devices)).type)
+        if loss is None:
+            loss = (
+                obstacle is None and level == "decoder" and mapping.is_training(mode) and losses.takes_our_loss(model)
+            )
+        if loss:
+            _attach_loss(model)
+    except BaseException:
+        _undo(model)
+        raise
+    made = report.report_of(model)
+    if obstacle is not None or not (loss or any(True for _ in report.replaced_modules(model))):
+        reason = obstacle or _why_nothing(model)
+        warnings.warn(
+            f"lossless-kernels: apply replaced no layer of {type(model).__name__}: {reason}. Next: {reason.step}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return made
+
+
+def restore(model: nn.Module) -> None:
+    """Puts the original forwards of `model` back, and its loss: the state before `apply`, or before `kernelize`.
+
+    After it no module carries a forward of this package. Forwards, `_loss_function` and `__dict__` are those before `apply`.
+    A module without `apply` loses the forward that `kernelize` bound, and its class's runs. A rotary function that other
+    models were applied to stays replaced, as does a forward that wraps one of this package's.
+
+    Args:
+        model: a module that `apply` or `kernelize` changed, one that holds it, or a part or a deep copy of it.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`.
+    """
+    mapping.check_model(model)
+    _undo(model)
+    for module in report.replaced_modules(model):
+        if not _callers.get(module):
+            _put_back(module, None)
+    for module in model.modules():
+        if losses.has_our_loss(module):
+            del vars(module)["_loss_function"]
+
+
+def _check_uncompiled(model) -> None:
+    for name, module in model.named_modules():
+        is_wrapper = type(module).__module__.startswith("torch._dynamo") and "_orig_mod" in module._modules
+        if is_wrapper or getattr(module, "_compiled_call_impl", None) is not None:
+            where = f"the module {name!r}" if name else "one that is"
+            raise ValueError(
+                f"model: expected a model that is not compiled, found {where} compiled: apply, then compile"
+            )
+
+
+def _why_nothing(model) -> report.Reason:
+    """Why `kernelize` bound nothing onto a model whose device has kernels."""
+    if os.environ.get("DISABLE_KERNEL_MAPPING", "0") != "0":
+        return report.Reason("DISABLE_KERNEL_MAPPING is set", report.NOT_KERNELIZED, "unset it, and start Python anew")
+    step = "print(kernel.replacement_report(model)) lists the layers that could have been replaced"
+    return report.Reason("it has no layer that a kernel of this package takes", report.NO_NAME, step)
+
+
+def _bind(model, mode, level, device_type) -> None:
+    """`kernelize`, which leaves alone everything that it has no kernel of this package for."""
+    modules = list(model.modules())
+    attached = [each for module in modules for each in vars(module).get("_kernel_funcs", {}).values()]
+    called = {id(each): each for module in modules for each in report.functions_of(module)}
+    functions = [each for each in called.values() if each not in attached]
+    before = {id(each): (each, vars(each).get("forward")) for each in (*modules, *attached, *functions)}
+    if device_type == "cuda" and torch.version.hip is not None:
+        device_type = "rocm"
+    with _without_hooks(modules, before):
+        try:
+            mapping.kernelize(model, functions, mode, level, device_type)
+        except BaseException:
+            for each, forward in before.values():
+                _set(each, "forward", forward)
+            raise
+        for each, forward in before.values():
+            if report.replaced(each) is None or not mapping.is_replaceable(forward):
+                _set(each, "forward", forward)
+            else:
+                _remember(each, "forward", forward)
+    for module in modules:
+        for function in report.functions_of(module):
+            if report.replaced(function) is not None:
+                _callers.setdefault(function, weakref.WeakSet()).add(module)
+        # Else transformers would kernelize the model under its own mapping at the next `train()` or `eval()`.
+        if vars(module).get("_use_kernels"):
+            _remember(module, "_use_kernels", True)
+            vars(module)["_use_kernels"] = False
+
+
+@contextlib.contextmanager
+def _without_hooks(modules, before) -> Iterator[None]:
+    """While it lasts, modules have the forwards inside of accelerate's hooks; afterwards the hooks are around the new ones."""
+    hooked = [module for module in modules if "_old_forward" in vars(module) and "_hf_hook" in vars(module)]
+    kept = [(vars(module), vars(module).pop("_hf_hook"), vars(module)["forward"]) for module in hooked]
+    for module in hooked:
+        inside = vars(module)["_old_forward"]
+        before[id(module)] = module, inside
+        vars(module)["forward"] = inside
+        del vars(module)["_old_forward"]
+    try:
+        yield
+    finally:
+        for state, hook, wrapper in kept:
+            state.update(_hf_hook=hook, _old_forward=state["forward"], forward=wrapper)
+
+
+def _attach_loss(model) -> None:
+    before = {module: vars(module).get("_loss_function") for module in model.modules()}
+    losses.attach_loss(model)
+    for module, function in before.items():
+        if losses.has_our_loss(module) and function is not losses.causal_lm_loss:
+            _remember(module, "_loss_function", function)
+
+
+def _remember(module, name, value) -> None:
+    vars(module).setdefault(_BEFORE, {}).setdefault(name, value)
+
+
+def _set(module, name, value) -> None:
+    if value is not None:
+        vars(module)[name] = value
+    else:
+        vars(module).pop(name, None)
+
+
+def _undo(model) -> None:
+    """Takes back `apply`, as far as nothing else has changed since."""
+    for module in model.modules():
+        for function in report.functions_of(module):
+            callers = _callers.get(function)
+            if callers is not None:
+                callers.discard(module)
+            if not callers:
+                _callers.pop(function, None)
+                _undo_one(function)
+        for copied in vars(module).get("_kernel_funcs", {}).values():
+            if copied not in _callers:
+                _undo_one(copied)
+        _undo_one(module)
+
+
+def _undo_one(module) -> None:
+    before = vars(module).pop(_BEFORE, {})
+    if "forward" in before and report.replaced(module) is not None:
+        _put_back(module, before["forward"])
+    if "_loss_function" in before and losses.has_our_loss(module):
+        _set(module, "_loss_function", before["_loss_function"])
+    if "_use_kernels" in before:
+        vars(module)["_use_kernels"] = True
+
+
+def _put_back(module, forward) -> None:
+    """Binds another forward, inside of accelerate's hooks if there are any. None: that of the class."""
+    if "_old_forward" in vars(module):
+        vars(module)["_old_forward"] = MethodType(type(module).forward, module) if forward is None else forward
+    else:
+        _set(module, "forward", forward)
