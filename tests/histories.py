@@ -325,6 +325,12 @@ def forward_mode(world):
     return contextlib.nullcontext() if checkpointed else forward_ad.dual_level()
 
 
+def tensors_elsewhere():
+    """`torch.autograd.graph.save_on_cpu` as it acts on a GPU's tensors. On the CPU it copies nothing, so that operations that
+    save their own result, such as rsqrt, are never freed, eager's no less than those of our second derivatives."""
+    return graph.saved_tensors_hooks(lambda t: (t.device, t.clone()), lambda packed: packed[1].to(packed[0]))
+
+
 AROUND = {
     "nothing": lambda world: contextlib.nullcontext(),
     "a FLOP counter": lambda world: FlopCounterMode(display=False),
@@ -333,7 +339,7 @@ AROUND = {
     "autocast to float16": lambda world: torch.autocast("cpu", dtype=torch.float16),
     "autocast to bfloat16": lambda world: torch.autocast("cpu", dtype=torch.bfloat16),
     "packed tensors": lambda world: graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
-    "tensors on the CPU": lambda world: graph.save_on_cpu(),
+    "tensors on the CPU": lambda world: tensors_elsewhere(),
     "anomaly mode": lambda world: torch.autograd.set_detect_anomaly(True),
     "hooks on all modules": global_hooks,
     "another forward": other_forward,
