@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import plan_files
@@ -182,6 +183,51 @@ def test_a_residuals_gradient_has_plans_of_its_own(module, plans, write):
         ("split", backward.default_plan(4096, 128, columns, 132)),
     ):
         assert backward.launch_plan(4096, 128, columns, 2, gpu, dx_mode) == expected
+
+
+MEASURED = json.loads((ROOT / "tests/golden/backward_plans.json").read_text())["measured"]
+
+
+def test_gradients_take_the_faster_of_two_ways(module):
+    """As an H200 measured both (`benchmarks/backward_plans.py`): one kernel for both gradients, or two."""
+    backward, config = module("rms_norm_backward"), module("reduce_config")
+    slower = {}
+    for element_size, added, hidden_size, rows, fused_ms, unfused_ms in MEASURED:
+        columns = config.column_reduction(rows, hidden_size, 132, 2048)
+        mode = "accumulate" if added else "single" if element_size == 2 else "split"
+        plan = backward.default_plan(rows, hidden_size, columns, 132, element_size, mode)
+        chosen, other = (fused_ms, unfused_ms) if plan.fused else (unfused_ms, fused_ms)
+        if chosen > other:
+            slower[element_size, added, hidden_size, rows] = chosen / other
+    # At the edge of the rule, where both take nearly the same time.
+    assert {*slower} == {(2, False, 2304, 4096), (2, True, 2304, 4096)} and max(slower.values()) < 1.08
+
+
+# By name: multiprocessors, and threads of one.
+GPUS = {
+    "T4": (40, 1024), "A100": (108, 2048), "A10": (72, 1536), "L4": (58, 1536), "L40S": (142, 1536), "RTX 3090": (82, 1536),
+    "RTX 4090": (128, 1536), "H100 PCIe": (114, 2048), "H100": (132, 2048), "H20": (78, 2048), "B200": (148, 2048),
+    "RTX 5090": (170, 1536),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_fused_program_that_fills_an_sm_does_useful_work(module, gpu):
+    backward, config, (multiprocessors, threads) = module("rms_norm_backward"), module("reduce_config"), GPUS[gpu]
+    fused = 0
+    for element_size, rows, hidden_size in itertools.product(
+        (2, 4), (2048, 4096, 8192, 16384, 32768), range(1024, 8193, 256)
+    ):
+        columns = config.column_reduction(rows, hidden_size, multiprocessors, threads)
+        plan = backward.default_plan(rows, hidden_size, columns, multiprocessors, element_size)
+        if plan.fused and plan.num_warps == 8:
+            fused += 1
+            programs = columns.blocks * columns.height // plan.rows_per_program
+            fullest, order = -(-programs // multiprocessors), config.row_reduction(rows, hidden_size)
+            filled = hidden_size / (order.columns << order.log2_steps)
+            work = programs / (fullest * multiprocessors) * (filled if element_size == 2 else min(2 * filled, 1))
+            assert work >= 0.6, (element_size, rows, hidden_size)
+    assert fused
 
 
 def test_no_more_rows_are_on_their_way_than_fit(module, plans):

@@ -65,9 +65,9 @@ def _formula(dy, y):
 
 # ATen's warp kernel for gradients takes no longer rows.
 _MAX_SIZE = 1024
-_NUM_WARPS = 4
-# Of a program: several short rows, or a long one and more.
-_ELEMENTS = 2048
+# Elements and warps of a program, by the length of its rows: one warp exchanges nothing through shared memory (H200).
+_SHORT_ROW = 256
+_PROGRAM, _SHORT_ROWS_PROGRAM = (1024, 1), (2048, 4)
 _MAX_ROWS = 128
 
 
@@ -90,12 +90,13 @@ class Kind:
         return cls(dtype, log2_size, math.gcd(size, *row_strides, 16 // dtype.itemsize))
 
     @property
-    def rows(self) -> int:
-        """Of a program."""
-        return min(_ELEMENTS >> self.log2_size, _MAX_ROWS)
+    def program(self) -> tuple[int, int]:
+        """Rows and warps of a program."""
+        elements, warps = _SHORT_ROWS_PROGRAM if 1 << self.log2_size <= _SHORT_ROW else _PROGRAM
+        return min(elements >> self.log2_size, _MAX_ROWS), warps
 
     def constants(self, order: aten.Softmax) -> dict:
-        return {"LOG2_SIZE": self.log2_size, "WIDTH": order.threads, "UNIT": self.unit, "ROWS": self.rows}
+        return {"LOG2_SIZE": self.log2_size, "WIDTH": order.threads, "UNIT": self.unit, "ROWS": self.program[0]}
 
 
 def _forward(dtype, rows: int, size: int, row_stride: int, device: torch.device) -> launch.Launch:
@@ -114,7 +115,8 @@ def _backward(dtype, rows: int, size: int, dy_row_stride: int, device: torch.dev
 
 def _bind(kernel, constants, device, dtypes, kind, rows, scalars) -> launch.Launch:
     in_units = [scalar // kind.unit for scalar in scalars]
-    return launch.bind(kernel, constants, _NUM_WARPS, device, dtypes, -(-rows // kind.rows), rows, *in_units)
+    rows_per_program, warps = kind.program
+    return launch.bind(kernel, constants, warps, device, dtypes, -(-rows // rows_per_program), rows, *in_units)
 
 
 @dataclass(eq=False)

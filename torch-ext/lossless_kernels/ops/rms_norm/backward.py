@@ -133,6 +133,11 @@ TUNING = {"rms_norm_backward": Plan, "add_rms_norm_backward": Plan}
 _MAX_FUSED_TILE = 8192
 # With a larger tile a row is streamed.
 _MAX_UNSTREAMED_TILE = 16384
+# A fused program of so many warps takes all registers of an SM. With less useful work two kernels take less time (H200).
+_WARPS_OF_A_FULL_SM = 8
+_LEAST_USEFUL_WORK = 0.6
+# Without fusion the threads of a larger tile take twice as many elements (H200).
+_MAX_SHORT_TILE = 4096
 # Without the gradient of a residual add, and with it (H200).
 _STREAM_WARPS, _STREAM_WARPS_ADDED = 8, 16
 _ELEMENTS_PER_THREAD = 32
@@ -176,13 +181,17 @@ def default_plan(
     order = row_reduction(rows, hidden_size)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
-    fused = False
     if columns is not None and tile <= _MAX_FUSED_TILE:
         # Two rows if they fit: that halves the partial sums, to as much memory as Liger's backward takes.
         most = _MAX_FUSED_TILE * 2 // element_size
         fused_rows = min(max(rows_per_program, 2 if 2 * tile <= most else 1), columns.height)
-        fused = columns.blocks * columns.height // fused_rows >= multiprocessors // 2
-        rows_per_program = fused_rows if fused else rows_per_program
+        # The fp32 sums of chains and threads take registers too.
+        each, most_warps = (_ELEMENTS_PER_THREAD, _MAX_WARPS) if element_size == 2 else (_ELEMENTS_PER_THREAD // 2, 8)
+        warps = min(max(fused_rows * tile // (each * 32), 1), most_warps)
+        programs = columns.blocks * columns.height // fused_rows
+        useful = useful_work(programs, multiprocessors, hidden_size, tile, element_size)
+        if programs >= multiprocessors // 2 and (warps < _WARPS_OF_A_FULL_SM or useful >= _LEAST_USEFUL_WORK):
+            return Plan(True, fused_rows, warps)
     elif columns is not None and tile > _MAX_UNSTREAMED_TILE and element_size == 2:
         # Stream only if at least 7/8 of the SMs get a program. ATen splits products over 2 GiB; a half would fill too
         # few SMs. (That is the limit of 16-bit products. fp32 products may be split, which only takes longer.)
@@ -190,12 +199,18 @@ def default_plan(
         slots = -(-programs // multiprocessors) * multiprocessors
         if programs >= slots * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
             return Plan(True, 1, _STREAM_WARPS_ADDED if dx_mode == "accumulate" else _STREAM_WARPS, streamed=True)
-    each, most_warps = _ELEMENTS_PER_THREAD, _MAX_WARPS
-    if fused and element_size == 4:
-        # The fp32 sums of chains and threads take registers too.
-        each, most_warps = each // 2, most_warps // 2
-    warps = min(max(rows_per_program * tile // (each * 32), 1), most_warps)
-    return Plan(fused, rows_per_program, warps)
+    each = _ELEMENTS_PER_THREAD * (2 if element_size == 2 and tile > _MAX_SHORT_TILE else 1)
+    return Plan(False, rows_per_program, min(max(rows_per_program * tile // (each * 32), 1), _MAX_WARPS))
+
+
+def useful_work(programs: int, multiprocessors: int, hidden_size: int, tile: int, element_size: int) -> float:
+    """The part of the SMs' time in which a fused kernel's programs compute gradients, at most 1.
+
+    It is the part of the SMs with a program, as long as the fullest SM has one, times the part of the tile that a row
+    fills. Padding takes instructions, but no memory traffic; fp32 has twice the traffic, which hides half a tile.
+    """
+    slots = -(-programs // multiprocessors) * multiprocessors
+    return programs / slots * min(hidden_size / tile * element_size / 2, 1.0)
 
 
 def _fitting(plan: Plan, order: RowReduction, element_sizes: list[int], gpu: plans.Gpu) -> Plan:
