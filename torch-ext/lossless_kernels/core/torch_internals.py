@@ -115,13 +115,13 @@ def matmul_precision():
     return torch.backends.cuda.matmul.allow_tf32 if getter is None else getter("cuda", "matmul")
 
 
-# torch 2.14 and later read it: sums in an order of its own.
+# torch 2.14 and later read it: it selects another order of sums.
 _ORDER_OF_SUMS = "PYTORCH_SUM_INNER_TREE"
 
 
 def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]:
-    """What gives eager another arithmetic than ATen's own kernels have: operators in `call` that other code has replaced on this
-    device (torch itself does so from 2.13 on, in `torch/_native`), and a setting of sums. Names, for people to read."""
+    """The names of what gives eager another arithmetic than ATen's kernels: operators in `call` that other code has
+    replaced on this device (torch itself does so from 2.13 on, in `torch/_native`), and a setting for sums."""
     dump, mode = _find("dispatch_dump"), _find("TorchDispatchMode")
     if dump is None or mode is None:
         return []
@@ -136,7 +136,7 @@ def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]
     try:
         with Operators():
             call()
-    except Exception:  # The call has failed before, or does not bear to be watched.
+    except Exception:  # The call fails by itself or under a mode.
         pass
     if os.environ.get(_ORDER_OF_SUMS, "0") not in ("", "0") and any(
         each in name for name in names for each in ("sum", "mean")

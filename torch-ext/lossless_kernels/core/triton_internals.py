@@ -1,7 +1,7 @@
 """Every private name of Triton that this package uses: how a compiled kernel is launched without Triton's own call.
 
-The way of Triton's own call is observed at a kernel's first launch and not looked up by version. Where it cannot be observed, or
-has a form that the short path does not know, Triton's own call goes on launching, and one warning says why.
+The interface of Triton's own call is observed at a kernel's first launch and not looked up by version. If it cannot be
+observed or has an unknown form, Triton's own call launches every time, and one warning says why.
 """
 
 import functools
@@ -19,7 +19,7 @@ try:
 except ImportError:  # The package loads without Triton; the eager formulas run.
     triton = None
 
-# Names that the device code needs to be imported. What else it needs a compilation shows, and the proof reports.
+# Names that importing the device code needs. Other missing names make a compilation fail, which the proof reports.
 IMPORTED = (
     "jit",
     "knobs.runtime.interpret",
@@ -50,7 +50,7 @@ def _has_module(name: str) -> bool:
         return False
 
 
-# Names that this Triton does not have, and that the kernels do not run without.
+# Required names that this Triton does not have.
 MISSING = _missing() if triton is not None else []
 AVAILABLE = triton is not None and not MISSING
 INTERPRETED = AVAILABLE and bool(triton.knobs.runtime.interpret)
@@ -61,18 +61,18 @@ if MISSING:
         RuntimeWarning,
         stacklevel=2,
     )
-# The hooks that want to see launches are its `calls`.
+# Its `calls` are the hooks on launches.
 launch_hooks = getattr(triton.knobs.runtime, "launch_enter_hook", None) if AVAILABLE else None
 
 
 class ShortPath(NamedTuple):
-    """How to launch a compiled kernel: `launch(blocks, 1, 1, stream, *fixed, arguments)`.
+    """The launch of a compiled kernel: `launch(blocks, 1, 1, stream, *fixed, arguments)`.
 
     Args:
-        launch: the function in C that Triton's own call ends in.
-        fixed: what it takes between the stream and the kernel's arguments.
+        launch: the C function that Triton's own call ends in.
+        fixed: its arguments between the stream and the kernel's arguments.
         one_by_one: whether the kernel's arguments follow one by one (Triton 3.6) instead of in a tuple (since 3.7).
-        compiled: Triton's object; since 3.8 the kernel's code is unloaded with it.
+        compiled: Triton's object; since 3.8 its deletion unloads the kernel.
     """
 
     launch: Callable
@@ -82,16 +82,16 @@ class ShortPath(NamedTuple):
 
 
 class _Unknown(Exception):
-    """Why the short path does not know this Triton's way to launch."""
+    """The short path does not know this Triton's interface; the message says why."""
 
 
-# Why this process has no short path; None as long as it has one.
+# The reason why this process has no short path; None if it has one.
 _refusal: Optional[str] = None
 _lock = threading.Lock()
 
 
 def step_aside(reason: str) -> None:
-    """Has every launch go through Triton's own call from now on. The first time a warning says why."""
+    """Makes Triton's own call launch from now on. One warning says why."""
     global _refusal
     if _refusal is None:
         _refusal = reason
@@ -110,21 +110,21 @@ def has_short_path() -> bool:
 def launch_and_observe(
     kernel, blocks: int, stream: int, arguments: Sequence, constants: dict, options: dict
 ) -> Optional[ShortPath]:
-    """Launches by Triton's own call, once, and returns how to do the same without it; None if there is no such way.
+    """Launches by Triton's own call, once, and returns the short path for later launches; None without one.
 
     Args:
-        kernel: the `@triton.jit` function; its parameters are those of `arguments`, then those of `constants`.
+        kernel: the `@triton.jit` function; its parameters are `arguments`, then `constants`.
         stream: the current stream of the current device.
-        options: of the compiler.
+        options: the compiler's options.
     """
     own_call = functools.partial(kernel[(blocks,)], *arguments, **constants, **options)
     try:
-        # Compiles, without a launch: the launcher is there before the launch that is to be observed.
+        # Compiles without a launch, so that the launcher exists before the observed launch.
         compiled = kernel.warmup(*arguments, grid=(blocks,), **constants, **options)
         run = compiled.run
         needs_memory = run.global_scratch_size or run.profile_scratch_size
     except Exception as error:
-        own_call()  # Raises what Triton says of a kernel that cannot be compiled.
+        own_call()  # Raises Triton's own error for a kernel that cannot be compiled.
         step_aside(f"{type(error).__name__}: {error}")
         return None
     if needs_memory:  # Triton's own call allocates it for each launch.
@@ -134,13 +134,13 @@ def launch_and_observe(
         sent = _launch_observed(run, own_call)
     try:
         return _short_path(compiled, sent, (blocks, 1, 1, stream), (*arguments, *constants.values()))
-    except Exception as error:  # Whatever another interface raises.
+    except Exception as error:  # Another interface may raise anything.
         step_aside(str(error) if isinstance(error, _Unknown) else f"{type(error).__name__}: {error}")
         return None
 
 
 def _launch_observed(run, own_call: Callable[[], Any]) -> list:
-    """Makes Triton's own call; returns what this thread sent to the function in C, which is called with it."""
+    """Makes Triton's own call, and returns the arguments that this thread sent to the C function."""
     launch, thread, sent = getattr(run, "launch", None), threading.get_ident(), []
 
     def observed(*arguments, **named):
@@ -161,7 +161,7 @@ def _launch_observed(run, own_call: Callable[[], Any]) -> list:
 
 
 class _Recorder:
-    """Stands in for a launcher of Triton's; launches nothing."""
+    """Stands in for Triton's launcher; launches nothing."""
 
     def __init__(self, run):
         self._run = run
@@ -175,16 +175,16 @@ class _Recorder:
 
 
 def _short_path(compiled, sent: list, grid_and_stream: tuple, arguments: tuple) -> ShortPath:
-    """The short path, from what a launcher makes of marked arguments; it must make the same of Triton's own.
+    """The short path, read from what Triton's launcher sends for marked arguments.
 
     Args:
-        sent: what Triton's own call sent with `grid_and_stream` and `arguments`.
+        sent: the calls that Triton's own call made with `grid_and_stream` and `arguments`; they must agree.
     """
     if not hasattr(launch_hooks, "calls"):
         raise _Unknown("no knobs.runtime.launch_enter_hook with calls")
     run, marks, unused = compiled.run, [object() for _ in range(4)], [object() for _ in range(3)]
     recorder = _Recorder(run)
-    # Marks stand for grid, stream, the metadata that only hooks read, and hooks.
+    # Marks stand for grid and stream; unused objects stand for hooks and the metadata that only hooks read.
     type(run).__call__(recorder, *marks, compiled.function, compiled.packed_metadata, *unused, *arguments)
     marked, own = _only(recorder.sent), _only(sent)
     if not _same(marked[:4], tuple(marks)):
@@ -208,7 +208,7 @@ def _only(sent: list) -> tuple:
 
 
 def _same(one, other) -> bool:
-    """Whether both are the same; tensors and lists by identity, tuples by their items."""
+    """Whether both are equal; tensors and lists by identity, tuples by their items."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, (torch.Tensor, list)):

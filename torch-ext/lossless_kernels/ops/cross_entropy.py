@@ -1,4 +1,4 @@
-"""Cross-entropy of fp32 log-probabilities with the bits of eager's, from logits of any dtype and without an fp32 copy of them."""
+"""Cross-entropy with the bits of eager's fp32 loss, from logits of any dtype, without an fp32 copy of them."""
 
 import functools
 import math
@@ -36,24 +36,24 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy loss: bit for bit what `F.cross_entropy(logits.float(), target, ...)` returns, in fp32.
 
-    `-sum(log_softmax(logits.float())[i, target[i]])` over the rows i whose target is not `ignore_index`, with "mean" divided by
-    their number. For 16-bit logits this is not `F.cross_entropy(logits, target)`, which rounds log-probabilities to 16 bits.
+    `-sum(log_softmax(logits.float())[i, target[i]])` over the rows i whose target is not `ignore_index`; "mean" divides it
+    by their number. For 16-bit logits `F.cross_entropy(logits, target)` differs: it rounds log-probabilities to 16 bits.
 
     Args:
         logits: [tokens, vocabulary], any real floating dtype.
         target: [tokens], int64, classes.
-        ignore_index: rows with this target do not count, and their gradient is zero.
-        reduction: "mean" or "sum"; "none" is computed by eager.
+        ignore_index: rows with this target do not count; their gradient is zero.
+        reduction: "mean", "sum" or "none". Eager computes "none".
 
     Returns:
-        The loss, fp32, of no dimension.
+        The loss, fp32, 0-dimensional.
 
     Raises:
         TypeError: `logits` is no tensor or not of a real floating dtype.
         ValueError: `reduction` is none of the three.
 
-    The kernels run for fp32, fp16 and bf16 logits of 2 and more classes on CUDA, [tokens, vocabulary] with a contiguous last
-    dimension; anything else is computed by eager. Backward reads the logits again: they must not be changed in between.
+    The kernels run for fp32, fp16 and bf16 logits of at least 2 classes on CUDA with a contiguous last dimension. Eager
+    computes everything else. The backward pass reads the logits again: do not write to them in between.
     """
     check_floating("logits", logits)
     check_reduction(reduction)
@@ -80,14 +80,14 @@ def causal_lm_loss(
 
     Args:
         logits: [..., vocab_size], any real floating dtype.
-        labels: the tokens, [...]; each is the target of the position before it.
+        labels: the tokens, [...]; each is the previous position's target.
         num_items_in_batch: divides the sum of the losses; without it the loss is their mean.
         ignore_index: a label that does not count.
-        shift_labels: the targets themselves, in place of `labels`.
-        kwargs: what else a model passes to its loss function, unused here as there.
+        shift_labels: the targets themselves, used instead of `labels`.
+        kwargs: other arguments that a model passes to its loss function; unused, as in transformers.
 
     Returns:
-        The loss, fp32, of no dimension.
+        The loss, fp32, 0-dimensional.
 
     Raises:
         TypeError: `logits` is no tensor or not of a real floating dtype.
@@ -125,15 +125,15 @@ def eager(logits, target, ignore_index, reduction):
 
 @dataclass(frozen=True)
 class Plan:
-    """How the kernels of long rows are launched.
+    """The launch configuration of the kernels for long rows.
 
     Attributes:
-        num_warps: of a program of the forward kernel, which takes a row at a time.
-        unroll: steps of 4096 elements that it loads at a time.
-        programs_per_multiprocessor: so many, so that the rows being read are still in the L2 when they are read again; None: a
-            program for each row.
-        block: elements of a program of the backward kernel.
-        backward_warps: of a program of the backward kernel.
+        num_warps: warps of a forward program, which takes one row at a time.
+        unroll: steps of 4096 elements that a forward program loads at once.
+        programs_per_multiprocessor: forward programs on an SM. Few keep their rows in the L2 cache until the second
+            read. None: one program for each row.
+        block: elements of a backward program.
+        backward_warps: warps of a backward program.
     """
 
     num_warps: int
@@ -143,7 +143,7 @@ class Plan:
     backward_warps: int = 4
 
 
-# For rows of so many bytes and more, as found on an H200 with rows of 18 to 512 KB.
+# By the least bytes of a row; measured on an H200 with rows of 18 to 512 KB.
 _PLANS = {
     384 << 10: Plan(num_warps=32, unroll=4, programs_per_multiprocessor=2),
     128 << 10: Plan(num_warps=16, unroll=4, programs_per_multiprocessor=2),
@@ -155,18 +155,18 @@ def launch_plan(vocab: int, element_size: int) -> Plan:
     return next(plan for least_bytes, plan in _PLANS.items() if vocab * element_size >= least_bytes)
 
 
-# Of the forward kernel of short rows.
+# The forward kernel for short rows: elements and warps of a program.
 _SHORT_ELEMENTS = 4096
 _SHORT_WARPS = 4
 
 
 def _alignment(logits) -> int:
-    """Elements between the last multiple of 16 bytes and the rows that eager adds up: fp32 ones, where they lie or of a copy."""
+    """Elements from a multiple of 16 bytes to the first fp32 row that eager sums: of the logits or of their fp32 copy."""
     return logits.data_ptr() // 4 % 4 if _is_dense(logits) and logits.dtype == torch.float32 else 0
 
 
 def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
-    """The launch of the forward kernel, to be called with logits, target, maxima, log sums, log-probabilities, checked targets."""
+    """The launch of the forward kernel. Its tensors: logits, target, maxima, log sums, log-probabilities, checked targets."""
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
     dense = _is_dense(logits)
     unit = _access_unit(logits)
@@ -201,11 +201,11 @@ def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
 
 
 def _backward(logits, ignore_index: int, mean: bool, plan: Plan) -> launch.Launch:
-    """The launch of the backward kernel: logits, target, maxima, log sums, the loss's gradient, rows that count, gradient."""
+    """The launch of the backward kernel. Its tensors: logits, target, maxima, log sums, d_loss, number of rows, dx."""
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
     unit = _access_unit(logits)
     block = min(plan.block, next_power_of_two(vocab))
-    # Where rows begin anywhere, blocks do not.
+    # Rows may begin anywhere; blocks across rows begin at multiples of 16 bytes.
     across_rows = unit * logits.dtype.itemsize < 16 and _is_dense(logits) and vocab >= block
     blocks_per_row = -(-vocab // block)
     constants = {"VOCAB": vocab, "MEAN": mean, "ACROSS_ROWS": across_rows, "UNIT": unit, "BLOCK": block}
@@ -221,13 +221,13 @@ def _is_dense(logits) -> bool:
 
 
 def _access_unit(logits) -> int:
-    """So many elements, up to 16 bytes, can be read at a time."""
+    """The number of elements, up to 16 bytes, that one access can read."""
     row_stride = logits.shape[1] if logits.shape[0] == 1 else logits.stride(0)
     return math.gcd(logits.shape[1], row_stride, 16 // logits.dtype.itemsize)
 
 
 class _LossCall:
-    """All that follows from the logits' layout, dtype and device, and from what else was asked."""
+    """A call, resolved for the logits' layout, dtype and device, and for `ignore_index` and `reduction`."""
 
     __slots__ = ("forward", "backward", "strides", "reduction", "ignore_index", "statistics", "targets", "dx")
 
@@ -244,22 +244,22 @@ class _LossCall:
         self.backward = _backward(logits, ignore_index, reduction == "mean", plan)
 
     def __call__(self, logits, target):
-        """The loss, and what the gradient needs: maxima, log sums and the number of rows that count."""
+        """The loss, and for the gradient maxima, log sums and the number of rows that count."""
         maxima, log_sums, logp, checked = self.statistics(), self.statistics(), self.statistics(), self.targets()
         self.forward.call_6(logits, target, maxima, log_sums, logp, checked)
-        # ATen's own kernel, as its order changed between versions; all that it depends on is the number of rows.
+        # ATen's own kernel: its order, which depends on the number of rows alone, differs between versions.
         loss, count = _nll_loss(logp[:, None], checked, None, _REDUCTIONS[self.reduction], -100)
         return loss, maxima, log_sums, count
 
     def gradient(self, logits, target, maxima, log_sums, d_loss, count, dx=None):
-        """The gradient of the logits, [tokens, vocabulary], in `dx`: new memory or the logits' own."""
+        """The gradient of the logits, [tokens, vocabulary], written to `dx`: new memory or the logits' own."""
         dx = self.dx() if dx is None else dx
         self.backward(logits, target, maxima, log_sums, d_loss, count, dx)
         return dx
 
 
 def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[torch.Tensor]:
-    """The loss from the kernels; None where eager must compute it."""
+    """The loss from the kernels; None if eager must compute it."""
     if is_dynamo_compiling() or not isinstance(target, torch.Tensor):
         return None
     if not are_plain(logits, target):
@@ -271,14 +271,14 @@ def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[t
 
 
 def call_of(logits, target, ignore_index: int, reduction: str) -> Optional["_LossCall"]:
-    """The launches for these plain tensors; None where eager must run."""
+    """The recorded call for these plain tensors; None if eager must run."""
     arguments = ignore_index, reduction, is_grad_enabled() and logits.requires_grad
     # The address decides where ATen's vectors begin.
     facts = logits.data_ptr() % 16, *arguments
     return _calls.find(functional.cross_entropy, facts, (logits, target), *arguments)
 
 
-# Of CUDA's grid, along x.
+# The most programs of CUDA's grid along x.
 _MAX_PROGRAMS = (1 << 31) - 1
 _MAX_VOCABULARY = 1 << 24
 
@@ -308,7 +308,7 @@ _calls = Calls(_resolve)
 
 
 class CrossEntropy(torch.autograd.Function):
-    """With `owned` no other code holds the logits: their gradient takes their memory."""
+    """With `owned` no other code holds the logits: the gradient overwrites them."""
 
     @staticmethod
     def forward(ctx, call, logits, target, owned):
@@ -325,7 +325,7 @@ class CrossEntropy(torch.autograd.Function):
             return None, None, None, None
         logits, target, maxima, log_sums, count = ctx.saved_tensors
         call = ctx.call
-        # Somebody differentiates the gradient or watches, or hooks on saved tensors gave back rows that lie otherwise.
+        # Double backward, a dispatch mode, or a saved-tensor hook that returned another layout.
         if is_grad_enabled() or not are_plain(d_loss, logits) or logits.stride() != call.strides:
             formula = functools.partial(eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
             return None, *gradients_apart(formula, (logits,), d_loss), None, None
@@ -341,7 +341,7 @@ apply = apply_of(CrossEntropy)
 
 
 def _proved(logits, reduction: Optional[str] = None) -> bool:
-    """Of the kernels for this vocabulary and rows that lie in memory like these; with `reduction` of loss and gradient."""
+    """Whether the kernels for this vocabulary and memory layout are proved; with `reduction` for loss and gradient."""
     dense, unit, shift, vocab = _is_dense(logits), _access_unit(logits), _alignment(logits), logits.shape[1]
     what = "log-probabilities" if reduction is None else f"{reduction} and gradient"
     return proof.kernel_is_proved(
@@ -356,7 +356,7 @@ _PROOF_ELEMENTS = 1 << 26
 
 
 def _lanes(rows: int, vocab: int, shift: int, device: torch.device) -> torch.Tensor:
-    """The lane of ATen's block that takes each element, of dense fp32 rows `shift` elements after a multiple of 16 bytes."""
+    """The lane of ATen's block that takes each element. Dense fp32 rows begin `shift` elements after 16 aligned bytes."""
     softmax = softmax_forward(vocab, torch.float32, aligned=shift == 0)
     element = torch.arange(vocab, device=device).expand(rows, vocab)
     if softmax.kind in (WARP, REGISTERS):
@@ -371,10 +371,11 @@ def _lanes(rows: int, vocab: int, shift: int, device: torch.device) -> torch.Ten
 
 
 def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, device: torch.device):
-    """Random fp32 rows, [rows, vocab], whose log-probabilities show in which order the exponentials were added; and targets.
+    """Random fp32 rows, [rows, vocab], whose log-probabilities show the order of additions; and targets.
 
-    In the first half one lane of ATen's block has all terms that count: the order inside a lane is lost in the sum of a thousand
-    lanes. Each row has a peak at its target, so that its sum lies in [2, 4): the logarithm of such a sum has the sum's resolution.
+    In the first half of the rows one lane of ATen's block has all large terms: a sum over a thousand lanes would hide
+    the order inside a lane. Each row has a peak at its target that puts its sum into [2, 4), where the logarithm
+    resolves the sum's last bits.
 
     Args:
         shift: elements from a multiple of 16 bytes to the first row.
@@ -388,7 +389,7 @@ def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, devic
 
 
 def _comparisons(dtype, vocab, dense, unit, shift, device, reduction):
-    """Of every alignment that rows can have. Rows without log-probabilities, and rows that do not count, are among them."""
+    """Compares rows of every alignment, rows without log-probabilities and ignored rows."""
     rows, source = max(min(_PROOF_ROWS, _PROOF_ELEMENTS // vocab), 16), proof.generator(device, vocab)
     row_stride = vocab if dense else vocab + unit
     there = torch.zeros(shift + rows * row_stride, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension with the bits of eager's, for rows that ATen gives a warp each."""
+"""Softmax over the last dimension with eager's bits, for rows that ATen gives one warp each."""
 
 import functools
 import math
@@ -48,8 +48,8 @@ def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     Raises:
         TypeError: `input` is no tensor or not of a real floating dtype.
 
-    The kernels run for fp32, fp16 and bf16 on CUDA if `dim` is the last dimension, has 1 to 1024 elements, and the rows are contiguous
-    and equally spaced; not for 16 bits under autocast, which computes in fp32. Anything else is computed by eager.
+    The kernels run for fp32, fp16 and bf16 on CUDA if `dim` is the last dimension, has 1 to 1024 elements, and rows are
+    contiguous and equally spaced. Eager computes everything else, and 16 bits under autocast, which computes in fp32.
     """
     check_floating("input", input)
     out = replacement(input, dim)
@@ -73,11 +73,11 @@ _MAX_ROWS = 128
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kernel is compiled for.
+    """The properties that a kernel is compiled for.
 
     Attributes:
-        log2_size: of the power of two that a row fills by more than half. With ATen's warp it decides the order of additions.
-        unit: so many elements, up to 16 bytes, can be read at a time.
+        log2_size: the logarithm of the next power of two of a row's length; in ATen's warp it decides the order of additions.
+        unit: the number of elements, up to 16 bytes, that one access can read.
     """
 
     dtype: torch.dtype
@@ -100,14 +100,14 @@ class Kind:
 
 
 def _forward(dtype, rows: int, size: int, row_stride: int, device: torch.device) -> launch.Launch:
-    """The launch of the forward kernel, to be called with input and a dense output."""
+    """The launch of the forward kernel. Its tensors: input, dense output."""
     kind = Kind.of(dtype, size, row_stride)
     constants, scalars = kind.constants(aten.softmax_forward(size, dtype)), (size, row_stride)
     return _bind(softmax_forward, constants, device, (dtype,) * 2, kind, rows, scalars)
 
 
 def _backward(dtype, rows: int, size: int, dy_row_stride: int, device: torch.device) -> launch.Launch:
-    """The launch of the backward kernel, to be called with dy, a dense output and its input's gradient."""
+    """The launch of the backward kernel. Its tensors: dy, dense output, the input's gradient."""
     kind = Kind.of(dtype, size, dy_row_stride)
     constants, scalars = kind.constants(aten.softmax_backward(size, dtype)), (size, dy_row_stride)
     return _bind(softmax_backward, constants, device, (dtype,) * 3, kind, rows, scalars)
@@ -121,7 +121,7 @@ def _bind(kernel, constants, device, dtypes, kind, rows, scalars) -> launch.Laun
 
 @dataclass(eq=False)
 class _Forward:
-    """A call without gradients: all that follows from the input's shape, strides, dtype and device."""
+    """A call without gradients, resolved for the input's shape, strides, dtype and device."""
 
     launch: launch.Launch
     empty: Callable[[], torch.Tensor]
@@ -156,7 +156,7 @@ class _Backward:
 
 
 def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
-    """The softmax from the kernel; None where eager must compute it."""
+    """The softmax from the kernel; None if eager must compute it."""
     if dim != -1 and dim != input.dim() - 1:
         return proof.record_refusal(functional.softmax, "another dimension than the last")
     if is_dynamo_compiling():
@@ -192,7 +192,7 @@ def _resolve(x, needs_grad):
     rows, size, row_stride = _rows("input", x)
     out = Output.of(functools.partial(functional.softmax, dim=-1), x)
     for of_gradient in (False, True)[: 1 + needs_grad]:
-        # In the backward pass the gradient is expected to be dense, as the output is.
+        # The output's gradient will most likely be dense, as the output is.
         kind = Kind.of(x.dtype, size, size if of_gradient else row_stride)
         if not _proved(kind, x.device, of_gradient):
             return None
@@ -201,7 +201,7 @@ def _resolve(x, needs_grad):
 
 
 def _rows(name, tensor) -> tuple[int, int, int]:
-    """How many rows, of how many elements, how far apart. Eager's results are dense, whatever the layout of its arguments."""
+    """Rows, elements of a row, and row stride. Eager's results are dense, whatever the layout of its arguments."""
     if tensor.dtype not in FLOAT_DTYPES or not runs_kernels(tensor.device):
         raise Outside(f"{name} {tensor.dtype} on {tensor.device}")
     if tensor.dim() == 0 or tensor.numel() == 0:
@@ -272,7 +272,7 @@ _apply = apply_of(Softmax)
 
 
 def _proved(kind: Kind, device, of_gradient: bool) -> bool:
-    """Of the kernel that is compiled for this kind: all sizes of a kind have the same order."""
+    """Whether the kernel of this kind is proved: all lengths of a kind have the same order."""
     what = "gradient" if of_gradient else "output"
     comparisons = _gradient_comparisons if of_gradient else _comparisons
     return proof.kernel_is_proved(
@@ -284,7 +284,7 @@ def _proved(kind: Kind, device, of_gradient: bool) -> bool:
     )
 
 
-# In fp32 a sum in another order shows in many of a row's quotients. In bf16 it shows in one of some 300,000.
+# In fp32 another order of additions shows in many quotients of a row, in bf16 in one of about 300,000.
 _PROOF_ELEMENTS = {torch.float32: 1 << 16, torch.float16: 1 << 19, torch.bfloat16: 1 << 22}
 _GRADIENT_ROWS = 256
 
@@ -297,7 +297,7 @@ def _sizes(kind: Kind) -> list[int]:
 
 
 def _spaced(values, kind: Kind):
-    """In the kind's dtype, with a gap of a unit after each row: more can then not be read at a time."""
+    """The values in the kind's dtype, with a gap of one unit after each row: no access can read more than a unit."""
     rows, size = values.shape
     return torch.zeros(rows, size + kind.unit, dtype=kind.dtype, device=values.device)[:, :size].copy_(values)
 
@@ -314,9 +314,9 @@ def _comparisons(kind, device):
 
 
 def _gradient_comparisons(kind, device):
-    """In half of the rows one product outweighs the others and is nearly the sum: the difference shows the sum's last bits.
+    """In half of the rows one product is nearly the sum of all, so that the difference shows the sum's last bits.
 
-    The output is then none that softmax returns, which the gradient's formula does not ask.
+    No softmax returns such an output; the gradient's formula does not need one that does.
     """
     source = proof.generator(device, kind.log2_size)
     rows = _GRADIENT_ROWS
@@ -378,7 +378,7 @@ def _is_traced_plainly() -> bool:
 def _compiled(input):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original.
 
-    Proofs wait until the op runs, for a row's length may be symbolic here: what is not proved there runs ATen's own kernel.
+    Proofs wait until the op runs, since a row's length may be symbolic here. Without a proof the op runs ATen's kernel.
     """
     if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(input):
         return None
