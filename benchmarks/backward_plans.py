@@ -32,7 +32,7 @@ def plans_of(backward, reduction, dtype, added, hidden_size, rows):
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     threads = torch.cuda.get_device_properties(0).max_threads_per_multi_processor
     columns = reduction.column_reduction(rows, hidden_size, multiprocessors, threads)
-    mode = "accumulate" if added else backward.dx_mode_of(dtype)
+    mode = "accumulate" if added else "split" if dtype == torch.float32 else "single"
     found = []
     for least in (0.0, 2.0):
         backward._LEAST_USEFUL_WORK, backward._WARPS_OF_A_FULL_SM = least, 0
@@ -46,7 +46,7 @@ def milliseconds(backward, formula, plan, dtype, added, hidden_size, rows) -> fl
     weight, rstd = torch.ones(hidden_size, device="cuda", dtype=dtype), torch.ones(rows, 1, device="cuda")
     backward.launch_plan = lambda *arguments: plan
     d_sum = d_sum if added else None
-    call = backward.resolve(formula, dy, x, weight, rstd, True, True, backward.dx_mode_of(dtype, d_sum))
+    call = backward.resolve(formula, dy, x, weight, rstd, True, True, backward.dx_mode_of(formula, dtype, d_sum))
     call(dy, x, weight, rstd, d_sum)
     torch.cuda.synchronize()
     graph, calls, times = torch.cuda.CUDAGraph(), 5 if rows * hidden_size > 1 << 26 else 20, []

@@ -348,7 +348,7 @@ class Kernels:
 
             elif point.sums_rows:
                 first = sets[0]
-                dx_mode = self.backward.dx_mode_of(x.dtype, first.d_sum)
+                dx_mode = self.backward.dx_mode_of(llama, x.dtype, first.d_sum)
                 backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True, dx_mode)
 
                 def call(index):

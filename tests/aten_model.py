@@ -314,11 +314,13 @@ def rms_norm_input_gradient(
     rstd: Tensor,
     total_rows: Optional[int] = None,
     device: Device = H200,
+    two_edges: bool = False,
 ) -> tuple[Tensor, ...]:
     """What autograd adds to the gradient of x, one tensor for each time that it adds.
 
     A 16-bit x receives one gradient, rounded once from the fp32 sum of the two terms. For an fp32
-    x `x.to(float32)` is x itself, so both terms reach its accumulator, one after the other.
+    x `x.to(float32)` is x itself, so both terms reach its accumulator, one after the other. So they do with `two_edges`,
+    each rounded to the dtype of x: T5LayerNorm multiplies x itself by rstd.
     """
     hidden_size = x.shape[-1]
     hidden_states = x.float()
@@ -331,8 +333,8 @@ def rms_norm_input_gradient(
     grad_squares = grad_mean * reciprocal.to(x.device)
     through_product = grad_normalized * rstd
     through_mean = grad_squares * (2.0 * hidden_states)
-    if x.dtype == torch.float32:
-        return through_product, through_mean
+    if two_edges or x.dtype == torch.float32:
+        return through_product.to(x.dtype), through_mean.to(x.dtype)
     return ((through_product + through_mean).to(x.dtype),)
 
 
@@ -366,16 +368,18 @@ def rms_norm_weight_gradient(
 
 
 class Gradients(NamedTuple):
-    """dx: the one tensor, or for an fp32 x the two, that autograd adds up. dweight [hidden_size]."""
+    """dx: the one tensor, or the two of an fp32 x and of T5LayerNorm, that autograd adds up. dweight [hidden_size]."""
 
     dx: tuple[Tensor, ...]
     dweight: Tensor
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, device: Device = H200) -> Gradients:
-    """Both gradients of eager LlamaRMSNorm; dy in promote_types(weight.dtype, x.dtype)."""
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, device: Device = H200, two_edges: bool = False
+) -> Gradients:
+    """Both gradients of eager LlamaRMSNorm, of T5LayerNorm with `two_edges`; dy in promote_types(weight.dtype, x.dtype)."""
     return Gradients(
-        rms_norm_input_gradient(dy, x, weight, rstd, device=device),
+        rms_norm_input_gradient(dy, x, weight, rstd, device=device, two_edges=two_edges),
         rms_norm_weight_gradient(dy, x, weight, rstd, device=device),
     )
 

@@ -25,7 +25,9 @@ def cpu_kernels(package):
 
     def variant_of(constants, x, weight, out):
         scale, fused = constants["SCALE"], constants.get("FUSED", False)
-        found = (v for v in variants if v.scale == scale and v.fused == fused)
+        # Both gradients of 16-bit activations are T5's; forward its formula has LLAMA's bits.
+        two_edges = constants.get("TWO_EDGES", False) and x.dtype != torch.float32
+        found = (v for v in variants if (v.scale, v.fused, v.two_edges) == (scale, fused, two_edges))
         return next(v for v in found if v.output_dtype(x.dtype, weight.dtype) == out.dtype)
 
     def write(into, values):

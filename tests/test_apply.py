@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import importlib
 import importlib.util
 import logging
 import warnings
@@ -36,6 +37,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    T5Config,
+    T5ForTokenClassification,
 )
 from transformers.models.llama import modeling_llama
 
@@ -73,6 +76,7 @@ MODELS = {
     "gemma": (GemmaForCausalLM, GemmaConfig, {"head_dim": 32}),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 32}),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "t5": (T5ForTokenClassification, T5Config, {"d_kv": 32, "d_ff": 96, "num_labels": 5, "dropout_rate": 0.0}),
     "gpt2": (GPT2LMHeadModel, GPT2Config, {"n_layer": 2, "n_embd": 64, "n_head": 2}),
 }
 MODES = [Mode.INFERENCE, Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING | Mode.TORCH_COMPILE]
@@ -154,6 +158,46 @@ def test_restore_leaves_nothing_behind(kernel, name, seed):
         assert_bits_equal(value, parameters.pop(name))
     assert not parameters
     handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_t5_trains_with_equal_bits(kernel, monkeypatch, dtype, seed):
+    """Its norms multiply activations that they have not cast: 16-bit ones get two gradients of each norm."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    model = make("t5", seed).to(dtype)
+    for name, parameter in model.named_parameters():
+        # Away from 1, where formulas agree. transformers keeps wo in fp32.
+        parameter.data = (torch.rand_like(parameter) + 0.5 if "layer_norm" in name else parameter).to(dtype)
+    norms = [module for module in model.modules() if type(module).__name__ == "T5LayerNorm"]
+
+    def step():
+        model.zero_grad()
+        out = model(tokens(), labels=tokens() % 5)
+        out.loss.backward()
+        return {"logits": out.logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+    expected = step()
+    kernel.apply(model.train(), Mode.TRAINING)
+    assert len(norms) == 5
+    assert all(norm.forward.__func__ is kernel.layers.LlamaRMSNorm.forward for norm in norms)
+    for name, found in step().items():
+        assert_bits_equal(found, expected[name], name)
+    (entry,) = [each for each in kernel.replacement_report(model).layers if each.layer == "T5LayerNorm"]
+    assert entry.path == "kernel"
+
+
+T5S = "T5", "MT5", "UMT5", "LongT5", "Pix2Struct", "Udop", "SwitchTransformers", "Pop2Piano"
+
+
+@pytest.mark.parametrize("name", T5S)
+def test_norms_of_t5s_kind_are_known(kernel, module, name):
+    folder = {"SwitchTransformers": "switch_transformers"}.get(name, name.lower())
+    file = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    norm = vars(file)[f"{name}LayerNorm"]
+    assert kernel.name_layers(norm(64)) == {norm.__name__: "RMSNorm"}
+    for dtype, formula in ((torch.bfloat16, "t5"), (torch.float16, "t5"), (torch.float32, "llama")):
+        variant = module("rms_norm_proof").variant_of(norm, "variance_epsilon", dtype, dtype, torch.device("cpu"))
+        assert variant.name == formula
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

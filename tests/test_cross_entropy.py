@@ -94,6 +94,10 @@ def check(module, x, target, reduction, d_loss, misaligned=0, label=""):
     assert_bits_equal(gradient, expected.to(x.dtype), f"gradient of {label}")
 
 
+# `LOSSLESS_CASES=300 pytest tests/test_cross_entropy.py -k at_random` for docs/numerics.md.
+CASES = int(os.environ.get("LOSSLESS_CASES", 6))
+
+
 @interpreted
 @pytest.mark.parametrize("vocab", SHORT + LONG)
 def test_kernels_equal_the_model(module, seed, vocab):
@@ -109,7 +113,7 @@ def test_kernels_equal_the_model(module, seed, vocab):
 @interpreted
 def test_kernels_equal_the_model_for_vocabularies_at_random(module, seed):
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    for _ in range(6):
+    for _ in range(CASES):
         vocab, dtype = choose.randint(2, int(2 ** choose.uniform(2, 16))), choose.choice(DTYPES)
         rows, reduction = choose.randint(1, 12), choose.choice(("mean", "sum"))
         x, target = logits_and_targets(generator, max(rows, 3), vocab, dtype)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from projects import ROOT, SCRIPTS, run
-from transformers import GemmaConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config, T5Config
+from transformers import BertConfig, GemmaConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config, T5Config
 
 pytestmark = pytest.mark.either
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -73,7 +73,9 @@ def test_a_model_from_its_configuration(kernel):
     }
     assert planned(kernel, GemmaConfig(**SIZES))["GemmaRMSNorm"].replacement == "RMSNormZeroCentered"
     assert planned(kernel, GPT2Config(n_layer=1, n_embd=64, n_head=2))["NewGELUActivation"].count == 1
-    assert "no layer that a kernel" in str(kernel.doctor(T5Config(d_model=64, num_layers=1), verbose=False))
+    assert planned(kernel, T5Config(d_model=64, num_layers=1))["T5LayerNorm"].count == 7
+    without = BertConfig(**SIZES, hidden_act="relu")
+    assert "no layer that a kernel" in str(kernel.doctor(without, verbose=False))
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,21 @@ def test_rms_norm_gradients_equal_the_model(module, seed):
         assert_gradients_equal_the_model(module("rms_norm_backward"), *inputs)
 
 
+def test_t5s_gradients_equal_the_model(module, seed):
+    """T5LayerNorm multiplies x itself by rstd: 16-bit activations get two gradients, each rounded."""
+    backward, generator, in_one_edge = module("rms_norm_backward"), torch.Generator().manual_seed(seed), []
+    cases = [*random_cases(seed, 10, most_elements=40_000), (300, 128, *DTYPES), (2100, 64, *DTYPES)]
+    for rows, hidden_size, dtype, _ in cases:
+        x, weight, dy, rstd = given(generator, (rows, hidden_size), dtype, dtype)
+        call = backward.resolve(module("variants").T5, dy, x, weight, rstd[:, None], True, True)
+        expected = aten_model.rms_norm_backward(dy, x, weight, rstd, two_edges=True)
+        assert len(expected.dx) == 2
+        assert_gradients(call(dy, x, weight, rstd[:, None]), expected, f"{rows}x{hidden_size} {dtype}")
+        if dtype != torch.float32:
+            in_one_edge.append(torch.equal(sum(expected.dx), *aten_model.rms_norm_backward(dy, x, weight, rstd).dx))
+    assert in_one_edge and not all(in_one_edge)
+
+
 @pytest.mark.parametrize("name", ["fp32_product", "one_plus_weight", "fp32_output", "unweighted"])
 def test_other_variants_equal_the_model(module, seed, name):
     """They round nothing between the fp32 norm and the product, so the model's arithmetic of fp32 tensors is theirs."""
@@ -449,7 +464,7 @@ def test_a_weights_gradient_alone_has_the_plan_it_is_proved_with(module, monkeyp
         forget_calls(module)
         asked.clear()
         found = rms_norm.gradients(llama(rms_norm), dy, x, weight, rstd[:, None], needs_dx, True, True, d_sum)
-        assert set(asked) == {"accumulate" if needs_dx else rms_norm.dx_mode_of(dtype)}
+        assert set(asked) == {"accumulate" if needs_dx else rms_norm.dx_mode_of(llama(rms_norm), dtype)}
         assert (found.dx is not None) is needs_dx
         assert_bits_equal(found.dweight, aten_model.rms_norm_backward(dy, x, weight, rstd).dweight, "dweight")
 
@@ -544,15 +559,28 @@ class LlamaRMSNorm(torch.nn.Module):
         return self.weight * normalized.to(hidden_states.dtype)
 
 
+class T5LayerNorm(LlamaRMSNorm):
+    """transformers' layer, as far as it decides bits."""
+
+    def forward(self, hidden_states):
+        if isinstance(self.weight, torch.nn.Parameter):
+            pytest.fail("the original forward runs")
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(self.weight.dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_in_a_residual_block(kernel, seed, dtype):
-    """x + norm(x): x receives dy and, in fp32, two gradients one after the other, which one sum of theirs would not equal."""
+@pytest.mark.parametrize("layer_class", [LlamaRMSNorm, T5LayerNorm])
+def test_layer_in_a_residual_block(kernel, seed, layer_class, dtype):
+    """x + norm(x): x receives dy and, of two edges, two gradients one after the other, which one sum of theirs would not equal."""
+    two_edges = layer_class is T5LayerNorm
     x, weight, dy, _ = given(torch.Generator().manual_seed(seed), (2, 9, 128), dtype, dtype)
-    norm = LlamaRMSNorm(weight)
+    norm = layer_class(weight)
     norm.forward = MethodType(kernel.layers.LlamaRMSNorm.forward, norm)
     rstd = aten_model.rms_norm_statistics(x, 1e-5, rsqrt=numpy_rsqrt).rstd
     normed = aten_model.rms_norm_given_rstd(x, weight, rstd)
-    expected = aten_model.rms_norm_backward(dy, x, weight, rstd)
+    expected = aten_model.rms_norm_backward(dy, x, weight, rstd, two_edges=two_edges)
     with torch.no_grad():
         assert_bits_equal(norm(x), normed)
     x.requires_grad_()
@@ -567,7 +595,7 @@ def test_layer_in_a_residual_block(kernel, seed, dtype):
         assert_bits_equal(dx, total)
         assert_bits_equal(dweight, expected.dweight)
     assert_bits_equal(handed_over, dy)
-    if dtype == torch.float32:
+    if two_edges or dtype == torch.float32:
         assert not torch.equal(dx, dy + sum(expected.dx))
 
 

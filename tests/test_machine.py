@@ -31,7 +31,7 @@ COMPILE = """
     domain, launch, backward, rotary = map(module, ("domain", "launch", "rms_norm_backward", "rotary"))
     activation, gated, add_rms_norm = map(module, ("activation", "gated_activation", "add_rms_norm"))
     rotary_embedding, cross_entropy, softmax = map(module, ("rotary_embedding", "cross_entropy", "ops.softmax"))
-    LLAMA = module("variants").LLAMA
+    LLAMA, T5 = module("variants").LLAMA, module("variants").T5
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
     seen = set()
     compiled = []
@@ -100,7 +100,8 @@ COMPILE = """
                         dy, x = dy.flatten()[:rows * hidden_size].view(rows, hidden_size), x[:, :hidden_size]
                         kernel.rms_norm(x, weight, 1e-6)
                         module("rms_norm").replacement(x, weight, 1e-6, torch.nn.RMSNorm, "eps", fused=True)
-                        backward.gradients(LLAMA, dy, x, weight, torch.empty(rows, 1), True, True)
+                        for variant in (LLAMA, T5)[: 1 + (hidden_size == 4096 and not padding)]:
+                            backward.gradients(variant, dy, x, weight, torch.empty(rows, 1), True, True)
                     residual, x = torch.empty(2, rows, hidden_size, dtype=dtype)
                     rstd = torch.empty(rows, 1)
                     if rows > 16 and hidden_size in (64, 128, 4096, 8192, 32768):

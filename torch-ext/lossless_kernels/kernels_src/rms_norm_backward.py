@@ -103,7 +103,7 @@ def _store_dx(
     dx = d_normalized * rstd
     dx_mean = d_square * (2.0 * h)
     if TWO_EDGES:
-        tl.store(dx_mean_ptr + offset, dx_mean, mask=mask, eviction_policy=EVICTION)
+        tl.store(dx_mean_ptr + offset, dx_mean.to(dtype), mask=mask, eviction_policy=EVICTION)
     elif ADD:
         d_sum = d_sum.to(tl.float32)
         if dtype == tl.float32:

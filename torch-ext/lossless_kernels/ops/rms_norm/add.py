@@ -255,6 +255,8 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs):
     variant = variant_of(owner, eps_name, x.dtype, weight.dtype, x.device)
     if variant is None:
         return None
+    if variant.two_edges:
+        raise Outside("a residual add before a norm that sends 16-bit activations two gradients")
     hidden_size = x.shape[-1]
     rows, training = x.numel() // hidden_size, needs != NO_GRADIENTS
     subject = (variant, owner, x.dtype, weight.dtype, hidden_size, rows)
@@ -449,7 +451,7 @@ def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, devi
     if under_transform() or functions_of(owner) is None or calls_torch(owner):
         return None
     variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
-    if variant is None:
+    if variant is None or variant.two_edges:
         return None
     subject = (variant, owner, dtype, weight_dtype, hidden_size)
     all_rows = rows_of_every_plan(hidden_size, dtype.itemsize, plans.gpu(device))

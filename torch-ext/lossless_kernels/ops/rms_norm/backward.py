@@ -25,7 +25,7 @@ if launch.AVAILABLE:
 
 
 class Gradients(NamedTuple):
-    """The gradients. Eager sends fp32 activations two, one after the other: `dx` and then `dx_mean`."""
+    """The gradients. Activations with two edges get two, one after the other: `dx` and then `dx_mean`."""
 
     dx: Optional[torch.Tensor]
     dx_mean: Optional[torch.Tensor]
@@ -57,7 +57,9 @@ def formula(
         d_variance = (-0.5 * (d_normalized * h).sum(-1, keepdim=True)) * rstd.pow(3)
         dx = d_normalized * rstd
         dx_mean = d_variance / h.shape[-1] * (2 * h)
-        if hidden_states.dtype != torch.float32:
+        if variant.has_two_edges(hidden_states.dtype):
+            dx, dx_mean = dx.to(hidden_states.dtype), dx_mean.to(hidden_states.dtype)
+        else:
             dx, dx_mean = (dx + dx_mean).to(hidden_states.dtype), None
     if needs_dweight:
         products = weight_products(variant, dy, h, rstd, hidden_states.dtype)
@@ -411,7 +413,7 @@ def resolve(
         Outside: `formula` must run.
     """
     hidden_size = x.shape[-1]
-    dx_mode = dx_mode or dx_mode_of(x.dtype)
+    dx_mode = dx_mode or dx_mode_of(variant, x.dtype)
     if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1:
         raise Outside("gradients of strided rows, of no rows or of a vector")
     if dy.dtype != variant.output_dtype(x.dtype, weight.dtype):
@@ -482,14 +484,14 @@ def resolve(
     return backward
 
 
-def dx_mode_of(dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
+def dx_mode_of(variant: RMSNormFormula, dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
     """The form of the kernel's dx.
 
-    "single": one gradient. "split": two, as eager sends to fp32 activations. "accumulate": added to the earlier d_sum.
+    "single": one gradient. "split": two, of activations with two edges. "accumulate": added to the earlier d_sum.
     """
     if d_sum is not None:
         return "accumulate"
-    return "split" if dtype == torch.float32 else "single"
+    return "split" if variant.has_two_edges(dtype) else "single"
 
 
 def _summed(found: Gradients, d_sum: Optional[torch.Tensor]) -> Gradients:
@@ -582,7 +584,7 @@ def _resolve_call(dy, x, weight, rstd, *more) -> Optional[Backward]:
     """
     *d_sum, variant, needs_dx, needs_dweight = more
     arguments = variant, dy, x, weight, rstd, needs_dx, needs_dweight
-    dx_mode = dx_mode_of(x.dtype, *d_sum)
+    dx_mode = dx_mode_of(variant, x.dtype, *d_sum)
     ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
     compares = not ordinary and proof.policy() != "off" and not launch.is_collecting()
     if compares and proof.is_capturing():

@@ -43,7 +43,7 @@ class Training:
 
     Args:
         original: the replaced forward, for reports.
-        two_edges: x enters autograd twice: eager's fp32 activations get two gradients, the product's and the mean's.
+        two_edges: x enters autograd twice, see `RMSNormFormula.has_two_edges`.
     """
 
     variant: RMSNormFormula
@@ -179,7 +179,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
     shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
     empty_rstd = allocator(shape, strides, torch.float32, x.device)
     kind = _TorchTraining if variant.fused else Training
-    return kind(variant, owner.forward, weight.dtype, launch, out, empty_rstd, x.dtype == torch.float32, eps)
+    return kind(variant, owner.forward, weight.dtype, launch, out, empty_rstd, variant.has_two_edges(x.dtype), eps)
 
 
 # Layers that call `F.rms_norm` have a table of their own.

@@ -148,6 +148,5 @@ def replacement(hidden_states, weight, eps, owner, eps_name, fused):
         return None
     if not training:
         return _rms_norm_op(hidden_states, weight, eps, variant)
-    two_edges = hidden_states.dtype == torch.float32 and not BY_NAME[variant].fused
-    again = hidden_states if two_edges else None
+    again = hidden_states if BY_NAME[variant].has_two_edges(hidden_states.dtype) else None
     return _rms_norm_with_rstd_op(hidden_states, again, weight, eps, variant)[0]

@@ -28,6 +28,7 @@ class RMSNormFormula:
         scale: the place of the weight, the kernels' constant SCALE.
         keeps_fp32: the output is fp32 for activations of any dtype.
         fused: `F.rms_norm` of tensors of one dtype: one ATen kernel with its own reduction order, one for gradients.
+        two_edges: the product takes the activations without a cast, so that 16-bit ones get two gradients, as fp32 ones do.
     """
 
     name: str
@@ -35,13 +36,14 @@ class RMSNormFormula:
     scale: str
     keeps_fp32: bool = False
     fused: bool = False
+    two_edges: bool = False
 
     def eager(self, hidden_states: torch.Tensor, weight: Optional[torch.Tensor], eps: float) -> torch.Tensor:
         """The formula in torch operations, one rounding each."""
         if self.fused:
             return F.rms_norm(hidden_states, hidden_states.shape[-1:], None if self.scale == "none" else weight, eps)
         h = hidden_states.to(torch.float32)
-        normalized = h * eager_rstd(h, eps)
+        normalized = (hidden_states if self.two_edges else h) * eager_rstd(h, eps)
         if self.scale == "after_cast":
             return weight * normalized.to(hidden_states.dtype)
         if self.scale != "none":
@@ -72,6 +74,10 @@ class RMSNormFormula:
             return torch.promote_types(weight_dtype, dtype)
         return torch.float32 if self.keeps_fp32 else dtype
 
+    def has_two_edges(self, dtype: torch.dtype) -> bool:
+        """Whether activations of `dtype` get two gradients, of the product and of the mean, each rounded to their dtype."""
+        return not self.fused and (self.two_edges or dtype == torch.float32)
+
     def grad_of_product(self, dy: torch.Tensor) -> torch.Tensor:
         """The gradient of the product with the weight: through a final cast, autograd passes it back in fp32."""
         return dy if self.scale == "after_cast" else dy.to(torch.float32)
@@ -83,6 +89,7 @@ class RMSNormFormula:
 
 
 LLAMA = RMSNormFormula("llama", "weight * n.to(dtype)", "after_cast")
+T5 = RMSNormFormula("t5", "weight * (x * rsqrt(...)).to(dtype)", "after_cast", two_edges=True)
 FP32_PRODUCT = RMSNormFormula("fp32_product", "(weight * n).to(dtype)", "fp32")
 ONE_PLUS_WEIGHT = RMSNormFormula("one_plus_weight", "((1 + weight) * n).to(dtype)", "one_plus")
 FP32_OUTPUT = RMSNormFormula("fp32_output", "weight.float() * n", "fp32", keeps_fp32=True)
@@ -91,7 +98,7 @@ UNWEIGHTED = RMSNormFormula("unweighted", "n.to(dtype)", "none")
 FUSED = RMSNormFormula("fused", "F.rms_norm", "fp32", fused=True)
 FUSED_UNWEIGHTED = RMSNormFormula("fused_unweighted", "F.rms_norm without weight", "none", fused=True)
 
-WEIGHTED = (LLAMA, FP32_PRODUCT, ONE_PLUS_WEIGHT, FP32_OUTPUT)
+WEIGHTED = (LLAMA, T5, FP32_PRODUCT, ONE_PLUS_WEIGHT, FP32_OUTPUT)
 BY_NAME = {variant.name: variant for variant in (*WEIGHTED, UNWEIGHTED, FUSED, FUSED_UNWEIGHTED)}
 
 

@@ -95,7 +95,8 @@ def rows_of_every_training_plan(
         both: whether the gradients of both the weight and the input are needed.
     """
     gpu, size = plans.gpu(device), dtype.itemsize
-    dx_modes = rms_norm_backward.dx_mode_of(dtype), "accumulate"
+    # "single" and "split" have the same plans.
+    dx_modes = "single", "accumulate"
     ops = *TUNING, *rms_norm_backward.TUNING
     boundaries = {rows for op in ops for rows in plans.plan_boundaries(gpu, op, hidden_size, size)}
     powers = (1 << power for power in range(_MOST_TRAINING_ROWS.bit_length()))

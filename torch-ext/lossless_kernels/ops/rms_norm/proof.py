@@ -160,7 +160,7 @@ def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, dev
     """
     if variant.fused:
         return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
-    dx_mode = dx_mode or rms_norm_backward.dx_mode_of(dtype)
+    dx_mode = dx_mode or rms_norm_backward.dx_mode_of(variant, dtype)
     least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize, dx_mode)
     shared = row_class(rows)
     kind = variant, dtype, weight_dtype, hidden_size, shared, least, plan, device, needs, dx_mode
