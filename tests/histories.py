@@ -48,8 +48,8 @@ from transformers.activations import ACT2FN
 HIDDEN, VOCABULARY = 64, 32
 LEVELS = ("layer", "mlp", "decoder")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-FILES = ("llama", "qwen2", "qwen3", "gemma", "qwen3_5", "qwen3_next")
-LLAMA, QWEN2, QWEN3, GEMMA, QWEN3_5, QWEN3_NEXT = (
+FILES = ("llama", "qwen2", "qwen3", "gemma", "qwen3_5", "qwen3_next", "phi3", "t5")
+LLAMA, QWEN2, QWEN3, GEMMA, QWEN3_5, QWEN3_NEXT, PHI3, T5 = (
     importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in FILES
 )
 SIZES = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "intermediate_size": 72, "num_attention_heads": 2, "head_dim": 64,
@@ -200,10 +200,15 @@ SUBJECTS = {
     "GemmaRMSNorm": Subject(
         lambda: GEMMA.GemmaRMSNorm(HIDDEN), {GEMMA.GemmaRMSNorm: "RMSNormZeroCentered"}, keeps_copies=True
     ),
+    "T5LayerNorm": Subject(lambda: T5.T5LayerNorm(HIDDEN), {T5.T5LayerNorm: "RMSNorm"}),
     "RMSNorm": Subject(lambda: nn.RMSNorm(HIDDEN, eps=1e-6), {nn.RMSNorm: "TorchRMSNorm"}),
     "RMSNormGated": Subject(lambda: QWEN3_NEXT.Qwen3NextRMSNormGated(HIDDEN), inputs=2),
     "LlamaMLP": Subject(lambda: LLAMA.LlamaMLP(transformers.LlamaConfig(**SIZES)), {LLAMA.LlamaMLP: "SwiGLUMLP"}),
     "GemmaMLP": Subject(lambda: GEMMA.GemmaMLP(transformers.GemmaConfig(**SIZES)), {GEMMA.GemmaMLP: "GeGLUMLP"}),
+    # Whole vectors in each row: a CPU's SiLU has other bits for the rest of a row, and a saved copy of a half is dense.
+    "Phi3MLP": Subject(
+        lambda: PHI3.Phi3MLP(transformers.LlamaConfig(**{**SIZES, "intermediate_size": 64})), {PHI3.Phi3MLP: "Phi3MLP"}
+    ),
     "SiLU": Subject(nn.SiLU, {nn.SiLU: "SiLU"}),
     "GELU": Subject(lambda: nn.GELU("tanh"), {nn.GELU: "GeLU"}),
     **{

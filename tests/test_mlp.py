@@ -6,6 +6,7 @@ compared with the product that the package's function returns.
 
 import copy
 import functools
+import importlib
 import warnings
 
 import pytest
@@ -22,6 +23,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -29,18 +32,36 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mistral.modeling_mistral import MistralMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 pytestmark = [pytest.mark.either, pytest.mark.filterwarnings(r"ignore:\s*No kernel mapping found")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEVICE_TYPE = "rocm" if torch.version.hip else DEVICE
-NAMES = {LlamaMLP: "SwiGLUMLP", MistralMLP: "LlamaMLP", Qwen2MLP: "SwiGLUMLP", GemmaMLP: "GeGLUMLP"}
+NAMES = {
+    LlamaMLP: "SwiGLUMLP",
+    MistralMLP: "LlamaMLP",
+    Qwen2MLP: "SwiGLUMLP",
+    GemmaMLP: "GeGLUMLP",
+    Phi3MLP: "Phi3MLP",
+}
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "gemma": (GemmaConfig, GemmaForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+}
+PACKED = {
+    "Phi3": "phi3",
+    "Phi4Multimodal": "phi4_multimodal",
+    "Glm": "glm",
+    "Glm4": "glm4",
+    "Glm4vText": "glm4v",
+    "GlmOcrText": "glm_ocr",
+    "GlmImageText": "glm_image",
+    "Dia": "dia",
 }
 HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 192
 each_act = pytest.mark.parametrize(
@@ -114,6 +135,10 @@ def unbind(act_fn):
     vars(act_fn).pop("forward", None)
 
 
+def activation_of(layer):
+    return getattr(layer, "activation_fn", None) or layer.act_fn
+
+
 def normal(seed, *shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
@@ -121,7 +146,12 @@ def normal(seed, *shape, dtype=torch.float32):
 def fused(kernel, layer, x, product=None):
     """What the layer must return: on a GPU what the original does."""
     product = product or kernel.silu_and_mul
-    return layer.down_proj(product(layer.gate_proj(x), layer.up_proj(x)))
+    packed = hasattr(layer, "gate_up_proj")
+    gate, up = layer.gate_up_proj(x).chunk(2, dim=-1) if packed else (layer.gate_proj(x), layer.up_proj(x))
+    return layer.down_proj(product(gate, up))
+
+
+each_form = pytest.mark.parametrize("layer_class", (LlamaMLP, Phi3MLP), ids=lambda each: each.__name__)
 
 
 def backward(out, inputs):
@@ -179,13 +209,28 @@ class WidensTheGate(LlamaMLP):
         return self.down_proj((self.act_fn(gate.float()) * up.float()).to(gate.dtype))
 
 
-@pytest.mark.parametrize("layer_class", (UpFirst, Sliced, Dropout, Scaled, WidensTheGate), ids=lambda c: c.__name__)
+class GateLast(Phi3MLP):
+    def forward(self, hidden_states):
+        up, gate = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+class Interleaved(Phi3MLP):
+    def forward(self, hidden_states):
+        gate, up = self.gate_up_proj(hidden_states).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+OTHERS = UpFirst, Sliced, Dropout, Scaled, WidensTheGate, GateLast, Interleaved
+
+
+@pytest.mark.parametrize("layer_class", OTHERS, ids=lambda c: c.__name__)
 def test_other_formulas_keep_their_forward(kernel, fresh, products, monkeypatch, seed, layer_class):
-    name_layer(monkeypatch, layer_class)
+    name_layer(monkeypatch, layer_class, "Phi3MLP" if issubclass(layer_class, Phi3MLP) else "SwiGLUMLP")
     original = mlp(seed, layer_class).eval()
     original.config.pretraining_tp = 1
     replaced, x = kernelized(original, kernel), normal(seed, 3, HIDDEN_SIZE)
-    unbind(replaced.act_fn)
+    unbind(activation_of(replaced))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="lossless-kernels")
         for each in (x, x.requires_grad_()):
@@ -210,10 +255,11 @@ def test_other_activations_keep_the_forward(kernel, fresh, products, seed, act):
 # One layer
 
 
+@each_form
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-def test_product_comes_from_the_kernel(kernel, products, seed, dtype):
-    layer = kernelized(mlp(seed, dtype=dtype), kernel)
-    assert layer.forward.__func__ is kernel.layers.LlamaMLP.forward
+def test_product_comes_from_the_kernel(kernel, products, seed, layer_class, dtype):
+    layer = kernelized(mlp(seed, layer_class, dtype=dtype), kernel)
+    assert layer.forward.__func__ is getattr(kernel.layers, layer_class.__name__).forward
     x = normal(seed, 2, 5, HIDDEN_SIZE, dtype=dtype)
     with torch.no_grad():
         assert_bits_equal(layer(x), fused(kernel, layer, x))
@@ -290,8 +336,10 @@ def test_projections_are_called_as_the_modules_they_are(kernel, products, seed):
         assert_bits_equal(ours, functions)
 
 
-def test_an_activation_that_somebody_watches_is_called(kernel, products, seed, monkeypatch):
-    layer, x = kernelized(mlp(seed), kernel), normal(seed, 5, HIDDEN_SIZE)
+@each_form
+def test_an_activation_that_somebody_watches_is_called(kernel, products, seed, layer_class):
+    layer, x = kernelized(mlp(seed, layer_class), kernel), normal(seed, 5, HIDDEN_SIZE)
+    act_fn = activation_of(layer)
     expected = layer(x).detach()
     assert len(products) == 1
     seen = []
@@ -300,24 +348,47 @@ def test_an_activation_that_somebody_watches_is_called(kernel, products, seed, m
         seen.append(arguments[0])
 
     for register in (
-        layer.act_fn.register_forward_hook,
-        layer.act_fn.register_forward_pre_hook,
+        act_fn.register_forward_hook,
+        act_fn.register_forward_pre_hook,
         nn.modules.module.register_module_forward_hook,
         nn.modules.module.register_module_forward_pre_hook,
     ):
         handle = register(watch)
         assert_bits_equal(layer(x), expected)
         handle.remove()
-        assert layer.act_fn in seen and len(products) == 1
+        assert act_fn in seen and len(products) == 1
         seen.clear()
-    handle = layer.act_fn.register_full_backward_hook(watch)
+    handle = act_fn.register_full_backward_hook(watch)
     backward(layer(x.requires_grad_()), x)
-    assert seen == [layer.act_fn] and len(products) == 1
+    assert seen == [act_fn] and len(products) == 1
     handle.remove()
-    bound = layer.act_fn.forward
-    layer.act_fn.forward = lambda gate: seen.append(gate) or bound(gate)
+    bound = act_fn.forward
+    act_fn.forward = lambda gate: seen.append(gate) or bound(gate)
     assert_bits_equal(layer(x), expected)
     assert len(seen) == 2 and len(products) == 1
+
+
+def test_packed_mlps_are_named(kernel):
+    for name, folder in PACKED.items():
+        file = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        layer_class = vars(file)[f"{name}MLP"]
+        if layer_class not in NAMES:
+            config = LlamaConfig(hidden_size=HIDDEN_SIZE, intermediate_size=INTERMEDIATE_SIZE)
+            assert kernel.name_layers(layer_class(config))[layer_class.__name__] == "Phi3MLP"
+
+
+def test_a_packed_gradient_keeps_the_signs_of_zeros(kernel, seed):
+    """Each half is its product's gradient, not the sum of it and of zeros for the other half."""
+    original = mlp(seed, Phi3MLP)
+    original.down_proj = nn.Identity()
+    seen = []
+    for layer in (original, kernelized(original, kernel)):
+        layer.gate_up_proj.register_forward_hook(lambda module, arguments, out: out.register_hook(seen.append) and None)
+        out = layer(normal(seed, 5, HIDDEN_SIZE))
+        out.backward(torch.full_like(out, -0.0))
+    expected, found = seen
+    assert_bits_equal(found, expected)
+    assert torch.signbit(found).any() and not found.any()
 
 
 @pytest.mark.parametrize("up", [torch.float32, torch.float64], ids=["same dtype", "another dtype of up"])
@@ -368,20 +439,22 @@ def test_what_no_kernel_takes_is_the_original(kernel, products, seed):
     assert all(gate.numel() == 0 for gate in products)
 
 
-def test_a_layer_of_its_own(kernel, seed):
-    layer = type("Ours", (kernel.layers.LlamaMLP,), {})()
-    source = kernelized(mlp(seed), kernel)
-    for name in ("gate_proj", "up_proj", "down_proj", "act_fn"):
-        setattr(layer, name, getattr(source, name))
+@each_form
+def test_a_layer_of_its_own(kernel, seed, layer_class):
+    layer = type("Ours", (getattr(kernel.layers, layer_class.__name__),), {})()
+    source = kernelized(mlp(seed, layer_class), kernel)
+    for name, part in source.named_children():
+        setattr(layer, name, part)
     x = normal(seed, 5, HIDDEN_SIZE)
     assert_bits_equal(layer(x), source(x))
 
 
-def test_torch_compile_traces_all_of_it(kernel, seed):
+@each_form
+def test_torch_compile_traces_all_of_it(kernel, seed, layer_class):
     """On a CPU the original; on a GPU the operator, with the bits of the layer that is not compiled."""
-    original = mlp(seed)
+    original = mlp(seed, layer_class)
     layer, x = kernelized(original, kernel, Mode.TRAINING | Mode.TORCH_COMPILE), normal(seed, 5, HIDDEN_SIZE)
-    unbind(layer.act_fn)
+    unbind(activation_of(layer))
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     inputs = x.requires_grad_(), *layer.parameters()
@@ -439,8 +512,9 @@ def mlps(model):
 def test_kernelize_replaces_the_mlps_of_a_model(kernel, seed, family):
     model = kernelized(build(family, seed, torch.float32), kernel)
     assert len(mlps(model)) == 2
+    ours = {"gemma": kernel.layers.GeGLUMLP, "phi3": kernel.layers.Phi3MLP}
     for each in mlps(model):
-        layer = kernel.layers.GeGLUMLP if family == "gemma" else kernel.layers.LlamaMLP
+        layer = ours.get(family, kernel.layers.LlamaMLP)
         assert each.forward.__func__ is layer.forward
 
 

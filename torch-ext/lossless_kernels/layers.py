@@ -311,17 +311,23 @@ class QuickGELUActivation(nn.Module):
         return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)
 
 
+def _activation_of(layer, act_fn, x):
+    """The subject and formula of a gated MLP's activation, and whether its hooks run in a checkpoint; the formula or None."""
+    subject, hooked = mlp.subject_of(act_fn), False
+    if subject is None and not is_dynamo_compiling() and is_checkpointed():
+        subject = mlp.subject_of(act_fn, whatever_hooks=True)
+        hooked = subject is not None
+    activation = None if subject is None else mlp.activation_of(type(layer), subject, x, layer.__dict__)
+    return subject, activation, hooked
+
+
 def _gated_mlp(self, x):
     if type(self) is _SCRIPTED:
         return _scripted(self, x)
     modules = self._modules
     gate_proj, up_proj, down_proj = modules.get("gate_proj"), modules.get("up_proj"), modules.get("down_proj")
     act_fn = modules.get("act_fn")
-    subject, hooked = mlp.subject_of(act_fn), False
-    if subject is None and not is_dynamo_compiling() and is_checkpointed():
-        subject = mlp.subject_of(act_fn, whatever_hooks=True)
-        hooked = subject is not None
-    activation = None if subject is None else mlp.activation_of(type(self), subject, x, self.__dict__)
+    subject, activation, hooked = _activation_of(self, act_fn, x)
     if activation is None or gate_proj is None or up_proj is None or down_proj is None:
         if isinstance(self, (LlamaMLP, GeGLUMLP)):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -360,6 +366,37 @@ class GeGLUMLP(nn.Module):
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _gated_mlp(self, x)
+
+
+class Phi3MLP(nn.Module):
+    """`down_proj(up * activation_fn(gate))` with `gate, up = gate_up_proj(hidden_states).chunk(2, dim=-1)`.
+
+    The product is one kernel; hidden_states: `[..., hidden_size]`. Replaces transformers' `Phi3MLP` and classes that compute
+    the same with SiLU or GELU, named by `name_layers`. The projections are called as modules, with their own forward and hooks.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    @torch.jit.ignore
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, hidden_states)
+        modules = self._modules
+        gate_up_proj, down_proj, act_fn = map(modules.get, ("gate_up_proj", "down_proj", "activation_fn"))
+        subject, activation, hooked = _activation_of(self, act_fn, hidden_states)
+        if activation is None or gate_up_proj is None or down_proj is None:
+            if isinstance(self, Phi3MLP):
+                return mlp.packed_formula(hidden_states, self.gate_up_proj, self.down_proj, self.activation_fn)
+            return type(self).forward(self, hidden_states)
+        gate, up = attention.project(gate_up_proj, hidden_states).chunk(2, dim=-1)
+        if hooked:
+            return down_proj(mlp.hooked_product(act_fn, gate, lambda up=up: up, subject, activation))
+        product = product_replacement(gate, up, subject, activation)
+        if product is None:
+            product = up * act_fn(gate)
+        del gate, up
+        return attention.project(down_proj, product)
 
 
 class LlamaDecoderLayer(nn.Module):

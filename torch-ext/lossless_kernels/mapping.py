@@ -34,6 +34,7 @@ LAYERS = {
     "SwiGLUMLP": "LlamaMLP",
     "LlamaMLP": "LlamaMLP",
     "GeGLUMLP": "GeGLUMLP",
+    "Phi3MLP": "Phi3MLP",
     "TorchRMSNorm": "TorchRMSNorm",
 }
 # Names of level "decoder" alone. No class of transformers has these names before `name_layers`.
@@ -46,6 +47,7 @@ _DEVICE_TYPES = ("cuda", "rocm", "cpu")
 _NAMES_BY_CHILDREN = {
     frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")): "LlamaDecoderLayer",
     frozenset(("gate_proj", "up_proj", "down_proj", "act_fn")): "SwiGLUMLP",
+    frozenset(("gate_up_proj", "down_proj", "activation_fn")): "Phi3MLP",
     frozenset(("inv_freq", "original_inv_freq")): "LlamaRotaryEmbedding",
 }
 # The rest carries a name in transformers. Where its decorators did nothing (USE_HUB_KERNELS=0, or a version of kernels that
@@ -81,7 +83,7 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     Calls `kernels.replace_kernel_forward_from_hub` for
 
     - decoder layers, MLPs and rotary embeddings: classes whose children (or buffers) have the names of those of
-      `LlamaDecoderLayer`, `LlamaMLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
+      `LlamaDecoderLayer`, `LlamaMLP`, `Phi3MLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
     - norms with `weight` and `variance_epsilon` or `eps` whose forward computes a known formula (Gemma's, for example);
     - the norms and activations of transformers that have lost their names because its decorators did nothing.
 

@@ -62,9 +62,11 @@ _SHAPES = {
     "RMSNormZeroCentered": rms_norm.warmup_shapes,
     "RMSNormGated": rms_norm.warmup_shapes,
     "TorchRMSNorm": rms_norm.warmup_shapes,
+    # The halves of several rows are not dense.
+    "Phi3MLP": lambda *_: [(1, 4096), (16, 4096)],
 }
 # A warmup leaves these children of a gated MLP out.
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def warmup(

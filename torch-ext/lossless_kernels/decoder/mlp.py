@@ -1,4 +1,7 @@
-"""Gated MLPs: recognises classes that compute `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, and their activations."""
+"""Gated MLPs: recognises classes that compute `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, and their activations.
+
+In packed ones one linear layer, `gate_up_proj`, computes gate and up, the two halves of its output.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -148,19 +151,30 @@ def hooked_product(act_fn: nn.Module, gate: torch.Tensor, project_up, subject, a
     return product
 
 
+def is_packed(owner: type) -> bool:
+    """Whether `owner.forward` reads `gate_up_proj`, one linear layer for gate and up."""
+    functions = inspection.functions_of(owner)
+    return bool(functions) and "gate_up_proj" in functions[0].__code__.co_names
+
+
 def _formula(x, gate_proj, up_proj, down_proj, act_fn):
     return down_proj(act_fn(gate_proj(x)) * up_proj(x))
+
+
+def packed_formula(x, gate_up_proj, down_proj, act_fn):
+    gate, up = gate_up_proj(x).chunk(2, dim=-1)
+    return down_proj(up * act_fn(gate))
 
 
 def _formulas(owner, subject, activation, dtype, device):
     generator = proof.generator(device, seed=5)
     rows, hidden_size, intermediate_size = 64, 16, 24
-    shapes = {
-        "x": (rows, hidden_size),
-        "gate_proj": (intermediate_size, hidden_size),
-        "up_proj": (intermediate_size, hidden_size),
-        "down_proj": (hidden_size, intermediate_size),
-    }
+    packed = is_packed(owner)
+    if packed:
+        projections = {"gate_up_proj": (2 * intermediate_size, hidden_size)}
+    else:
+        projections = dict.fromkeys(("gate_proj", "up_proj"), (intermediate_size, hidden_size))
+    shapes = {"x": (rows, hidden_size), **projections, "down_proj": (hidden_size, intermediate_size)}
     data = {name: torch.randn(shape, device=device, generator=generator).to(dtype) for name, shape in shapes.items()}
     gradients = [torch.randn(rows, hidden_size, device=device, generator=generator).to(dtype) for _ in range(2)]
     # Under autocast the projections return another dtype than x's.
@@ -171,30 +185,31 @@ def _formulas(owner, subject, activation, dtype, device):
             (torch.sin, torch.sin),
         ):
             results = [
-                _run(layer_class, act_fn, data.values(), projected, *gradients)
-                for layer_class, act_fn in ((owner, original), (None, ours))
+                _run(compute, act_fn, data, projected, *gradients)
+                for compute, act_fn in ((owner, original), (packed_formula if packed else _formula, ours))
             ]
             names = ("the output", *(f"the gradient of {name}" for name in data))
             for what, expected, found in zip(names, *results):
                 yield what, found, expected
 
 
-def _run(owner, act_fn, data, projected, dy, other):
-    """The output of `owner.forward` (None: the formula) and its gradients; projections return the dtype `projected`."""
-    x, *weights = leaves = [tensor.clone().requires_grad_() for tensor in data]
+def _run(compute, act_fn, data, projected, dy, other):
+    """The output of a class's forward, or of a formula, and its gradients; projections return the dtype `projected`."""
+    x, *weights = leaves = [tensor.clone().requires_grad_() for tensor in data.values()]
 
     def projection(weight):
         return lambda x: nn.functional.linear(x.to(weight.dtype), weight).to(projected)
 
-    linears = [projection(weight) for weight in weights]
+    linears = {name: projection(weight) for name, weight in zip([*data][1:], weights)}
     with torch.enable_grad():
-        if owner is None:
-            out = _formula(x, *linears, act_fn)
-        else:
-            layer = nn.Module.__new__(owner)
+        if isinstance(compute, type):
+            layer = nn.Module.__new__(compute)
             nn.Module.__init__(layer)
-            layer.gate_proj, layer.up_proj, layer.down_proj = linears
-            layer.act_fn = act_fn
-            out = owner.forward(layer, x)
+            # Packed MLPs call the activation `activation_fn`.
+            for name, each in {**linears, "act_fn": act_fn, "activation_fn": act_fn}.items():
+                setattr(layer, name, each)
+            out = compute.forward(layer, x)
+        else:
+            out = compute(x, *linears.values(), act_fn)
         # The gradient of a second output, which reaches x first, shows the order of the others.
         return out.detach(), *torch.autograd.grad((out, x * 1.0), leaves, (dy.to(out.dtype), other))
