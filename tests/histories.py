@@ -694,6 +694,13 @@ def kernelize_again(world, draw):
     world.kernelize(world.model, draw.pick("level", *LEVELS, None), draw.pick("mode", Mode.TRAINING, Mode.INFERENCE))
 
 
+@operation(4, ours=True)
+def recompute_products(world, draw):
+    """The backward pass computes an MLP's product again, or no longer."""
+    with contextlib.suppress(ValueError):  # There may be no MLP.
+        world.kernelize.__self__.kernel.recompute_products(world.model, draw.pick("recompute", True, False))
+
+
 @operation(5, decoder=False)
 def transform(world, draw):
     """functorch, forward-mode AD, batched gradients."""

@@ -21,6 +21,7 @@ PLACES = {
     "replay": "decoder.replay",
     "attention": "decoder.attention",
     "mlp": "decoder.mlp",
+    "recompute": "decoder.recompute",
     "warmup": "warm_up",
 }
 

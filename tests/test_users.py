@@ -209,7 +209,7 @@ def test_mapping_names_every_layer_device_and_mode(kernel):
     mapping = kernel.kernel_mapping()
     activations = {name: layer for name, layer, *_ in ACTIVATIONS.values()}
     norms = {f"RMSNorm{kind}": f"RMSNorm{kind}" for kind in ("ZeroCentered", "Gated")}
-    mlps = {"SwiGLUMLP": "LlamaMLP", "LlamaMLP": "LlamaMLP", "GeGLUMLP": "GeGLUMLP"}
+    mlps = {"SwiGLUMLP": "LlamaMLP", "LlamaMLP": "LlamaMLP", "GeGLUMLP": "GeGLUMLP", "Phi3MLP": "Phi3MLP"}
     more = {"rotary_pos_emb": "RotaryPosEmb", "TorchRMSNorm": "TorchRMSNorm"}
     layers = {name: layer for name, (_, layer) in LAYERS.items()} | activations | norms | mlps | more
     assert set(mapping) == set(layers)

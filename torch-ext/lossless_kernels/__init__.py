@@ -13,7 +13,7 @@ from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
 from .ops.rotary import apply_rotary_pos_emb
 from .ops.softmax import softmax
-from .replace import apply, restore
+from .replace import apply, recompute_products, restore
 from .report import replacement_report
 from .warm_up import warmup
 
@@ -38,6 +38,7 @@ __all__ = [
     "name_layers",
     "new_gelu",
     "quick_gelu",
+    "recompute_products",
     "replacement_report",
     "restore",
     "rms_norm",

@@ -4,6 +4,7 @@
 verification fails. One class serves every `Mode`: each call reads `torch.is_grad_enabled()` and `requires_grad`.
 """
 
+import functools
 from typing import Optional
 
 import torch
@@ -13,11 +14,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .core import proof
 from .core.domain import is_autocast, is_checkpointed
-from .decoder import attention, mlp, replay
+from .decoder import attention, mlp, recompute, replay
 from .decoder import layer as decoder
 from .ops import rotary_tables as rotary_embedding
 from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .ops.activation import replacement as activation_replacement
+from .ops.gated_activation import product as product_again
 from .ops.gated_activation import replacement as product_replacement
 from .ops.rms_norm.formulas import EAGER, LLAMA, ONE_PLUS_WEIGHT
 from .ops.rms_norm.function import replacement as rms_norm_replacement
@@ -338,6 +340,9 @@ def _gated_mlp(self, x):
     product = product_replacement(gate, up, subject, activation)
     if product is None:
         product = act_fn(gate) * up
+    elif recompute.is_marked(self) and not is_dynamo_compiling():
+        compute = functools.partial(product_again, subject=subject, activation=activation)
+        return recompute.project(down_proj, product, gate, up, compute)
     del gate, up  # Eager has freed both too when it projects.
     return attention.project(down_proj, product)
 
@@ -395,6 +400,9 @@ class Phi3MLP(nn.Module):
         product = product_replacement(gate, up, subject, activation)
         if product is None:
             product = up * act_fn(gate)
+        elif recompute.is_marked(self) and not is_dynamo_compiling():
+            compute = functools.partial(product_again, subject=subject, activation=activation)
+            return recompute.project(down_proj, product, gate, up, compute)
         del gate, up
         return attention.project(down_proj, product)
 

@@ -14,6 +14,7 @@ from torch import nn
 from . import loss as losses
 from . import mapping, report
 from .core.domain import runs_kernels
+from .decoder import recompute as recomputation
 
 # In the `__dict__` of a module: the attributes that `apply` changed and their values before, None where there was none.
 _BEFORE = "_before_lossless_kernels"
@@ -111,8 +112,50 @@ def restore(model: nn.Module) -> None:
         if not _callers.get(module):
             _put_back(module, None)
     for module in model.modules():
+        recomputation.mark(module, False)
         if losses.has_our_loss(module):
             del vars(module)["_loss_function"]
+
+
+# The layers of this package with a product of two projections.
+_GATED_MLPS = frozenset(("LlamaMLP", "GeGLUMLP", "Phi3MLP"))
+
+
+def recompute_products(model: nn.Module, recompute: bool = True) -> int:
+    """Saves memory in training: gated MLPs compute their product again in the backward pass instead of keeping it.
+
+    Of the four tensors `[tokens, intermediate_size]` that eager keeps for each MLP (gate, its activation, up, the product)
+    the layers of this package keep three, and two after this call. One more kernel runs in each backward pass, the one that
+    computed the product, so the bits are the same. Everything else stays: the products of matrices are eager's. (An MLP in tiles
+    of tokens, the other way to save this memory, adds weights' gradients of tiles: other bits wherever weights are trained.)
+
+    A checkpoint keeps nothing of the MLP anyway, and other saved-tensor hooks see the product: there, under torch.compile and
+    where no kernel computes the product nothing changes.
+
+    Args:
+        model: a model after `apply` or `kernelize`.
+        recompute: False to keep the products again, as `restore` does too.
+
+    Returns:
+        The number of MLPs.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`, or `recompute` no bool.
+        ValueError: no MLP of the model carries a forward of this package.
+    """
+    mapping.check_model(model)
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute: expected True or False, found {recompute!r}")
+    layers = [(module, report.replaced(module)) for module in model.modules()]
+    found = [each for each, ours in layers if ours is not None and ours.__qualname__.split(".")[0] in _GATED_MLPS]
+    if not found:
+        raise ValueError(
+            "model: expected gated MLPs with a forward of this package, found none: apply(model) first, at level "
+            '"decoder", or kernelize it'
+        )
+    for module in found:
+        recomputation.mark(module, recompute)
+    return len(found)
 
 
 def _check_uncompiled(model) -> None:

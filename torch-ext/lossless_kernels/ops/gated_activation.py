@@ -286,6 +286,12 @@ def product_is_ours(gate: torch.Tensor, up: torch.Tensor, subject, activation: A
     return are_ours(gate, up, needs_grad) and call_of(gate, up, subject, activation, needs_grad) is not None
 
 
+def product(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activation) -> torch.Tensor:
+    """`replacement`, or eager's product where no kernel computes it."""
+    out = replacement(gate, up, subject, activation)
+    return _eager(activation, gate, up) if out is None else out
+
+
 def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional[torch.Tensor]:
     """`replacement` of both halves of a packed tensor, for the activation's own function."""
     if is_dynamo_compiling():
