@@ -1,10 +1,14 @@
 """What the repository must look like for kernel-builder and for the Hub."""
 
 import ast
+import base64
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,59 @@ def test_flake_parses():
         pytest.skip("nix-instantiate is not installed, so flake.nix cannot be parsed")
     done = subprocess.run([nix, "--parse", "flake.nix"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_flake_lock_holds_every_input():
+    """`nix flake metadata --offline` reads it so; an uncommitted lock would mark a build as dirty."""
+    lock = json.loads((ROOT / "flake.lock").read_text(encoding="utf-8"))
+    nodes = lock["nodes"]
+    assert (lock["version"], nodes[lock["root"]]) == (7, {"inputs": {"kernel-builder": "kernel-builder"}})
+    url = re.search(r'inputs\.kernel-builder\.url = "github:([\w-]+)/([\w-]+)"', (ROOT / "flake.nix").read_text())
+    builder = nodes["kernel-builder"]
+    assert builder["original"] == {"owner": url[1], "repo": url[2], "type": "github"}
+    assert (builder["locked"]["owner"], builder["locked"]["repo"]) == url.groups()
+
+    def target(reference):
+        """A node's name, or a path of inputs from the root."""
+        if isinstance(reference, str):
+            return reference
+        name = lock["root"]
+        for part in reference:
+            name = target(nodes[name]["inputs"][part])
+        return name
+
+    reached, queue = set(), [lock["root"]]
+    while queue:
+        name = queue.pop()
+        if name not in reached:
+            reached.add(name)
+            queue += [target(reference) for reference in nodes[name].get("inputs", {}).values()]
+    assert reached == {*nodes}
+    for name in reached - {lock["root"]}:
+        locked = nodes[name]["locked"]
+        assert re.fullmatch("[0-9a-f]{40}", locked["rev"]), name
+        algorithm, digest = locked["narHash"].split("-", 1)
+        assert algorithm == "sha256" and len(base64.b64decode(digest, validate=True)) == 32, name
+
+
+def test_what_kernel_builders_ci_runs(build, tmp_path):
+    """`nix run .#ci-test` has torch, kernels and pytest alone, and may take a minute."""
+    missing = ("transformers", "hypothesis", "dulwich", "starlette", "griffe", "jinja2")
+    code = f"import sys\nfor name in {missing}:\n    sys.modules[name] = None\n"
+    (tmp_path / "without.py").write_text(code)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
+    environment.update(
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+        PYTHONPATH=str(tmp_path),
+        LOCAL_KERNELS=f"lossless-kernels/lossless-kernels={build}",
+    )
+    command = [sys.executable, "-m", "pytest", ROOT / "tests", "-m", "kernels_ci", "-p", "no:cacheprovider"]
+    command += ["-p", "without"]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 20 and "skipped" not in done.stdout
+    assert time.monotonic() - start < 60
 
 
 def test_kernels_src_leads_to_the_device_code():
