@@ -95,6 +95,34 @@ def test_what_kernel_builders_ci_runs(build, tmp_path):
     assert time.monotonic() - start < 60
 
 
+def test_layout_is_kernel_builders():
+    """Its kernel-layout-check: older versions of kernels look for a folder of the module's name inside the module."""
+    assert (PACKAGE / "__init__.py").is_file()
+    assert not (PACKAGE / PACKAGE.name).exists()
+
+
+def test_workflows_run_what_the_project_has():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed, so the workflows cannot be read")
+    workflows = {
+        path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github/workflows").iterdir()
+    }
+    assert {*workflows} == {"build-kernel.yml", "ci.yml"}
+    for found in workflows.values():
+        # YAML reads the key `on` as a truth value.
+        assert found["name"] and found[True] and found["permissions"] == {"contents": "read"}
+        assert all(job["runs-on"] == "ubuntu-latest" and job["steps"] for job in found["jobs"].values())
+    steps = workflows["ci.yml"]["jobs"]["test"]["steps"]
+    (python,) = [step["with"]["python-version"] for step in steps if "python" in step.get("uses", "")]
+    assert tuple(map(int, python.split("."))) >= (3, 11)
+    (command,) = [step["run"] for step in steps if "run" in step]
+    assert os.access(ROOT / command, os.X_OK)
+    for path in workflows["build-kernel.yml"][True]["push"]["paths"]:
+        assert (ROOT / path.removesuffix("/**")).exists()
+    (job,) = [step["with"] for step in workflows["build-kernel.yml"]["jobs"]["build"]["steps"] if "with" in step]
+    assert {"token", "namespace", "script"} <= {*job}
+    assert job["script"].index("set +x") < job["script"].index("HF_TOKEN")
+
+
 def test_kernels_src_leads_to_the_device_code():
     link = ROOT / "kernels_src"
     assert link.is_symlink()
