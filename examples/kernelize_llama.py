@@ -267,10 +267,12 @@ def kernelize(model, names, kernel, mode, device_type, registered=None):
     purpose = Mode.TRAINING if mode.startswith("training") else Mode.INFERENCE
     if mode.endswith("compile"):
         purpose |= Mode.TORCH_COMPILE
-    level = "layer"
-    if "LlamaDecoderLayer" in names:
+    level = "decoder" if "LlamaDecoderLayer" in names else "layer"
+    # transformers gives the other layers their names, unless it does not take this version of kernels.
+    if level == "decoder" or any(
+        not hasattr(type(module), "kernel_layer_name") for module in layers_named(model, names)
+    ):
         kernel.name_layers(model)
-        level = "decoder"
     mapping = kernel.kernel_mapping(devices=registered or (device_type,), level=level)
     with use_kernel_mapping(mapping, inherit_mapping=False):
         for module in layers_named(model, names):

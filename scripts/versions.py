@@ -39,6 +39,7 @@ ROWS = (
     Row("2.11.0", "3.6.0"),
     Row("2.12.0", "3.7.0"),
     Row("2.13.0", "3.7.1"),
+    Row("2.13.0", "3.7.1", transformers="5.23.0"),
     Row("2.14.0", "3.8.0"),
     Row("2.15.0", "3.9.0"),
     Row("2.15.0", "3.9.0", transformers="5.23.0"),
@@ -54,6 +55,8 @@ TESTS = (
     "test_rotary.py",
     "test_cross_entropy.py",
     "test_host.py",
+    # Every layer of the demo's model is replaced.
+    "test_example.py::test_on_a_cpu",
 )
 _ROWS_OWN = {*Row.__dataclass_fields__}
 _NOT_TESTED = {"matplotlib", "rich", "ruff"}
@@ -108,7 +111,9 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def run_row(row: Row, tests: tuple, folder: Path, keep: bool, date: str, pip: tuple = ()) -> Outcome:
+def run_row(
+    row: Row, tests: tuple, folder: Path, keep: bool, date: str, pip: tuple = (), processes: int = 0
+) -> Outcome:
     """Installs the row into `folder`, runs the tests there, removes it unless it is to stay."""
     outcome, python = Outcome(row, date, tests), folder / "bin/python"
     try:
@@ -142,7 +147,7 @@ def run_row(row: Row, tests: tuple, folder: Path, keep: bool, date: str, pip: tu
         version = [str(python), "-c", "import torch; print(torch.__version__)"]
         outcome.torch = subprocess.run(version, capture_output=True, text=True).stdout.strip()
         results = folder / "results.xml"
-        command = [str(python), "-m", "pytest", "-n", "0", "--tb=short", "-m", "not gpu and not gpu2"]
+        command = [str(python), "-m", "pytest", "-n", str(processes), "--tb=short", "-m", "not gpu and not gpu2"]
         command += ["-p", "no:cacheprovider", f"--junitxml={results}", *(f"tests/{name}" for name in tests)]
         done = subprocess.run(command, cwd=ROOT)
         if not results.exists():
@@ -209,6 +214,8 @@ def write(outcomes: list) -> None:
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TORCH", help="the rows of these versions of torch")
+    parser.add_argument("--transformers", nargs="+", metavar="VERSION", help="of these, the rows of these transformers")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="of pytest, at a time (default: its own)")
     parser.add_argument(
         "--tests", nargs="+", metavar="FILE", default=TESTS, help="files of tests/ instead of the usual ones"
     )
@@ -222,10 +229,13 @@ def main(arguments=None) -> int:
         parser.error(f"--only: expected some of {', '.join(sorted(known))}, found {', '.join(given.only)}")
     if given.keep and given.folder is None:
         parser.error("--keep: expected with --folder")
-    missing = [name for name in given.tests if not (ROOT / "tests" / name).is_file()]
+    missing = [name for name in given.tests if not (ROOT / "tests" / name.split("::")[0]).is_file()]
     if missing:
         parser.error(f"--tests: expected files of tests/, found {', '.join(missing)}")
     rows = [row for row in ROWS if not given.only or row.torch in given.only]
+    rows = [row for row in rows if not given.transformers or row.transformers in given.transformers]
+    if not rows:
+        parser.error(f"--transformers: no row has {', '.join(given.transformers)}")
     if given.dry_run:
         for row in rows:
             print(row, "pip install " + " ".join(packages(row)), sep="\n    ")
@@ -240,7 +250,7 @@ def main(arguments=None) -> int:
         for row in rows:
             print(f"== {row}", flush=True)
             folder = base / f"torch-{row.torch}-transformers-{row.transformers}"
-            outcomes.append(run_row(row, tuple(given.tests), folder, given.keep, date, pip))
+            outcomes.append(run_row(row, tuple(given.tests), folder, given.keep, date, pip, given.processes))
             print(line(outcomes[-1]), flush=True)
             write(outcomes)
     return int(any(outcome.problem or outcome.failed for outcome in outcomes))

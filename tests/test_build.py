@@ -84,6 +84,18 @@ def test_metadata_is_what_kernels_reads(built, backend):
     assert set(metadata.digest.files) == {path for path in contents(variant) if path != "metadata.json"}
 
 
+def test_the_source_of_build_toml_is_shown(project, tmp_path):
+    """build.toml is its one place: metadata.json, `kernels info` and the card take it from there."""
+    config = project / "build.toml"
+    source = "https://example.org/someone/lossless-kernels"
+    config.write_text(config.read_text().replace("[general]\n", f'[general]\nsource = "{source}"\n'))
+    done = build(project, "--backends", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert _rust.Metadata.read_from_file(project / "build/torch-cpu/metadata.json").source == source
+    done = run([Path(sys.executable).with_name("kernels"), "info", project / "build"], tmp_path)
+    assert f"Source: {source}\n" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("name", ["layers.py", "interface.json"])
 def test_digest_detects_a_changed_file(built, tmp_path, name):
     variant = shutil.copytree(built / "torch-cuda", tmp_path / "torch-cuda")

@@ -1,10 +1,14 @@
 """What the repository must look like for kernel-builder and for the Hub."""
 
 import ast
+import base64
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,87 @@ def test_flake_parses():
         pytest.skip("nix-instantiate is not installed, so flake.nix cannot be parsed")
     done = subprocess.run([nix, "--parse", "flake.nix"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_flake_lock_holds_every_input():
+    """`nix flake metadata --offline` reads it so; an uncommitted lock would mark a build as dirty."""
+    lock = json.loads((ROOT / "flake.lock").read_text(encoding="utf-8"))
+    nodes = lock["nodes"]
+    assert (lock["version"], nodes[lock["root"]]) == (7, {"inputs": {"kernel-builder": "kernel-builder"}})
+    url = re.search(r'inputs\.kernel-builder\.url = "github:([\w-]+)/([\w-]+)"', (ROOT / "flake.nix").read_text())
+    builder = nodes["kernel-builder"]
+    assert builder["original"] == {"owner": url[1], "repo": url[2], "type": "github"}
+    assert (builder["locked"]["owner"], builder["locked"]["repo"]) == url.groups()
+
+    def target(reference):
+        """A node's name, or a path of inputs from the root."""
+        if isinstance(reference, str):
+            return reference
+        name = lock["root"]
+        for part in reference:
+            name = target(nodes[name]["inputs"][part])
+        return name
+
+    reached, queue = set(), [lock["root"]]
+    while queue:
+        name = queue.pop()
+        if name not in reached:
+            reached.add(name)
+            queue += [target(reference) for reference in nodes[name].get("inputs", {}).values()]
+    assert reached == {*nodes}
+    for name in reached - {lock["root"]}:
+        locked = nodes[name]["locked"]
+        assert re.fullmatch("[0-9a-f]{40}", locked["rev"]), name
+        algorithm, digest = locked["narHash"].split("-", 1)
+        assert algorithm == "sha256" and len(base64.b64decode(digest, validate=True)) == 32, name
+
+
+def test_what_kernel_builders_ci_runs(build, tmp_path):
+    """`nix run .#ci-test` has torch, kernels and pytest alone, and may take a minute."""
+    missing = ("transformers", "hypothesis", "dulwich", "starlette", "griffe", "jinja2")
+    code = f"import sys\nfor name in {missing}:\n    sys.modules[name] = None\n"
+    (tmp_path / "without.py").write_text(code)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
+    environment.update(
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+        PYTHONPATH=str(tmp_path),
+        LOCAL_KERNELS=f"lossless-kernels/lossless-kernels={build}",
+    )
+    command = [sys.executable, "-m", "pytest", ROOT / "tests", "-m", "kernels_ci", "-p", "no:cacheprovider"]
+    command += ["-p", "without"]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 20 and "skipped" not in done.stdout
+    assert time.monotonic() - start < 60
+
+
+def test_layout_is_kernel_builders():
+    """Its kernel-layout-check: older versions of kernels look for a folder of the module's name inside the module."""
+    assert (PACKAGE / "__init__.py").is_file()
+    assert not (PACKAGE / PACKAGE.name).exists()
+
+
+def test_workflows_run_what_the_project_has():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed, so the workflows cannot be read")
+    workflows = {
+        path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github/workflows").iterdir()
+    }
+    assert {*workflows} == {"build-kernel.yml", "ci.yml"}
+    for found in workflows.values():
+        # YAML reads the key `on` as a truth value.
+        assert found["name"] and found[True] and found["permissions"] == {"contents": "read"}
+        assert all(job["runs-on"] == "ubuntu-latest" and job["steps"] for job in found["jobs"].values())
+    steps = workflows["ci.yml"]["jobs"]["test"]["steps"]
+    (python,) = [step["with"]["python-version"] for step in steps if "python" in step.get("uses", "")]
+    assert tuple(map(int, python.split("."))) >= (3, 11)
+    (command,) = [step["run"] for step in steps if "run" in step]
+    assert os.access(ROOT / command, os.X_OK)
+    for path in workflows["build-kernel.yml"][True]["push"]["paths"]:
+        assert (ROOT / path.removesuffix("/**")).exists()
+    (job,) = [step["with"] for step in workflows["build-kernel.yml"]["jobs"]["build"]["steps"] if "with" in step]
+    assert {"token", "namespace", "script"} <= {*job}
+    assert job["script"].index("set +x") < job["script"].index("HF_TOKEN")
 
 
 def test_kernels_src_leads_to_the_device_code():
