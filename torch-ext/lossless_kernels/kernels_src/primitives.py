@@ -227,7 +227,7 @@ def prefetch_bulk(pointer, wanted, BYTES: tl.constexpr):
 
 @triton.jit
 def rsqrt(x):
-    """CUDA's `rsqrtf` in fp32; `tl.rsqrt` is the same instruction but treats subnormal inputs as zero."""
+    """CUDA's or ROCm's `rsqrtf` in fp32; `tl.rsqrt` is the same instruction but treats subnormal inputs as zero."""
     if INTERPRETED:
         return tl.rsqrt(x)
     elif PTX:
@@ -235,7 +235,7 @@ def rsqrt(x):
             "rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.rsqrt(x)
+        return libdevice.rsqrt(x)
 
 
 @triton.jit

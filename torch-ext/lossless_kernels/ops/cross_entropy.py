@@ -20,7 +20,7 @@ from ..core.domain import (
     gradients_apart,
     runs_kernels,
 )
-from ..core.softmax import LOOP, REGISTERS, SHARED, WARP, next_power_of_two, softmax_forward
+from ..core.softmax import CUDA_ONLY, LOOP, REGISTERS, SHARED, WARP, next_power_of_two, softmax_forward
 from ..core.torch_internals import apply_of, keeps_graph
 
 if launch.AVAILABLE:
@@ -286,6 +286,8 @@ _MAX_VOCABULARY = 1 << 24
 def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_LossCall]:
     if logits.dtype not in FLOAT_DTYPES or not runs_kernels(logits.device):
         raise Outside(f"logits {logits.dtype} on {logits.device}")
+    if torch.version.hip is not None:
+        raise Outside(CUDA_ONLY)
     if reduction not in _REDUCTIONS:
         raise Outside("no reduction")
     if logits.dim() != 2 or target.dim() != 1 or target.shape[0] != logits.shape[0]:

@@ -97,7 +97,7 @@ def _forward(
     """
     if plan is None:
         plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
-    order = row_reduction(row_class(rows), hidden_size)
+    order = row_reduction(row_class(rows), hidden_size, plans.gpu(device).build)
     constants = {
         "SCALE": variant.scale,
         "HIDDEN_SIZE": hidden_size,
@@ -106,6 +106,7 @@ def _forward(
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "NEIGHBOURS": order.neighbours,
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,
         "PROGRAMS_PER_ROW": plan.programs_per_row,

@@ -7,7 +7,7 @@ import torch
 
 from ...core import launch, plans
 from ...core.calls import Outside
-from ...core.reduction import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
+from ...core.reduction import CUDA, ROW_CLASSES, Build, fused_row_reduction, row_class, row_reduction
 from . import backward as rms_norm_backward
 from .formulas import RMSNormFormula, in_domain
 
@@ -73,7 +73,7 @@ def launch_plan(
         added: whether the kernel is the fused add + RMSNorm.
     """
     tuned = plans.tuned(Plan, gpu, "add_rms_norm" if added else "rms_norm", hidden_size, rows, element_size)
-    return tuned or default_plan(rows, hidden_size, element_size, added)
+    return tuned or default_plan(rows, hidden_size, element_size, added, gpu.build)
 
 
 def rows_of_every_plan(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, traini
     return [(count, hidden_size) for count in rows or (1,)]
 
 
-def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False) -> Plan:
+def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False, build: Build = CUDA) -> Plan:
     """A sound plan for any GPU; rows of one `row_class` share it. The arguments are those of `launch_plan`."""
     columns = 1 << (hidden_size - 1).bit_length()
     size = columns * element_size
@@ -139,16 +139,16 @@ def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool
     # With a residual so long a row is evicted from the L1 before it is read again (H200).
     if size > _MAX_KEPT_BYTES and not added:
         return Plan(1, min(size // _STREAMED_BYTES_PER_WARP, _MAX_WARPS), streamed=True)
-    order = row_reduction(rows, hidden_size)
+    order = row_reduction(rows, hidden_size, build)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     warps = rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32)
     return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
 
 
-def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
+def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype, build: Build = CUDA) -> Plan:
     """The plan for `F.rms_norm`, whose reduction has few lanes: more threads would have to exchange their loads."""
-    order = fused_row_reduction(hidden_size)
+    order = fused_row_reduction(hidden_size, build)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     threads = rows_per_program * min(tile // _ELEMENTS_PER_THREAD, order.columns * dtype.itemsize // 16)
@@ -156,9 +156,10 @@ def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
 
 
 def plan_of(variant: RMSNormFormula, dtype: torch.dtype, hidden_size: int, rows: int, device: torch.device) -> Plan:
+    gpu = plans.gpu(device)
     if variant.fused:
-        return fused_launch_plan(rows, hidden_size, dtype)
-    return launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
+        return fused_launch_plan(rows, hidden_size, dtype, gpu.build)
+    return launch_plan(rows, hidden_size, dtype.itemsize, gpu)
 
 
 def stride_unit(row_stride: int, dtype: torch.dtype) -> int:
@@ -178,7 +179,11 @@ def forward(
         plan = plan_of(variant, dtype, hidden_size, rows, device)
     unit = stride_unit(row_stride, dtype)
     # One kernel serves all rows of a class.
-    order = fused_row_reduction(hidden_size) if variant.fused else row_reduction(row_class(rows), hidden_size)
+    build = plans.gpu(device).build
+    if variant.fused:
+        order = fused_row_reduction(hidden_size, build)
+    else:
+        order = row_reduction(row_class(rows), hidden_size, build)
     constants = {
         "SCALE": variant.scale,
         "HIDDEN_SIZE": hidden_size,
@@ -188,6 +193,7 @@ def forward(
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "NEIGHBOURS": order.neighbours,
         "FUSED": variant.fused,
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,
