@@ -113,6 +113,20 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_proof_shows_a_kernel_that_flushes_subnormals(module, dtype, rows):
+    """Its comparisons have subnormal results: of the norm and of the sum with a residual."""
+    family, added, llama = module("rms_norm_proof"), module("add_rms_norm"), module("variants").LLAMA
+    cpu, subject = torch.device("cpu"), (llama, family.EAGER[llama], dtype, dtype, 128)
+    found = [*family._comparisons(*subject, rows, 128, cpu), *added._comparisons(*subject, rows, cpu, None)]
+    flushed = set()
+    for what, _, expected in found:
+        if ((expected != 0) & (expected.abs() < torch.finfo(expected.dtype).tiny)).any():
+            flushed.add(what)
+    assert flushed == {"the output", "the sum"}
+
+
 @pytest.mark.parametrize("dx_mode", ["single", "accumulate"])
 def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, dx_mode):
     """Which it would have to compile, and which one depends on the call's rows: verdicts are kept for more than those."""

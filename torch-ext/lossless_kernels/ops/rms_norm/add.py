@@ -33,6 +33,7 @@ from .proof import (
     random_weight,
     spike,
     subject_of,
+    subnormal_row,
     variant_of,
 )
 
@@ -344,6 +345,9 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device,
     forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, True, plan)
     for call in range(calls):
         x, residual = spike(make(rows, hidden_size).to(dtype), call), make(rows, hidden_size).to(dtype)
+        if call == calls - 1:
+            subnormal_row(x)
+            subnormal_row(residual)
         weight = random_weight(variant, make, hidden_size, weight_dtype)
         expected_total = residual + x
         expected = original_output(variant, owner, weight, PROOF_EPS, expected_total)

@@ -13,6 +13,7 @@ from ...core.domain import allocator, are_plain, gradients_apart, have_strides
 from ...core.layout import contiguous_strides, row_levels, rows_in_memory, stand_ins
 from ...core.reduction import (
     CUDA,
+    ROCM,
     Build,
     ColumnReduction,
     RowReduction,
@@ -197,6 +198,9 @@ def default_plan(
         fused_rows = min(max(rows_per_program, 2 if 2 * tile <= most else 1), columns.height)
         # The fp32 sums of chains and threads take registers too.
         each, most_warps = (_ELEMENTS_PER_THREAD, _MAX_WARPS) if element_size == 2 else (_ELEMENTS_PER_THREAD // 2, 8)
+        # The same tile spills on RDNA GPUs (compiled for gfx1201, not yet run).
+        if build == ROCM[32]:
+            each, most_warps = _ELEMENTS_PER_THREAD // 2, _MAX_WARPS
         warps = min(max(fused_rows * tile // (each * 32), 1), most_warps)
         programs = columns.blocks * columns.height // fused_rows
         useful = useful_work(programs, multiprocessors, hidden_size, tile, element_size)
