@@ -305,7 +305,7 @@ class Kernels:
                 dx_mode = "accumulate" if point.adds else "single"
                 plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, dx_mode)
             elif point.has_size:
-                plan = self.rms_norm.default_plan(*case.shape, size, point.adds)
+                plan = self.rms_norm.default_plan(*case.shape, size, point.adds, self.plans.gpu(device))
             else:
                 plan = self.activation.launch_plan(case.op, size)
         return dataclasses.asdict(plan)

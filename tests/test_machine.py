@@ -22,6 +22,18 @@ FMAS = {
     "fast_gelu": (6, {"bfloat16": 0, "float32": 1}),
     "quick_gelu": (3, 0),
 }
+# What CUDA's own functions approximate and flush in the steps that the kernels repeat; a norm's root is `rsqrtf`. No other
+# kernel has an approximate instruction or one that flushes subnormals to zero.
+_EXP = {"cvt.ftz.sat.f32.f32", "ex2.approx.ftz.f32", "fma.rm.ftz.f32", "fma.rn.ftz.f32"}
+_COS = {"abs.ftz.f32", "cvt.rni.ftz.s32.f32", "fma.rn.ftz.f32", "mul.rn.ftz.f32"}
+APPROXIMATE = {
+    **dict.fromkeys(("rms_norm_forward", "add_rms_norm_forward"), {"rsqrt.approx.f32"}),
+    **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
+    **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
+    **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
+    "cross_entropy_forward": {"ex2.approx.ftz.f32"},
+    "rotary_tables": _COS,
+}
 PATHS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
 # Bytes that a thread spills, the most of the seven generations with Triton 3.6.0 and 3.7.1. No other kernel spills any.
 SPILLED = {
@@ -101,7 +113,8 @@ def test_rows_that_are_read_twice_exchange_their_lanes_sums_alone(compiled):
 def test_later_rows_are_requested_where_a_plan_says_so(compiled):
     """One request for each row of each input, on GPUs that have such requests."""
     prefetching = {(entry["kernel"], entry["arch"]) for entry in compiled if entry["constants"].get("AHEAD")}
-    assert prefetching == {("rms_norm_forward", 90), ("add_rms_norm_forward", 90)}
+    kernels = "rms_norm_forward", "add_rms_norm_forward"
+    assert prefetching == set(itertools.product(kernels, [arch for arch in ARCHS if arch >= 90]))
     for entry in compiled:
         constants = entry["constants"]
         expected = constants["ROWS"] * ROWS_MOVED[entry["kernel"]][0] if constants.get("AHEAD") else 0
@@ -243,7 +256,22 @@ def test_ptxas_contracts_nothing(compiled):
     """It may make an FMA of a product and a sum unless both name their rounding."""
     for entry in compiled:
         assert entry.count(r"(mul|add)\.rn\.(f32|bf16)|fma\.rn\.bf16"), str(entry)
-        assert not entry.count(r"(mul|add|sub)\.(sat\.|ftz\.)*(f32|bf16)"), str(entry)
+        assert not entry.count(r"(mul|add|sub)\.(sat\.|ftz\.)*(f32|bf16|f16)"), str(entry)
+
+
+def test_nothing_else_is_approximate_or_flushed(compiled):
+    """The text of every kernel, whatever its family."""
+    found = {}
+    for entry in compiled:
+        approximate = set(re.findall(r"(?:^|\s)(\w+\S*\.(?:approx|ftz|full)\b\S*?)[;\s]", entry["assembly"]))
+        assert approximate <= APPROXIMATE.get(entry["kernel"], set()), f"{entry}: {approximate}"
+        found.setdefault(entry["kernel"], set()).update(approximate)
+        # Roots, logarithms and so on have no instruction of fp32 that is rounded correctly but these three.
+        rounded = set(re.findall(r"\b(?:div|rcp|sqrt|rsqrt|lg2|ex2|sin|cos|tanh)\.\S*f32\b", entry["assembly"]))
+        assert rounded - approximate <= {"div.rn.f32", "rcp.rn.f32"}, f"{entry}: {rounded}"
+    assert {kernel: names for kernel, names in found.items() if names} == APPROXIMATE, (
+        "the table names no more than needed"
+    )
 
 
 def test_no_sum_crosses_warps_numbered_in_turn(rms_norm):
@@ -309,6 +337,22 @@ def test_activations_have_cudas_fmas_and_no_others(compiled):
             expected = forward + more * (direction == "backward")
             assert entry.count(r"fma\.rn(?:\.ftz)?\.f32") == expected * elements, str(entry)
             assert not entry.count(r"mad\S*\.f32"), str(entry)
+
+
+def test_gated_activations_have_the_fmas_of_their_activation(compiled):
+    gated = [entry for entry in compiled if entry["kernel"].startswith("gated_activation")]
+    assert {entry["constants"]["ACTIVATION"] for entry in gated} < set(FMAS)
+    for entry in gated:
+        constants, elements = entry["constants"], entry["constants"]["BLOCK"] // entry.threads
+        name, dtype, is_backward = constants["ACTIVATION"], entry["dtype"], entry["kernel"].endswith("backward")
+        forward, more = (each[dtype] if isinstance(each, dict) else each for each in FMAS[name])
+        expected = forward + more * is_backward
+        if (name, dtype) == ("silu", "bfloat16") and constants.get("D_UP"):
+            # up's gradient takes SiLU of 16 bits by its own instructions, gate's takes the sigmoid of fp32.
+            expected += forward
+        assert entry.count(r"fma\.rn(?:\.ftz)?\.f32") == expected * elements, str(entry)
+        assert not entry.count(r"mad\S*\.f32"), str(entry)
+        assert_only_trivial_fmas_of_bf16(entry)
 
 
 def test_activations_flush_only_where_cuda_does(compiled):

@@ -54,6 +54,10 @@ _MAX_WARPS = 16
 _SHARED_COLUMNS = 1024
 _MAX_SHARED_BYTES_ADDED = 64 << 10
 _MAX_PROGRAMS_PER_ROW = 8
+# Where prefetching paid (H200): 16 bits, so many rows, and hidden sizes without and with a residual add. GPUs before
+# compute capability 9.0 have no such request; on later ones it has not run.
+_LEAST_PREFETCHING, _LEAST_PREFETCHED_ROWS = 9, 8192
+_PREFETCHED, _PREFETCHED_ADDED = range(1024, 8192 + 1), range(1024, 5120 + 1)
 # Prefetch distance. Times are equal from 1 to 4 MB, and best at 4 for 8192 and 16384 columns. At 8 MB a part is evicted
 # before it is read (H200, L2 of 60 MB).
 _BYTES_AHEAD = 4 << 20
@@ -73,12 +77,14 @@ def launch_plan(
         added: whether the kernel is the fused add + RMSNorm.
     """
     tuned = plans.tuned(Plan, gpu, "add_rms_norm" if added else "rms_norm", hidden_size, rows, element_size)
-    return tuned or default_plan(rows, hidden_size, element_size, added, gpu.build)
+    return tuned or default_plan(rows, hidden_size, element_size, added, gpu)
 
 
 def rows_of_every_plan(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
     """The fewest rows of every `row_class` and plan, fused add + RMSNorm too: their proofs cover all row counts."""
     boundaries = {rows for op in TUNING for rows in plans.plan_boundaries(gpu, op, hidden_size, element_size)}
+    if any(_is_prefetched(_LEAST_PREFETCHED_ROWS, hidden_size, element_size, added, gpu) for added in (False, True)):
+        boundaries.add(_LEAST_PREFETCHED_ROWS)
     return tuple(sorted({*ROW_CLASSES, *boundaries}))
 
 
@@ -128,8 +134,21 @@ def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, traini
     return [(count, hidden_size) for count in rows or (1,)]
 
 
-def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False, build: Build = CUDA) -> Plan:
-    """A sound plan for any GPU; rows of one `row_class` share it. The arguments are those of `launch_plan`."""
+def _is_prefetched(rows: int, hidden_size: int, element_size: int, added: bool, gpu: plans.Gpu) -> bool:
+    return (
+        gpu.compute_capability is not None
+        and gpu.compute_capability >= _LEAST_PREFETCHING
+        and element_size == 2
+        and rows >= _LEAST_PREFETCHED_ROWS
+        and hidden_size in (_PREFETCHED_ADDED if added else _PREFETCHED)
+    )
+
+
+def default_plan(
+    rows: int, hidden_size: int, element_size: int = 2, added: bool = False, gpu: plans.Gpu = plans.UNKNOWN
+) -> Plan:
+    """A sound plan for any GPU; rows of one `row_class` share it, but for prefetching. The arguments are those of
+    `launch_plan`."""
     columns = 1 << (hidden_size - 1).bit_length()
     size = columns * element_size
     few, fit = row_class(rows) < ROW_CLASSES[-1], not added or size <= _MAX_SHARED_BYTES_ADDED
@@ -139,11 +158,12 @@ def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool
     # With a residual so long a row is evicted from the L1 before it is read again (H200).
     if size > _MAX_KEPT_BYTES and not added:
         return Plan(1, min(size // _STREAMED_BYTES_PER_WARP, _MAX_WARPS), streamed=True)
-    order = row_reduction(rows, hidden_size, build)
+    order = row_reduction(rows, hidden_size, gpu.build)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     warps = rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32)
-    return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
+    prefetch = _is_prefetched(rows, hidden_size, element_size, added, gpu)
+    return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS), prefetch=prefetch)
 
 
 def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype, build: Build = CUDA) -> Plan:
