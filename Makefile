@@ -30,8 +30,8 @@ build: $(READY) ## build/torch-{cuda,rocm,cpu}, what the Hub ships
 test: lint build ## everything that needs no GPU
 	$(PY) -m pytest -n 2 --dist worksteal -m "not gpu and not gpu2 and not long"
 
-test-machines: build ## what every kernel compiles to, for sm_80, sm_90 and sm_100
-	LOSSLESS_MACHINES=all $(PY) -m pytest -n 2 tests/test_machine.py
+test-machines: build ## what every kernel compiles to, for seven NVIDIA and five AMD generations
+	LOSSLESS_MACHINES=all $(PY) -m pytest -n 2 tests/test_machine.py tests/test_rocm.py
 
 test-long: build ## the tests that take too long for `make test`, without a GPU
 	$(PY) -m pytest -n 2 --dist worksteal -m "long and not gpu and not gpu2"

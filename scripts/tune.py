@@ -25,7 +25,7 @@ examples:
   tune.py --ops rms_norm --hidden-sizes 5120 --rows 16 512:4096 --output /tmp/plans.json
   tune.py --ops rms_norm --rows 1 2:4 16 --most-rows 63 --update    decode alone
 
-Run `make build` afterwards: a build holds its own copy of plans/.
+Run `make build` afterwards: a build holds its own copy of plans/. The last lines say how to share the file.
 Exit status: 0; 1 if a default configuration differed from eager in a bit or failed; 2 if it could not run.
 """
 
@@ -305,7 +305,7 @@ class Kernels:
                 dx_mode = "accumulate" if point.adds else "single"
                 plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, dx_mode)
             elif point.has_size:
-                plan = self.rms_norm.default_plan(*case.shape, size, point.adds)
+                plan = self.rms_norm.default_plan(*case.shape, size, point.adds, self.plans.gpu(device))
             else:
                 plan = self.activation.launch_plan(case.op, size)
         return dataclasses.asdict(plan)
@@ -853,7 +853,34 @@ def how(gpu) -> dict[str, str]:
     }
 
 
-def tell(options, results, console) -> int:
+def what_to_send(path: Path, gpu: str) -> list[str]:
+    """How the user contributes the file, in lines.
+
+    Args:
+        gpu: the name of this GPU.
+    """
+    lines = [
+        f"To share these times, send {path}: GPU, driver, torch, Triton, date, command and every time are in it.",
+        "  Open an issue with the template 'Launch configurations' and attach the file, also if no case became faster.",
+    ]
+    capability, others = json.loads(path.read_text())["compute_capability"], set()
+    for other in PLANS.glob("*.json"):
+        content = json.loads(other.read_text())
+        if content["compute_capability"] == capability and content["found"]["gpu"] != gpu:
+            others.add(f"{other.name} ({content['found']['gpu']})")
+    if others:
+        lines.append(
+            f"  No pull request yet: {', '.join(sorted(others))} serves this generation, and cases may differ."
+        )
+    else:
+        lines.append(
+            f"  Or open a pull request that adds it to {os.path.relpath(PLANS, ROOT)}/, after `make test-gpu`."
+        )
+    return lines
+
+
+def tell(options, results, console, gpu: str) -> int:
+    """Prints the table and what to send; returns the exit status."""
     console.print(table(results), highlight=False)
     for result in results:
         for plan, why in result.discarded.items():
@@ -862,6 +889,7 @@ def tell(options, results, console) -> int:
     console.print(
         f"{better} of {len(results)} cases have a faster launch configuration: {options.output}", highlight=False
     )
+    console.print(*what_to_send(options.output, gpu), sep="\n", highlight=False)
     failed = [result for result in results if result.error]
     for result in failed:
         print(f"tune: {result.point}: the default launch configuration: {result.error}", file=sys.stderr)
@@ -887,7 +915,7 @@ def main(arguments=None) -> int:
             # Hundreds of kernels, most of which are used only here.
             os.environ.setdefault("TRITON_CACHE_DIR", cache)
             results = run(options, measure.Gpu(), capability, console)
-        return tell(options, results, console)
+        return tell(options, results, console, torch.cuda.get_device_name())
     except (BenchError, ImportError, OSError) as error:
         print(f"tune: error: {error}", file=sys.stderr)
         return 2

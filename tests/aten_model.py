@@ -1,4 +1,4 @@
-"""The arithmetic of PyTorch's CUDA kernels, in plain torch ops: every rounding and every order.
+"""The arithmetic of PyTorch's CUDA kernels, and of ROCm's sums, in plain torch ops: every rounding and every order.
 
 CUDA eager adds in an order of its own, and CPU eager in another. This file states CUDA's, so that
 a kernel can be held to the same bits where there is no GPU. Only elementwise fp32 `+`, `*`, `/`
@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 
 INT32_MAX = 2**31 - 1
-WARP_SIZE = 32
 # Accumulators of one thread (vt0), the width of a vector load of fp32 and of an output vector.
 ACCUMULATORS = 4
 
 
 @dataclass(frozen=True)
 class Device:
-    """What ATen asks of a GPU before it shares one output among several blocks."""
+    """What ATen asks of a GPU, and whether it was compiled with USE_ROCM."""
 
     sms: int
     threads_per_sm: int
+    warp_size: int = 32
+    rocm: bool = False
 
 
 H200 = Device(sms=132, threads_per_sm=2048)
@@ -63,11 +64,11 @@ def _floor_power_of_two(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
-def _block_shape(dim0: int, dim1: int, max_threads: int) -> tuple[int, int]:
+def _block_shape(dim0: int, dim1: int, max_threads: int, device: Device) -> tuple[int, int]:
     """`set_block_dimension`: threads along the fastest dimension and along the other one."""
     dim0 = min(_floor_power_of_two(dim0), max_threads)
     dim1 = min(_floor_power_of_two(dim1), max_threads)
-    width = min(dim0, WARP_SIZE)
+    width = min(dim0, device.warp_size)
     height = min(dim1, max_threads // width)
     width = min(dim0, max_threads // height)
     return width, height
@@ -91,9 +92,11 @@ def _tree(
     ctas = 1
     if values_per_thread >= 256 and grid <= target_grid:
         ctas = max(
-            min(_ceil_div(target_grid, grid), _ceil_div(values_per_thread, 16)),
+            min(_ceil_div(target_grid, grid), _ceil_div(values_per_thread, 128 if device.rocm else 16)),
             _ceil_div(values_per_thread, 256),
         )
+        if ctas > 1 and device.rocm:
+            ctas = max(ctas, 64)
     return Tree(width, height, shared=True, ctas=ctas)
 
 
@@ -101,14 +104,14 @@ def row_tree(rows: int, hidden_size: int, device: Device = H200) -> Tree:
     """The tree of an fp32 sum over the last dimension of [rows, hidden_size], contiguous."""
     vectorized = hidden_size >= 128
     dim0 = hidden_size // ACCUMULATORS if vectorized else hidden_size
-    width, height = _block_shape(dim0, rows, 512)
+    width, height = _block_shape(dim0, rows, 512, device)
     return _tree(width, height, hidden_size, width, rows, 1, device)
 
 
 def column_tree(rows: int, hidden_size: int, device: Device = H200) -> Tree:
     """The tree of a sum over the rows of [rows, hidden_size], contiguous, any of the dtypes."""
     vectors = hidden_size // ACCUMULATORS
-    width, height = _block_shape(vectors, rows, 512 // ACCUMULATORS)
+    width, height = _block_shape(vectors, rows, 512 // ACCUMULATORS, device)
     return _tree(width, height, rows, 1, vectors, width, device)
 
 
@@ -138,6 +141,19 @@ def _halving_sum(values: Tensor, dim: int) -> Tensor:
         half = values.shape[dim] // 2
         values = values.narrow(dim, 0, half) + values.narrow(dim, half, half)
     return values.squeeze(dim)
+
+
+def _sum_along_x(values: Tensor, device: Device) -> Tensor:
+    """`block_x_reduce` of the last dimension: threads of different warps by halves, and those of a warp by halves too.
+
+    ROCm shuffles by 1, 2, 4, ...: lane 0 has the sum of its first 2, 4, 8, ... neighbours.
+    """
+    while device.rocm and values.shape[-1] > device.warp_size:
+        lower, upper = values.chunk(2, -1)
+        values = lower + upper
+    while device.rocm and values.shape[-1] > 1:
+        values = values[..., ::2] + values[..., 1::2]
+    return _halving_sum(values, dim=-1)
 
 
 def _check_matrix(values: Tensor, name: str) -> None:
@@ -174,13 +190,13 @@ def row_sum(values: Tensor, total_rows: Optional[int] = None, device: Device = H
     else:
         sums = _combine_accumulators(sums.view(rows, ACCUMULATORS, lanes), dim=1)
     sums = sums.view(rows, tree.ctas, tree.warps, tree.width)
-    sums = _halving_sum(_halving_sum(sums, dim=3), dim=2)
+    sums = _halving_sum(_sum_along_x(sums, device), dim=2)
     if tree.ctas == 1:
         return sums.view(rows)
     # The last block to finish sums all blocks' results, now over the warps first.
     sums = _chain_sums(sums, tree.width * tree.height, dim=1)
     sums = sums.view(rows, tree.height, tree.width)
-    return _halving_sum(_halving_sum(sums, dim=1), dim=1)
+    return _sum_along_x(_halving_sum(sums, dim=1), device)
 
 
 def _fits_32bit_indexing(rows: int, hidden_size: int, element_size: int, limit: int) -> bool:
@@ -409,19 +425,22 @@ def fused_rms_norm_statistics(
     eps: float,
     rsqrt: Callable[[Tensor], Tensor] = torch.rsqrt,
     multiply_add: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    device: Device = H200,
 ) -> RowStatistics:
     """Those of `F.rms_norm`: sum, mean = sum / hidden_size and rstd = rsqrt(mean + eps), hidden_size a multiple of 4.
 
-    A row has 4 warps of 32 threads. Thread t squares the elements 4t .. 4t+3 of every 512 in memory order, each by an FMA
-    onto one accumulator; sums halve over the lanes of a warp and then over the warps (layer_norm_kernel.cu).
+    A row has 4 warps of 32 threads, on ROCm 256 threads. Thread t squares the elements 4t .. 4t+3 of every 512 (1024) in
+    memory order, each by an FMA onto one accumulator; sums halve over the lanes of a warp and then over the warps
+    (layer_norm_kernel.cu). Whether hipcc makes an FMA there is not known.
     """
-    hidden_size = x.shape[-1]
-    rows = torch.nn.functional.pad(x.float().reshape(-1, hidden_size), (0, -hidden_size % 512))
-    threads = torch.zeros(rows.shape[0], 128, device=x.device)
-    for step in rows.view(rows.shape[0], -1, 128, 4).unbind(1):
+    hidden_size, count = x.shape[-1], 256 if device.rocm else 128
+    rows = torch.nn.functional.pad(x.float().reshape(-1, hidden_size), (0, -hidden_size % (4 * count)))
+    threads = torch.zeros(rows.shape[0], count, device=x.device)
+    for step in rows.view(rows.shape[0], -1, count, 4).unbind(1):
         for element in step.unbind(-1):
             threads = multiply_add(element, element, threads)
-    sums = _halving_sum(_halving_sum(threads.view(-1, 4, 32), 2), 1).view(x.shape[:-1])
+    warps = threads.view(-1, count // device.warp_size, device.warp_size)
+    sums = _halving_sum(_halving_sum(warps, 2), 1).view(x.shape[:-1])
     # On the device: a scalar of the CPU would be divided by as a product with its reciprocal.
     mean = sums / torch.tensor(float(hidden_size), dtype=torch.float32, device=x.device)
     return RowStatistics(sums, mean, rsqrt(mean + torch.tensor(eps, dtype=torch.float32, device=x.device)))

@@ -104,7 +104,8 @@ class SimulatedReduction:
         max_threads = 512 // self.output_vec_size
         dim0_pow2 = self.last_pow2(dim0) if dim0 < max_threads else max_threads
         dim1_pow2 = self.last_pow2(dim1) if dim1 < max_threads else max_threads
-        self.width = min(dim0_pow2, 32)
+        self.warp_size, self.rocm = device.warp_size, device.rocm
+        self.width = min(dim0_pow2, self.warp_size)
         self.height = min(dim1_pow2, max_threads // self.width)
         self.width = min(dim0_pow2, max_threads // self.height)
 
@@ -125,10 +126,12 @@ class SimulatedReduction:
         self.ctas = 1
         if self.input_mult[1] and values_per_thread >= 256 and self.grid <= target:
             by_target = -(-target // self.grid)
-            by_minimum = -(-values_per_thread // 16)
+            by_minimum = -(-values_per_thread // (128 if self.rocm else 16))
             by_maximum = -(-values_per_thread // 256)
             self.ctas = max(min(by_target, by_minimum), by_maximum)
             if self.ctas > 1:
+                if self.rocm:
+                    self.ctas = max(self.ctas, 64)
                 self.input_mult[2], step_input = step_input, step_input * self.ctas
         self.step_input, self.step_output = step_input, step_output
 
@@ -172,23 +175,22 @@ class SimulatedReduction:
     def reduce_x(self, block):
         """`block_x_reduce`: through shared memory down to a warp, then shuffles within the warp."""
         dim_x = self.width
-        while dim_x > 32:
+        while dim_x > self.warp_size:
             offset = dim_x // 2
             for y in range(self.height):
                 for x in range(offset):
                     block[y][x] = block[y][x] + block[y][x + offset]
             dim_x = offset
-        offset = dim_x // 2
-        while offset > 0:
+        offsets = [1 << power for power in range(dim_x.bit_length() - 1)]
+        for offset in offsets if self.rocm else reversed(offsets):
             flat = [value for line in block for value in line]
             shuffled = []
             for thread in range(len(flat)):
                 source = thread + offset
-                same_warp = source // 32 == thread // 32 and source < len(flat)
+                same_warp = source // self.warp_size == thread // self.warp_size and source < len(flat)
                 shuffled.append(flat[thread] + flat[source if same_warp else thread])
             for thread, value in enumerate(shuffled):
                 block[thread // self.width][thread % self.width] = value
-            offset //= 2
 
     def reduce_y(self, block):
         offset = self.height // 2
@@ -255,6 +257,8 @@ class SimulatedReduction:
 
 
 SMALL_GPU = Device(sms=3, threads_per_sm=1536)
+# MI300X, whose waves have 64 lanes, and RX 7900 XTX, whose waves have 32.
+ROCM_GPUS = [Device(304, 2048, 64, rocm=True), Device(96, 2048, 32, rocm=True)]
 
 
 def _check_rows(rows, hidden_size, seed, device=H200):
@@ -319,6 +323,19 @@ def test_sums_on_a_small_gpu_equal_the_simulation():
     _check_columns(1100, 1280, seed=4, device=Device(sms=1, threads_per_sm=1024))
     assert column_tree(1100, 1024, Device(sms=1, threads_per_sm=1024)).ctas == 2
     _check_columns(1100, 1024, seed=5, device=Device(sms=1, threads_per_sm=1024))
+
+
+@pytest.mark.parametrize("device", ROCM_GPUS, ids=["wave64", "wave32"])
+def test_sums_on_rocm_equal_the_simulation(device):
+    """Reduce.cuh under USE_ROCM, thread by thread."""
+    shapes = (1, 64), (2, 124), (3, 100), (1, 128), (1, 2048), (4, 896), (9, 4096), (16, 132), (17, 2880)
+    for rows, hidden_size in shapes:
+        _check_rows(rows, hidden_size, rows * hidden_size, device)
+    for rows, hidden_size in ((1, 4), (5, 516), (65, 132), (257, 8), (1021, 132), (9000, 8), (70_000, 4)):
+        _check_columns(rows, hidden_size, rows * hidden_size, device)
+    assert column_tree(70_000, 4, device).ctas == 64 > column_tree(70_000, 4).ctas > 1
+    values = hashed_normal((64, 4096), seed=1)
+    assert not torch.equal(row_sum(values, device=device), row_sum(values))
 
 
 def test_row_sum_of_more_blocks_than_a_warp_has_lanes():

@@ -16,6 +16,7 @@ import pytest
 import torch
 from bits import assert_bits_equal, bits_equal
 from interpreter import multiply_add
+from places import forget_calls
 from torch.nn import functional
 
 pytestmark = [
@@ -330,6 +331,19 @@ def test_outside_the_domain_eager_runs(kernel, module, case):
     loss = kernel.cross_entropy(logits, target, **arguments)
     expected = functional.cross_entropy(logits.float(), target, **arguments)
     assert bits_equal(loss.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
+
+
+def test_16_bits_before_compute_capability_8_are_eagers(module, monkeypatch):
+    """A maximum of two 16-bit numbers that returns NaN is an instruction of sm_80: nothing must be compiled."""
+    plans, family = module("plans"), module("cross_entropy")
+    target = torch.arange(6)
+    for capability, dtypes in ((7, (torch.float32,)), (8, (torch.float32, torch.float16, torch.bfloat16))):
+        monkeypatch.setattr(plans, "gpu", lambda device, capability=capability: plans.Gpu(capability, 0))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            forget_calls(module)
+            call = family.call_of(torch.randn(6, 40).to(dtype), target, IGNORE, "mean")
+            assert (call is not None) is (dtype in dtypes), (capability, dtype)
+    forget_calls(module)
 
 
 def test_wrong_arguments_are_named(kernel):

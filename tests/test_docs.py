@@ -283,7 +283,7 @@ def test_citation_and_issue_templates_are_yaml():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= {*citation}
     templates = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
-    assert len(templates) == 4
+    assert len(templates) == 5
     for path in templates:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert path.name == "config.yml" or {"name", "description", "body"} <= {*found}

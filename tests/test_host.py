@@ -36,6 +36,77 @@ def numbers(choose, most):
 # The orders of the sums
 
 
+# SMs and threads of each: of 17 NVIDIA GPUs (or MIG instances), with torch's build for CUDA.
+NVIDIA_GPUS = {
+    "T4": (40, 1024),
+    "RTX 2060": (30, 1024),
+    "TX": (14, 1024),
+    "A100": (108, 2048),
+    "A100 MIG 1g": (14, 2048),
+    "A10": (72, 1536),
+    "RTX 3090": (82, 1536),
+    "L4": (58, 1536),
+    "RTX 4090": (128, 1536),
+    "H100": (132, 2048),
+    "H100 PCIe": (114, 2048),
+    "H200 MIG 1g": (16, 2048),
+    "B200": (148, 2048),
+    "RTX 5090": (170, 1536),
+    "RTX PRO 6000": (188, 1536),
+    "Thor": (20, 1536),
+    "Spark": (48, 1536),
+}
+# Beside them the lanes of a wave, with torch's build for ROCm.
+AMD_GPUS = {
+    "MI250X": (110, 2048, 64),
+    "MI300X": (304, 2048, 64),
+    "MI355X": (256, 2048, 64),
+    "RX 7900 XTX": (96, 2048, 32),
+    "RX 9070 XT": (64, 2048, 32),
+}
+# Hidden sizes of models, and those beside the thresholds.
+SWEPT_HIDDEN_SIZES = (
+    64, 68, 100, 124, 128, 132, 252, 256, 260, 384, 512, 516, 640, 768, 896, 1024, 1152, 1536, 2048, 2052, 2304, 2560,
+    2880, 3072, 3584, 4096, 4100, 5120, 5376, 6144, 7168, 8192, 12288, 16384, 20480, 32764, 32768,
+)  # fmt: skip
+SWEPT_ROWS = sorted(
+    {max(step * (1 << power) // 8 + more, 1) for power in range(22) for step in (8, 9, 11, 13) for more in (-1, 0, 1)}
+)
+
+
+@pytest.mark.parametrize("name", [*NVIDIA_GPUS, *AMD_GPUS])
+def test_every_gpus_reductions_are_the_models(module, name):
+    """All hidden sizes and row counts of the two lists, against the transcription of `setReduceConfig`."""
+    config, (sms, threads, *wave) = module("reduce_config"), {**NVIDIA_GPUS, **AMD_GPUS}[name]
+    build = config.ROCM[wave[0]] if wave else config.CUDA
+    device = aten_model.Device(sms, threads, *wave, rocm=bool(wave))
+    different = []
+    for hidden_size, rows in itertools.product(SWEPT_HIDDEN_SIZES, SWEPT_ROWS):
+        found, tree = config.row_reduction(rows, hidden_size, build), aten_model.row_tree(rows, hidden_size, device)
+        if (found.width, found.height, 1) != (tree.width, tree.warps, tree.ctas):
+            different.append(("row", rows, hidden_size))
+        found = config.column_reduction(rows, hidden_size, sms, threads, build)
+        tree = aten_model.column_tree(rows, hidden_size, device)
+        if (found.height, found.blocks) != (tree.warps, tree.ctas):
+            different.append(("column", rows, hidden_size))
+    assert not different, f"{len(different)}: {different[:9]}"
+
+
+@pytest.mark.parametrize("wave", [64, 32])
+def test_rocms_reductions_are_the_models(module, chooser, wave):
+    config = module("reduce_config")
+    build, gpus = config.ROCM[wave], [gpu[:2] for gpu in AMD_GPUS.values() if gpu[2] == wave]
+    for _ in range(10_000):
+        rows, hidden_size, gpu = numbers(chooser, 1 << 22), chooser.choice(EVERY_HIDDEN_SIZE), chooser.choice(gpus)
+        device = aten_model.Device(*gpu, wave, rocm=True)
+        found, tree = config.row_reduction(rows, hidden_size, build), aten_model.row_tree(rows, hidden_size, device)
+        assert (found.width, found.height, found.neighbours) == (tree.width, tree.warps, wave), (rows, hidden_size)
+        assert found == config.row_reduction(config.row_class(rows), hidden_size, build), (rows, hidden_size)
+        found = config.column_reduction(rows, hidden_size, *gpu, build)
+        tree = aten_model.column_tree(rows, hidden_size, device)
+        assert (found.height, found.blocks) == (tree.warps, tree.ctas), (rows, hidden_size, gpu)
+
+
 def test_row_reduction_is_the_models(module, chooser):
     row_reduction = module("reduce_config").row_reduction
     for _ in range(20_000):
@@ -54,6 +125,10 @@ def test_fused_row_reduction_leaves_out_threads_that_have_nothing_to_add(module)
         lanes = order.width * order.height
         assert is_power_of_two(order.width) and is_power_of_two(order.height)
         assert (order.width, order.height) == (32, 4) if hidden_size > 256 else hidden_size // 4 <= lanes
+        for wave in (32, 64):
+            of_rocm = fused_row_reduction(hidden_size, module("reduce_config").ROCM[wave])
+            lanes_of_rocm = of_rocm.width * of_rocm.height
+            assert of_rocm.width == min(lanes_of_rocm, wave) and min(hidden_size // 4, 256) <= lanes_of_rocm <= 256
         assert order.width == 32 or order.height == 1
         assert hidden_size <= order.columns << order.log2_steps < 2 * hidden_size + 2 * order.columns
 

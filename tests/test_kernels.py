@@ -113,6 +113,20 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_proof_shows_a_kernel_that_flushes_subnormals(module, dtype, rows):
+    """Its comparisons have subnormal results: of the norm and of the sum with a residual."""
+    family, added, llama = module("rms_norm_proof"), module("add_rms_norm"), module("variants").LLAMA
+    cpu, subject = torch.device("cpu"), (llama, family.EAGER[llama], dtype, dtype, 128)
+    found = [*family._comparisons(*subject, rows, 128, cpu), *added._comparisons(*subject, rows, cpu, None)]
+    flushed = set()
+    for what, _, expected in found:
+        if ((expected != 0) & (expected.abs() < torch.finfo(expected.dtype).tiny)).any():
+            flushed.add(what)
+    assert flushed == {"the output", "the sum"}
+
+
 @pytest.mark.parametrize("dx_mode", ["single", "accumulate"])
 def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, dx_mode):
     """Which it would have to compile, and which one depends on the call's rows: verdicts are kept for more than those."""
@@ -478,6 +492,62 @@ def test_several_blocks_share_a_column(module, monkeypatch, seed, multiprocessor
     inputs = given(torch.Generator().manual_seed(seed), (2100, 64), *DTYPES)
     assert 1 < aten_model.column_tree(2100, 64, gpu).ctas < aten_model.column_tree(2100, 64).ctas
     assert_gradients_equal_the_model(rms_norm, *inputs, gpu)
+
+
+ROCM_GPUS = {64: aten_model.Device(304, 2048, 64, rocm=True), 32: aten_model.Device(96, 2048, 32, rocm=True)}
+
+
+@pytest.fixture(params=ROCM_GPUS, ids=["wave64", "wave32"])
+def rocm_gpu(module, monkeypatch, request):
+    """Kernels have the reduction orders of torch's build for ROCm."""
+    plans, device = module("plans"), ROCM_GPUS[request.param]
+    gpu = plans.Gpu(None, 0, device.sms, device.threads_per_sm, module("reduce_config").ROCM[device.warp_size])
+    monkeypatch.setattr(plans, "gpu", lambda _: gpu)
+    return device
+
+
+def test_rocms_norms_equal_the_model(module, rocm_gpu, seed):
+    """Every way of a forward kernel; norms with a residual, and `F.rms_norm`."""
+    family, added, llama = module("rms_norm_plan"), module("add_rms_norm"), module("variants").LLAMA
+    spike, generator, on_cuda = module("rms_norm_proof").spike, torch.Generator().manual_seed(seed), 0
+    for rows, hidden_size in ((1, 896), (3, 4096), (8, 132), (17, 64), (20, 1024), (16, 2880)):
+        x = spike(torch.randn(rows, hidden_size, generator=generator), 1)
+        residual, weight = torch.randn(rows, hidden_size, generator=generator), torch.randn(hidden_size)
+        shape = (torch.float32, torch.float32, hidden_size, rows)
+        ways = [family.plan_of(llama, torch.float32, hidden_size, rows, x.device), family.Plan(1, 4, streamed=True)]
+        ways += [family.Plan(1, 4, by_lane=True)] if rows < 16 else []
+        for plan in ways:
+            alone = family.forward(llama, *shape, hidden_size, x.device, 1e-5, store_rstd=True, plan=plan)
+            of_sum = added._forward(llama, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
+            for launch, inputs, total in ((alone, [x], x), (of_sum, [x, residual], residual + x)):
+                outs, rstd = [torch.full_like(x, math.nan) for _ in inputs], torch.full((rows, 1), math.nan)
+                launch(*inputs, weight, *outs, rstd)
+                statistics = aten_model.rms_norm_statistics(total, 1e-5, None, numpy_rsqrt, rocm_gpu)
+                label = f"{len(inputs)} of {rows}x{hidden_size} {plan}"
+                assert_bits_equal(rstd[:, 0], statistics.rstd, f"rstd of {label}")
+                expected = aten_model.rms_norm_given_rstd(total, weight, statistics.rstd)
+                assert_bits_equal(outs[0], expected, f"output of {label}")
+                of_cuda = aten_model.rms_norm_statistics(total, 1e-5, rsqrt=numpy_rsqrt)
+                on_cuda += int((of_cuda.rstd != statistics.rstd).sum())
+        fused = module("variants").FUSED
+        launch = family.forward(fused, *shape, hidden_size, x.device, 1e-5, store_rstd=True)
+        rstd = torch.full((rows, 1), math.nan)
+        launch(x, weight, torch.empty_like(x), rstd)
+        expected = aten_model.fused_rms_norm_statistics(x, 1e-5, numpy_rsqrt, multiply_add, rocm_gpu).rstd
+        assert_bits_equal(rstd[:, 0], expected, f"rstd of F.rms_norm, {rows}x{hidden_size}")
+    assert on_cuda > 50, "rows show another order"
+
+
+def test_rocms_gradients_equal_the_model(module, monkeypatch, rocm_gpu, seed):
+    """With one block a column and with 64, fused, streamed and not fused."""
+    rms_norm, generator = module("rms_norm_backward"), torch.Generator().manual_seed(seed)
+    assert aten_model.column_tree(2100, 64, rocm_gpu).ctas == 64
+    for rows, hidden_size in ((3, 896), (40, 260), (2100, 64)):
+        inputs = given(generator, (rows, hidden_size), *DTYPES)
+        assert_gradients_equal_the_model(rms_norm, *inputs, rocm_gpu)
+    inputs = given(generator, (5, 2052), *DTYPES)
+    monkeypatch.setattr(rms_norm, "launch_plan", lambda *_: rms_norm.Plan(True, 1, 4, streamed=True))
+    assert_gradients_equal_the_model(rms_norm, *inputs, rocm_gpu, "streamed")
 
 
 def test_gradients_too_large_for_32_bit_indexing_are_summed_in_parts(module, monkeypatch, seed):

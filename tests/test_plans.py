@@ -101,6 +101,28 @@ def test_a_plan_is_chosen_by_what_it_is_for(module, plans, write):
     assert rms_norm.rows_of_every_plan(128, 2, plans.UNKNOWN) == (1, 2, 4, 8, 16)
 
 
+@pytest.mark.parametrize("capability", [None, 7, 8, 9, 10, 12])
+def test_many_rows_are_prefetched_by_default_from_compute_capability_9_on(
+    module, plans, tmp_path, monkeypatch, capability
+):
+    """Where it paid on Hopper, in hidden sizes that no file covers too; the proofs cover the plan's first row count."""
+    monkeypatch.setattr(plans, "FOLDER", tmp_path)
+    plans._entries.cache_clear()
+    rms_norm, gpu = module("rms_norm_plan"), plans.Gpu(capability, 227 << 10)
+    for hidden_size, element_size, added in itertools.product(
+        (128, 1024, 3584, 5120, 7168, 16384), (2, 4), (False, True)
+    ):
+        paid = element_size == 2 and 1024 <= hidden_size <= (5120 if added else 8192)
+        expected = capability is not None and capability >= 9 and paid
+        many, few = (rms_norm.launch_plan(rows, hidden_size, element_size, gpu, added) for rows in (8192, 8191))
+        assert (many.prefetch, few.prefetch) == (expected, False), (hidden_size, element_size, added)
+        assert dataclasses.replace(many, prefetch=False) == few
+        if expected:
+            assert rms_norm.rows_of_every_plan(hidden_size, element_size, gpu) == (1, 2, 4, 8, 16, 8192)
+            assert many.ahead(hidden_size * element_size) > 0
+    plans._entries.cache_clear()
+
+
 def test_a_residuals_sum_has_plans_of_its_own(module, plans, write):
     write(ENTRY, {**ENTRY, "op": "add_rms_norm", "least_rows": 50, "plan": {**PLAN, "num_warps": 8}})
     rms_norm, hopper = module("rms_norm_plan"), plans.Gpu(9, 227 << 10)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -245,7 +246,26 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     assert backward.best["sum_warps"] == added.best["sum_warps"] == 4
     _, _, entries = plan_files.read(output, plan_files.allowed_values(kernel))
     assert {entry.op for entry in entries} >= {"silu", "silu_backward"} and "rms_norm" not in {e.op for e in entries}
-    assert tune.tell(options, results, Console(file=open(tmp_path / "table", "w"), width=200)) == 0
+    with open(tmp_path / "table", "w") as table:
+        assert tune.tell(options, results, Console(file=table, width=200), "a CPU") == 0
+    told = (tmp_path / "table").read_text()
+    assert f"send {output}: GPU, driver, torch, Triton, date, command and every time" in told
+
+
+def test_the_tuner_says_what_to_send(tmp_path):
+    """A pull request of the first file for a generation, an issue beside another GPU's file."""
+    path = tmp_path / "plans.json"
+    for capability, gpu, expected in (
+        (8, "NVIDIA A100", "Or open a pull request that adds it to torch-ext/lossless_kernels/plans/"),
+        (9, "NVIDIA H100", "No pull request yet: hopper.json (NVIDIA H200) serves this generation"),
+        (9, "NVIDIA H200", "Or open a pull request"),
+    ):
+        path.write_text(json.dumps({"compute_capability": capability}))
+        first, template, last = tune.what_to_send(path, gpu)
+        assert str(path) in first and expected in last, (capability, gpu)
+        (named,) = re.findall("template '(.*?)'", template)
+        templates = [each.read_text() for each in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")]
+        assert any(text.startswith(f"name: {named}\n") for text in templates)
 
 
 def test_other_processes_compile_what_is_asked_for(kernel, module, build, monkeypatch, tmp_path):

@@ -15,7 +15,8 @@ from typing import Any, Optional
 
 import torch
 
-from . import triton_internals
+from . import plans, triton_internals
+from .reduction import CUDA
 from .torch_internals import current_device, current_stream
 from .triton_internals import AVAILABLE as AVAILABLE
 from .triton_internals import INTERPRETED
@@ -76,7 +77,8 @@ class Launcher:
     """One Triton kernel with its constants on one device: one compiled kernel.
 
     Triton specialises it on nothing else: kernels declare scalars with a width and `do_not_specialize`, and a call with
-    a pointer that is not a multiple of 16 uses Triton's own call.
+    a pointer that is not a multiple of 16 uses Triton's own call. On ROCm Triton also specialises it on tensors whose
+    storage ends below 2 GB. There Triton's own call launches every time, and tells these two apart.
 
     Args:
         kernel: the `@triton.jit` function; its parameters are pointers, then scalars, then constants.
@@ -147,7 +149,12 @@ def bind(
     kernel, constants: dict, num_warps: int, device: torch.device, dtypes: tuple, programs: int, *scalars
 ) -> "Launch":
     """The launch of `programs` programs with these scalars. The other arguments are `Launcher`'s; tensors omitted at
-    the end of a call need no dtype."""
+    the end of a call need no dtype.
+
+    Args:
+        num_warps: a program's threads / 32, for every GPU. Where a warp has 64 threads, half as many warps are launched.
+    """
+    num_warps = max(num_warps * CUDA.warp_size // plans.gpu(device).build.warp_size, 1)
     launcher = _launcher(kernel, tuple(constants.items()), num_warps, device.index or 0, dtypes)
     return Launch(launcher, programs, scalars)
 

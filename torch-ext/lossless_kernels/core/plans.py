@@ -15,6 +15,8 @@ from typing import Any, Optional
 
 import torch
 
+from . import reduction
+
 FOLDER = Path(__file__).parent.parent / "plans"
 
 
@@ -27,12 +29,14 @@ class Gpu:
         shared_memory: the largest size for a program, in bytes.
         multiprocessors: their number.
         threads: the most threads of a multiprocessor.
+        build: the constants of ATen's reductions.
     """
 
     compute_capability: Optional[int]
     shared_memory: int
     multiprocessors: int = 132
     threads: int = 2048
+    build: reduction.Build = reduction.CUDA
 
 
 UNKNOWN = Gpu(None, 0)
@@ -45,11 +49,13 @@ def gpu(device: torch.device) -> Gpu:
         return UNKNOWN
     properties = torch.cuda.get_device_properties(device)
     # ROCm's numbers mean other GPUs.
-    capability = properties.major if torch.version.hip is None else None
+    rocm = torch.version.hip is not None
+    capability = None if rocm else properties.major
+    build = reduction.ROCM[properties.warp_size] if rocm else reduction.CUDA
     # The opt-in maximum; every GPU has 48 KiB without opting in.
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
     threads = properties.max_threads_per_multi_processor
-    return Gpu(capability, shared_memory, properties.multi_processor_count, threads)
+    return Gpu(capability, shared_memory, properties.multi_processor_count, threads, build)
 
 
 def tuned(plan_class: type, gpu: Gpu, op: str, hidden_size: Optional[int], rows: int, element_size: int):

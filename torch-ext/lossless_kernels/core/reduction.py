@@ -1,18 +1,41 @@
-"""The reduction orders of ATen's CUDA reductions (`setReduceConfig` in ATen/native/cuda/Reduce.cuh), which
+"""The reduction orders of ATen's reductions on CUDA and ROCm (`setReduceConfig` in ATen/native/cuda/Reduce.cuh), which
 `kernels_src/summation.py` implements."""
 
 from dataclasses import dataclass
 
 _MAX_THREADS = 512
-_WARP_SIZE = 32
 _VECTOR = 4
 # The fewest elements that ATen reads as vectors of four.
 _MIN_VECTORIZED = 128
 # The warps of a block share a row from min(16 * warps, 256) values per thread.
-_MIN_VALUES_PER_THREAD = 16
+_MIN_VALUES_PER_WARP = 16
 _MAX_VALUES_PER_THREAD = 256
 # Row counts of a class have one reduction order. A class is named by its smallest member; 16 stands for 16 and more.
 ROW_CLASSES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Build:
+    """The constants of ATen's reductions whose values depend on what torch was built for.
+
+    Args:
+        warp_size: lanes of a warp. AMD calls it a wave.
+        neighbours_first: lanes of a warp are summed by offsets 1, 2, 4, ... instead of by halves.
+        min_values_per_thread: the fewest for which several blocks share a column.
+        min_blocks: the fewest blocks that share a column, if several do.
+        fused_threads: threads of a block of the kernel for `F.rms_norm`; a block has one row.
+    """
+
+    warp_size: int = 32
+    neighbours_first: bool = False
+    min_values_per_thread: int = 16
+    min_blocks: int = 1
+    fused_threads: int = 128
+
+
+CUDA = Build()
+# By warp size: CDNA GPUs have 64 lanes, RDNA GPUs 32.
+ROCM = {warp_size: Build(warp_size, True, 128, 64, 256) for warp_size in (32, 64)}
 
 
 def last_power_of_two(number: int) -> int:
@@ -29,14 +52,16 @@ def row_class(rows: int) -> int:
 class RowReduction:
     """A sum over the last, contiguous dimension: `width * height` lanes share one row.
 
-    Halving trees sum the lanes along `width` first and then along `height`. A lane has four accumulators. With
-    `vectorized` loads they take four neighbouring elements in one step; otherwise each takes one in a separate step.
+    Halving trees sum the lanes along `width` first and then along `height`. The last `neighbours` lanes along `width`
+    are summed by neighbours instead, if they are more than one. A lane has four accumulators. With `vectorized` loads
+    they take four neighbouring elements in one step; otherwise each takes one in a separate step.
     """
 
     hidden_size: int
     width: int
     height: int
     vectorized: bool
+    neighbours: int = 1
 
     @property
     def columns(self) -> int:
@@ -49,31 +74,28 @@ class RowReduction:
         return (-(-self.hidden_size // self.columns) - 1).bit_length()
 
 
-def row_reduction(rows: int, hidden_size: int) -> RowReduction:
+def row_reduction(rows: int, hidden_size: int, build: Build = CUDA) -> RowReduction:
     """ATen's reduction order for each row of a contiguous fp32 [rows, hidden_size], hidden_size a multiple of 4."""
     vectorized = hidden_size >= _MIN_VECTORIZED
     dim0 = hidden_size // _VECTOR if vectorized else hidden_size
     dim0_pow2 = min(last_power_of_two(dim0), _MAX_THREADS)
     rows_pow2 = min(last_power_of_two(rows), _MAX_THREADS)
-    width = min(dim0_pow2, _WARP_SIZE)
+    width = min(dim0_pow2, build.warp_size)
     height = min(rows_pow2, _MAX_THREADS // width)
     width = min(dim0_pow2, _MAX_THREADS // height)
     values_per_thread = -(-hidden_size // width)
-    shared = values_per_thread >= min(_MIN_VALUES_PER_THREAD * height, _MAX_VALUES_PER_THREAD)
-    return RowReduction(hidden_size, width, height if shared else 1, vectorized)
+    shared = values_per_thread >= min(_MIN_VALUES_PER_WARP * height, _MAX_VALUES_PER_THREAD)
+    neighbours = build.warp_size if build.neighbours_first else 1
+    return RowReduction(hidden_size, width, height if shared else 1, vectorized, neighbours)
 
 
-# The threads of a block of ATen's kernel for `F.rms_norm`; a block has one row.
-_FUSED_THREADS = 128
-
-
-def fused_row_reduction(hidden_size: int) -> RowReduction:
+def fused_row_reduction(hidden_size: int, build: Build = CUDA) -> RowReduction:
     """The reduction order of `F.rms_norm` for each row, for any number of rows (ATen/native/cuda/layer_norm_kernel.cu).
 
     Each lane has one accumulator. Threads beyond the row's end add zeros to sums of squares and are omitted here.
     """
-    lanes = min(2 * last_power_of_two(hidden_size // _VECTOR - 1), _FUSED_THREADS)
-    width = min(lanes, _WARP_SIZE)
+    lanes = min(2 * last_power_of_two(hidden_size // _VECTOR - 1), build.fused_threads)
+    width = min(lanes, build.warp_size)
     return RowReduction(hidden_size, width, lanes // width, vectorized=True)
 
 
@@ -90,17 +112,17 @@ class ColumnReduction:
 
 
 def column_reduction(
-    rows: int, hidden_size: int, multiprocessors: int, threads_per_multiprocessor: int
+    rows: int, hidden_size: int, multiprocessors: int, threads_per_multiprocessor: int, build: Build = CUDA
 ) -> ColumnReduction:
     """ATen's order for a sum over the rows of a dense [rows, hidden_size], hidden_size a multiple of 4."""
     max_threads = _MAX_THREADS // _VECTOR
     columns = hidden_size // _VECTOR
     columns_pow2 = min(last_power_of_two(columns), max_threads)
     rows_pow2 = min(last_power_of_two(rows), max_threads)
-    width = min(columns_pow2, _WARP_SIZE)
+    width = min(columns_pow2, build.warp_size)
     height = min(rows_pow2, max_threads // width)
     width = min(columns_pow2, max_threads // height)
-    if rows < min(_MIN_VALUES_PER_THREAD * height, _MAX_VALUES_PER_THREAD):
+    if rows < min(_MIN_VALUES_PER_WARP * height, _MAX_VALUES_PER_THREAD):
         return ColumnReduction(1, 1)
     values_per_thread = -(-rows // height)
     grid = -(-columns // width)
@@ -108,9 +130,11 @@ def column_reduction(
     blocks = 1
     if values_per_thread >= _MAX_VALUES_PER_THREAD and grid <= target_grid:
         by_target = -(-target_grid // grid)
-        at_most = -(-values_per_thread // _MIN_VALUES_PER_THREAD)
+        at_most = -(-values_per_thread // build.min_values_per_thread)
         at_least = -(-values_per_thread // _MAX_VALUES_PER_THREAD)
         blocks = max(min(by_target, at_most), at_least)
+        if blocks > 1:
+            blocks = max(blocks, build.min_blocks)
     return ColumnReduction(height, blocks)
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+# The reason of a refusal on ROCm, before anything is compiled.
+CUDA_ONLY = "the reduction orders of softmax and cross-entropy are CUDA's, and ROCm has others"
+
 _WARP_SIZE = 32
 _BLOCK = 1024
 _VECTOR_BYTES = 16

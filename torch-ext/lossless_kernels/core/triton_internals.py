@@ -104,6 +104,7 @@ def step_aside(reason: str) -> None:
 
 
 def has_short_path() -> bool:
+    """Whether launches may take the short path. On ROCm they may not: a compiled kernel may need storages below 2 GB."""
     return _refusal is None and torch.version.hip is None
 
 

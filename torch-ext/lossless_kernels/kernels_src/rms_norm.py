@@ -62,20 +62,21 @@ def _mean_of_squares(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     FUSED: tl.constexpr,
 ):
     """Each row's mean of x**2, x [ROWS, STEPS, COLUMNS], in the order of ATen's RMSNorm kernel (FUSED) or reduction."""
     if FUSED:
         total = fused_sum_of_squares(x.to(tl.float32), ROWS, LOG2_STEPS, WIDTH, HEIGHT)
         return divide(total, tl.full([ROWS], HIDDEN_SIZE, tl.float32))
-    elif WIDTH > 32:
+    elif WIDTH > 32 and WIDTH > NEIGHBOURS:
         # At most 15 rows, whose time is latency: the division runs during the load of x, and warps exchange x before
         # its conversion to fp32. The division has a branch; the compiler leaves the load of the weight before it, too.
         factor = _mean_factor(rows, HIDDEN_SIZE)
-        return row_sum(x, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, SQUARES=True) * factor
+        return row_sum(x, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, SQUARES=True) * factor
     else:
         h = x.to(tl.float32)
-        total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+        total = row_sum(h * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
         return total * _mean_factor(rows, HIDDEN_SIZE)
 
 
@@ -144,6 +145,7 @@ def _streamed_mean_of_squares(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     ADD: tl.constexpr,
 ):
     """The mean in ATen's reduction order, of rows of x (ADD: residual + x) at `start` [ROWS] that will be read again.
@@ -160,7 +162,7 @@ def _streamed_mean_of_squares(
         )  # fmt: skip
         total = _add_squares(total, steps, AT_ONCE)
     FEW_STEPS: tl.constexpr = STEPS > 1 and STEPS <= 4
-    squares = sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=FEW_STEPS)
+    squares = sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, EXCHANGE_ONCE=FEW_STEPS)
     return squares * _mean_factor(rows, HIDDEN_SIZE)
 
 
@@ -176,6 +178,7 @@ def _mean_of_squares_by_lane(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     ADD: tl.constexpr,
 ):
     """The mean in ATen's reduction order, of rows of x (ADD: residual + x) at `start` [ROWS], loaded for the sum alone.
@@ -188,7 +191,7 @@ def _mean_of_squares_by_lane(
     factor = _mean_factor(rows, HIDDEN_SIZE)
     total = _add_squares(tl.zeros([ROWS, COLUMNS], dtype=tl.float32), steps, STEPS)
     # Several separately loaded steps are no row to which the compiler could move the exchange.
-    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=STEPS > 1) * factor
+    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, EXCHANGE_ONCE=STEPS > 1) * factor
 
 
 @triton.jit
@@ -220,6 +223,7 @@ def rms_norm_forward(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     FUSED: tl.constexpr,
     STREAMED: tl.constexpr,
     BY_LANE: tl.constexpr,
@@ -254,17 +258,19 @@ def rms_norm_forward(
 
     if STREAMED:
         mean = _streamed_mean_of_squares(
-            x_ptr, x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
+            x_ptr, x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, False
         )  # fmt: skip
     else:
         x = tl.load(x_ptr + x_offset, mask=mask, other=0.0)
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
         if BY_LANE:
             mean = _mean_of_squares_by_lane(
-                x_ptr, x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, False
+                x_ptr, x_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, False
             )  # fmt: skip
         else:
-            mean = _mean_of_squares(x, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, FUSED)
+            mean = _mean_of_squares(
+                x, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, FUSED
+            )  # fmt: skip
         h = x.to(tl.float32)
     rstd = rsqrt(mean + eps)
     if STREAMED:
@@ -293,6 +299,7 @@ def add_rms_norm_forward(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     STREAMED: tl.constexpr,
     BY_LANE: tl.constexpr,
     PROGRAMS_PER_ROW: tl.constexpr,
@@ -315,7 +322,7 @@ def add_rms_norm_forward(
 
     if STREAMED:
         mean = _streamed_mean_of_squares(
-            x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
+            x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, True
         )  # fmt: skip
     else:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "")
@@ -325,12 +332,14 @@ def add_rms_norm_forward(
         weight = _load_weight(weight_ptr, column, in_row, SCALE, "")
         if BY_LANE:
             mean = _mean_of_squares_by_lane(
-                x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, True
+                x_ptr, residual_ptr, start, in_range, rows, HIDDEN_SIZE, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, True
             )  # fmt: skip
             # Not earlier: the compiler would have to assume that the next loads read it.
             tl.store(sum_ptr + offset, total, mask=mask)
         else:
-            mean = _mean_of_squares(total, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, False)
+            mean = _mean_of_squares(
+                total, rows, HIDDEN_SIZE, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, False
+            )  # fmt: skip
     rstd = rsqrt(mean + eps)
     if STREAMED:
         total = _load_sum(x_ptr, residual_ptr, offset, mask, "evict_first")

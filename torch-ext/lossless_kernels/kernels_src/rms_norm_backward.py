@@ -154,6 +154,7 @@ def rms_norm_backward(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     TWO_EDGES: tl.constexpr,
     ADD: tl.constexpr,
     SUM_CHAINS: tl.constexpr,
@@ -213,7 +214,7 @@ def rms_norm_backward(
         dy = dy.to(tl.float32)
         h = x.to(tl.float32)
         d_normalized = _grad_of_normalized(dy, weight, SCALE, input_dtype, output_dtype)
-        d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+        d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
         tl.store(d_rstd_ptr + row, d_rstd, mask=mask_if(in_range, store_d_rstd))
         d_square = _gradient_of_squares(d_rstd[:, None, None], rstd, HIDDEN_SIZE)
         d_sum = dy
@@ -268,6 +269,7 @@ def rms_norm_backward_streamed(
     LOG2_STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     TWO_EDGES: tl.constexpr,
     ADD: tl.constexpr,
     THREADS: tl.constexpr,
@@ -314,7 +316,9 @@ def rms_norm_backward_streamed(
                 if ADD and step == STEPS // 2:
                     # Not at the start, where it would delay the loads that the sum waits for.
                     prefetch(d_sum_ptr + dx_row + line)
-            d_rstd = sum_of_columns(tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True, EXCHANGE_ONCE=not ADD)
+            d_rstd = sum_of_columns(
+                tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True, NEIGHBOURS, EXCHANGE_ONCE=not ADD
+            )  # fmt: skip
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)
             longer = ()

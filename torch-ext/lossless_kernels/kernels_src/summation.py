@@ -1,7 +1,8 @@
-"""The reduction orders of ATen's CUDA kernels for fp32 numbers (ATen/native/cuda/Reduce.cuh, layer_norm_kernel.cu).
+"""The reduction orders of ATen's CUDA and ROCm kernels for fp32 numbers (ATen/native/cuda/Reduce.cuh,
+layer_norm_kernel.cu).
 
 Each addition names its two operands: the program decides the order, not the compiler. `tl.sum` is only applied to axes
-of length two.
+of length two. NEIGHBOURS is `RowReduction.neighbours`: ROCm's warps of so many lanes sum neighbours first; 1 on CUDA.
 """
 
 import triton
@@ -11,12 +12,17 @@ from .primitives import exp_add
 
 
 @triton.jit
-def _tree_sum(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr):
-    """[ROWS, LENGTH, REST] -> [ROWS, 1, REST]: lane i adds lane i + LENGTH/2, until one lane remains."""
+def _tree_sum(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr = 1):
+    """[ROWS, LENGTH, REST] -> [ROWS, 1, REST]: lane i adds lane i + LENGTH/2, until NEIGHBOURS lanes remain; of these
+    lane 2i adds lane 2i + 1, until one lane remains."""
     for level in tl.static_range(10):
         if (LENGTH >> level) > 1:
-            pairs = tl.reshape(values, [ROWS, 2, LENGTH >> (level + 1), REST])
-            values = tl.sum(pairs, axis=1)
+            if (LENGTH >> level) > NEIGHBOURS:
+                pairs = tl.reshape(values, [ROWS, 2, LENGTH >> (level + 1), REST])
+                values = tl.sum(pairs, axis=1)
+            else:
+                pairs = tl.reshape(values, [ROWS, LENGTH >> (level + 1), 2, REST])
+                values = tl.sum(pairs, axis=2)
     return values
 
 
@@ -83,18 +89,26 @@ def _sum_in_sequence(
 
 
 @triton.jit
-def _sum_of_lanes(lanes, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, EXCHANGE_ONCE: tl.constexpr):
+def _sum_of_lanes(
+    lanes,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    EXCHANGE_ONCE: tl.constexpr,
+    NEIGHBOURS: tl.constexpr = 1,
+):
     """[ROWS, HEIGHT * WIDTH] -> [ROWS]. Lane t is thread (t % WIDTH, t // WIDTH) of ATen's block, which reduces along x
     and then along y."""
     by_x = tl.permute(tl.reshape(lanes, [ROWS, HEIGHT, WIDTH]), [0, 2, 1])
     if EXCHANGE_ONCE:
-        IN_WARP: tl.constexpr = WIDTH if WIDTH < 32 else 32
+        WARP: tl.constexpr = NEIGHBOURS if NEIGHBOURS > 32 else 32
+        IN_WARP: tl.constexpr = WIDTH if WIDTH < WARP else WARP
         warps = tl.reshape(by_x, [ROWS, WIDTH // IN_WARP, IN_WARP * HEIGHT])
         warp = tl.reshape(_tree_sum_in_thread(warps, ROWS, WIDTH // IN_WARP, IN_WARP * HEIGHT), [ROWS, IN_WARP, HEIGHT])
-        by_y = tl.reshape(_tree_sum(warp, ROWS, IN_WARP, HEIGHT), [ROWS, HEIGHT, 1])
+        by_y = tl.reshape(_tree_sum(warp, ROWS, IN_WARP, HEIGHT, NEIGHBOURS), [ROWS, HEIGHT, 1])
         return tl.reshape(_tree_sum_in_thread(by_y, ROWS, HEIGHT, 1), [ROWS])
     else:
-        by_y = tl.reshape(_tree_sum(by_x, ROWS, WIDTH, HEIGHT), [ROWS, HEIGHT, 1])
+        by_y = tl.reshape(_tree_sum(by_x, ROWS, WIDTH, HEIGHT, NEIGHBOURS), [ROWS, HEIGHT, 1])
         return tl.reshape(_tree_sum(by_y, ROWS, HEIGHT, 1), [ROWS])
 
 
@@ -106,6 +120,7 @@ def row_sum(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     SQUARES: tl.constexpr = False,
 ):
     """The sum of each row of a tile, in the order of ATen's reduction over the last, contiguous dimension: [ROWS] fp32.
@@ -120,7 +135,7 @@ def row_sum(
     zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, COLUMNS, SQUARES)
     FEW_STEPS: tl.constexpr = LOG2_STEPS == 1 or LOG2_STEPS == 2
-    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, EXCHANGE_ONCE=FEW_STEPS)
+    return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, EXCHANGE_ONCE=FEW_STEPS)
 
 
 @triton.jit
@@ -130,6 +145,7 @@ def sum_of_columns(
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     EXCHANGE_ONCE: tl.constexpr,
 ):
     """The last part of `row_sum`, from the sums over all steps: [ROWS, COLUMNS] -> [ROWS].
@@ -143,7 +159,7 @@ def sum_of_columns(
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         total = ((first + second) + third) + fourth
-    return _sum_of_lanes(total, ROWS, WIDTH, HEIGHT, EXCHANGE_ONCE)
+    return _sum_of_lanes(total, ROWS, WIDTH, HEIGHT, EXCHANGE_ONCE, NEIGHBOURS)
 
 
 @triton.jit
@@ -154,6 +170,7 @@ def fused_sum_of_squares(
 
     values: [ROWS, STEPS, 4 * LANES] fp32 with LANES = WIDTH * HEIGHT, in memory order and zero beyond the row's end.
     Lane t adds the squares of the elements 4t .. 4t+3 of every step in sequence to one accumulator, each by an FMA.
+    Warps sum their lanes by halves, on ROCm too.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     LANES: tl.constexpr = WIDTH * HEIGHT

@@ -20,7 +20,7 @@ from ..core.domain import (
     gradients_apart,
     runs_kernels,
 )
-from ..core.softmax import LOOP, REGISTERS, SHARED, WARP, next_power_of_two, softmax_forward
+from ..core.softmax import CUDA_ONLY, LOOP, REGISTERS, SHARED, WARP, next_power_of_two, softmax_forward
 from ..core.torch_internals import apply_of, keeps_graph
 
 if launch.AVAILABLE:
@@ -281,11 +281,18 @@ def call_of(logits, target, ignore_index: int, reduction: str) -> Optional["_Los
 # The most programs of CUDA's grid along x.
 _MAX_PROGRAMS = (1 << 31) - 1
 _MAX_VOCABULARY = 1 << 24
+# The first compute capability with a maximum of two 16-bit numbers that returns NaN.
+_LEAST_CAPABILITY_OF_16_BITS = 8
 
 
 def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_LossCall]:
     if logits.dtype not in FLOAT_DTYPES or not runs_kernels(logits.device):
         raise Outside(f"logits {logits.dtype} on {logits.device}")
+    if torch.version.hip is not None:
+        raise Outside(CUDA_ONLY)
+    capability = plans.gpu(logits.device).compute_capability
+    if capability is not None and capability < _LEAST_CAPABILITY_OF_16_BITS and logits.element_size() == 2:
+        raise Outside(f"logits {logits.dtype} on a GPU before compute capability {_LEAST_CAPABILITY_OF_16_BITS}.0")
     if reduction not in _REDUCTIONS:
         raise Outside("no reduction")
     if logits.dim() != 2 or target.dim() != 1 or target.shape[0] != logits.shape[0]:

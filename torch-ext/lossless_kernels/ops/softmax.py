@@ -204,6 +204,8 @@ def _rows(name, tensor) -> tuple[int, int, int]:
     """Rows, elements of a row, and row stride. Eager's results are dense, whatever the layout of its arguments."""
     if tensor.dtype not in FLOAT_DTYPES or not runs_kernels(tensor.device):
         raise Outside(f"{name} {tensor.dtype} on {tensor.device}")
+    if torch.version.hip is not None:
+        raise Outside(aten.CUDA_ONLY)
     if tensor.dim() == 0 or tensor.numel() == 0:
         raise Outside(f"{name} without dimensions or elements")
     size, dtype = tensor.shape[-1], tensor.dtype

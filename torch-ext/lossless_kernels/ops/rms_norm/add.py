@@ -33,6 +33,7 @@ from .proof import (
     random_weight,
     spike,
     subject_of,
+    subnormal_row,
     variant_of,
 )
 
@@ -97,7 +98,7 @@ def _forward(
     """
     if plan is None:
         plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
-    order = row_reduction(row_class(rows), hidden_size)
+    order = row_reduction(row_class(rows), hidden_size, plans.gpu(device).build)
     constants = {
         "SCALE": variant.scale,
         "HIDDEN_SIZE": hidden_size,
@@ -106,6 +107,7 @@ def _forward(
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "NEIGHBOURS": order.neighbours,
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,
         "PROGRAMS_PER_ROW": plan.programs_per_row,
@@ -345,6 +347,9 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device,
     forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, True, plan)
     for call in range(calls):
         x, residual = spike(make(rows, hidden_size).to(dtype), call), make(rows, hidden_size).to(dtype)
+        if call == calls - 1:
+            subnormal_row(x)
+            subnormal_row(residual)
         weight = random_weight(variant, make, hidden_size, weight_dtype)
         expected_total = residual + x
         expected = original_output(variant, owner, weight, PROOF_EPS, expected_total)

@@ -11,7 +11,17 @@ from ...core import launch, plans, proof
 from ...core.calls import Calls, Failed, Outside
 from ...core.domain import allocator, are_plain, gradients_apart, have_strides
 from ...core.layout import contiguous_strides, row_levels, rows_in_memory, stand_ins
-from ...core.reduction import ColumnReduction, RowReduction, column_reduction, row_class, row_reduction, split_rows
+from ...core.reduction import (
+    CUDA,
+    ROCM,
+    Build,
+    ColumnReduction,
+    RowReduction,
+    column_reduction,
+    row_class,
+    row_reduction,
+    split_rows,
+)
 from ...core.torch_internals import dispatch_modes, forward_ad
 from .formulas import EAGER, RMSNormFormula, eager_rstd
 
@@ -168,7 +178,7 @@ def launch_plan(
     plan = plans.tuned(Plan, gpu, op, hidden_size, rows, element_size)
     if plan and (not plan.fused or (columns is not None and plan.rows_per_program <= columns.height)):
         return plan
-    return default_plan(rows, hidden_size, columns, gpu.multiprocessors, element_size, dx_mode)
+    return default_plan(rows, hidden_size, columns, gpu.multiprocessors, element_size, dx_mode, gpu.build)
 
 
 def default_plan(
@@ -178,9 +188,10 @@ def default_plan(
     multiprocessors: int,
     element_size: int = 2,
     dx_mode: str = "single",
+    build: Build = CUDA,
 ) -> Plan:
     """A sound plan for any GPU; the arguments are those of `launch_plan`."""
-    order = row_reduction(rows, hidden_size)
+    order = row_reduction(rows, hidden_size, build)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     if columns is not None and tile <= _MAX_FUSED_TILE:
@@ -189,6 +200,9 @@ def default_plan(
         fused_rows = min(max(rows_per_program, 2 if 2 * tile <= most else 1), columns.height)
         # The fp32 sums of chains and threads take registers too.
         each, most_warps = (_ELEMENTS_PER_THREAD, _MAX_WARPS) if element_size == 2 else (_ELEMENTS_PER_THREAD // 2, 8)
+        # The same tile spills on RDNA GPUs (compiled for gfx1201, not yet run).
+        if build == ROCM[32]:
+            each, most_warps = _ELEMENTS_PER_THREAD // 2, _MAX_WARPS
         warps = min(max(fused_rows * tile // (each * 32), 1), most_warps)
         programs = columns.blocks * columns.height // fused_rows
         useful = useful_work(programs, multiprocessors, hidden_size, tile, element_size)
@@ -233,10 +247,10 @@ def proof_class(
         both: whether both gradients are needed.
     """
     gpu = plans.gpu(device)
-    columns = column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads)
+    columns = column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
     least = row_class(rows)
     while True:
-        found = column_reduction(least, hidden_size, gpu.multiprocessors, gpu.threads)
+        found = column_reduction(least, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
         if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
             planned = columns if both else None
             return least, launch_plan(rows, hidden_size, planned, element_size, gpu, dx_mode)
@@ -246,7 +260,8 @@ def proof_class(
 def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:
     """`fewer` if the compiled kernels for `rows` rows serve that number as well, otherwise `rows`."""
     gpu = plans.gpu(device)
-    heights = {column_reduction(count, hidden_size, gpu.multiprocessors, gpu.threads).height for count in (rows, fewer)}
+    of_gpu = gpu.multiprocessors, gpu.threads, gpu.build
+    heights = {column_reduction(count, hidden_size, *of_gpu).height for count in (rows, fewer)}
     return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
 
 
@@ -258,7 +273,7 @@ def _bind_backward(shared, dtypes, rows, plan: Plan, threads, dx_mode, device, p
         dtypes: of dy, x and the weight.
         rows: the fewest of their class.
     """
-    order = row_reduction(rows, shared["HIDDEN_SIZE"])
+    order = row_reduction(rows, shared["HIDDEN_SIZE"], plans.gpu(device).build)
     constants = {
         **shared,
         "ROWS": plan.rows_per_program,
@@ -266,6 +281,7 @@ def _bind_backward(shared, dtypes, rows, plan: Plan, threads, dx_mode, device, p
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "NEIGHBOURS": order.neighbours,
         "TWO_EDGES": dx_mode == "split",
         "ADD": dx_mode == "accumulate",
         "SUM_CHAINS": plan.fused,
@@ -442,16 +458,16 @@ def resolve(
     planned_rows = rows if like_rows is None else like_rows
     planned = None
     if needs_dx and needs_dweight:
-        planned = column_reduction(planned_rows, hidden_size, gpu.multiprocessors, gpu.threads)
+        planned = column_reduction(planned_rows, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
     plan = launch_plan(planned_rows, hidden_size, planned, x.dtype.itemsize, gpu, dx_mode)
     element_sizes = [dy.element_size(), x.element_size(), *[x.element_size()] * (dx_mode == "accumulate")]
-    plan = _fitting(plan, row_reduction(rows, hidden_size), element_sizes, gpu)
+    plan = _fitting(plan, row_reduction(rows, hidden_size, gpu.build), element_sizes, gpu)
     parts = []
     most_sums = 0
     product_size = dy.element_size() if variant.scale == "after_cast" else torch.float32.itemsize
     ranges = split_rows(rows, hidden_size, product_size)
     for index, (first_row, count) in enumerate(ranges):
-        columns = column_reduction(count, hidden_size, gpu.multiprocessors, gpu.threads)
+        columns = column_reduction(count, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
         dx = sum_chains = sum_blocks = None
         left = columns.height // plan.rows_per_program if plan.fused else 1
         if needs_dx:

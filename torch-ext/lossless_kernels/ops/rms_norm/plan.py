@@ -7,7 +7,7 @@ import torch
 
 from ...core import launch, plans
 from ...core.calls import Outside
-from ...core.reduction import ROW_CLASSES, fused_row_reduction, row_class, row_reduction
+from ...core.reduction import CUDA, ROW_CLASSES, Build, fused_row_reduction, row_class, row_reduction
 from . import backward as rms_norm_backward
 from .formulas import RMSNormFormula, in_domain
 
@@ -54,6 +54,10 @@ _MAX_WARPS = 16
 _SHARED_COLUMNS = 1024
 _MAX_SHARED_BYTES_ADDED = 64 << 10
 _MAX_PROGRAMS_PER_ROW = 8
+# Where prefetching paid (H200): 16 bits, so many rows, and hidden sizes without and with a residual add. GPUs before
+# compute capability 9.0 have no such request; on later ones it has not run.
+_LEAST_PREFETCHING, _LEAST_PREFETCHED_ROWS = 9, 8192
+_PREFETCHED, _PREFETCHED_ADDED = range(1024, 8192 + 1), range(1024, 5120 + 1)
 # Prefetch distance. Times are equal from 1 to 4 MB, and best at 4 for 8192 and 16384 columns. At 8 MB a part is evicted
 # before it is read (H200, L2 of 60 MB).
 _BYTES_AHEAD = 4 << 20
@@ -73,12 +77,14 @@ def launch_plan(
         added: whether the kernel is the fused add + RMSNorm.
     """
     tuned = plans.tuned(Plan, gpu, "add_rms_norm" if added else "rms_norm", hidden_size, rows, element_size)
-    return tuned or default_plan(rows, hidden_size, element_size, added)
+    return tuned or default_plan(rows, hidden_size, element_size, added, gpu)
 
 
 def rows_of_every_plan(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
     """The fewest rows of every `row_class` and plan, fused add + RMSNorm too: their proofs cover all row counts."""
     boundaries = {rows for op in TUNING for rows in plans.plan_boundaries(gpu, op, hidden_size, element_size)}
+    if any(_is_prefetched(_LEAST_PREFETCHED_ROWS, hidden_size, element_size, added, gpu) for added in (False, True)):
+        boundaries.add(_LEAST_PREFETCHED_ROWS)
     return tuple(sorted({*ROW_CLASSES, *boundaries}))
 
 
@@ -129,8 +135,21 @@ def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, traini
     return [(count, hidden_size) for count in rows or (1,)]
 
 
-def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool = False) -> Plan:
-    """A sound plan for any GPU; rows of one `row_class` share it. The arguments are those of `launch_plan`."""
+def _is_prefetched(rows: int, hidden_size: int, element_size: int, added: bool, gpu: plans.Gpu) -> bool:
+    return (
+        gpu.compute_capability is not None
+        and gpu.compute_capability >= _LEAST_PREFETCHING
+        and element_size == 2
+        and rows >= _LEAST_PREFETCHED_ROWS
+        and hidden_size in (_PREFETCHED_ADDED if added else _PREFETCHED)
+    )
+
+
+def default_plan(
+    rows: int, hidden_size: int, element_size: int = 2, added: bool = False, gpu: plans.Gpu = plans.UNKNOWN
+) -> Plan:
+    """A sound plan for any GPU; rows of one `row_class` share it, but for prefetching. The arguments are those of
+    `launch_plan`."""
     columns = 1 << (hidden_size - 1).bit_length()
     size = columns * element_size
     few, fit = row_class(rows) < ROW_CLASSES[-1], not added or size <= _MAX_SHARED_BYTES_ADDED
@@ -140,16 +159,17 @@ def default_plan(rows: int, hidden_size: int, element_size: int = 2, added: bool
     # With a residual so long a row is evicted from the L1 before it is read again (H200).
     if size > _MAX_KEPT_BYTES and not added:
         return Plan(1, min(size // _STREAMED_BYTES_PER_WARP, _MAX_WARPS), streamed=True)
-    order = row_reduction(rows, hidden_size)
+    order = row_reduction(rows, hidden_size, gpu.build)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     warps = rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32)
-    return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS))
+    prefetch = _is_prefetched(rows, hidden_size, element_size, added, gpu)
+    return Plan(rows_per_program, min(max(warps, 1), _MAX_WARPS), prefetch=prefetch)
 
 
-def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
+def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype, build: Build = CUDA) -> Plan:
     """The plan for `F.rms_norm`, whose reduction has few lanes: more threads would have to exchange their loads."""
-    order = fused_row_reduction(hidden_size)
+    order = fused_row_reduction(hidden_size, build)
     tile = order.columns << order.log2_steps
     rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), row_class(rows))
     threads = rows_per_program * min(tile // _ELEMENTS_PER_THREAD, order.columns * dtype.itemsize // 16)
@@ -157,9 +177,10 @@ def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype) -> Plan:
 
 
 def plan_of(variant: RMSNormFormula, dtype: torch.dtype, hidden_size: int, rows: int, device: torch.device) -> Plan:
+    gpu = plans.gpu(device)
     if variant.fused:
-        return fused_launch_plan(rows, hidden_size, dtype)
-    return launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device))
+        return fused_launch_plan(rows, hidden_size, dtype, gpu.build)
+    return launch_plan(rows, hidden_size, dtype.itemsize, gpu)
 
 
 def stride_unit(row_stride: int, dtype: torch.dtype) -> int:
@@ -179,7 +200,11 @@ def forward(
         plan = plan_of(variant, dtype, hidden_size, rows, device)
     unit = stride_unit(row_stride, dtype)
     # One kernel serves all rows of a class.
-    order = fused_row_reduction(hidden_size) if variant.fused else row_reduction(row_class(rows), hidden_size)
+    build = plans.gpu(device).build
+    if variant.fused:
+        order = fused_row_reduction(hidden_size, build)
+    else:
+        order = row_reduction(row_class(rows), hidden_size, build)
     constants = {
         "SCALE": variant.scale,
         "HIDDEN_SIZE": hidden_size,
@@ -189,6 +214,7 @@ def forward(
         "WIDTH": order.width,
         "HEIGHT": order.height,
         "VECTORIZED": order.vectorized,
+        "NEIGHBOURS": order.neighbours,
         "FUSED": variant.fused,
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,

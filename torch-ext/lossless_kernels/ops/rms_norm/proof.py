@@ -226,6 +226,15 @@ def spike(x: torch.Tensor, call: int) -> torch.Tensor:
     return x
 
 
+def subnormal_row(x: torch.Tensor) -> torch.Tensor:
+    """x `[rows, hidden_size]` with a last row of subnormal numbers: an instruction that flushes them would return zeros.
+
+    Some GPUs have instructions of their own for 16-bit numbers, such as the sums of fp32 and bf16 of Blackwell.
+    """
+    x[-1] *= torch.finfo(x.dtype).tiny / 8
+    return x
+
+
 def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan=None):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
@@ -235,6 +244,8 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
     launch = forward(variant, dtype, weight_dtype, *where, eps, store_rstd=True, plan=plan)
     for call in range(calls):
         x = spike(make(rows, row_stride).to(dtype)[:, :hidden_size], call)
+        if call == calls - 1:
+            subnormal_row(x)
         weight = random_weight(variant, make, hidden_size, weight_dtype)
         expected = original_output(variant, owner, weight, eps, x)
         out = torch.full_like(expected, math.nan)
@@ -249,16 +260,22 @@ def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, device=device, generator=generator)
     arguments = (variant, make, dtype, weight_dtype, hidden_size)
-    for call in range(min(-(-PROOF_ROWS // few), _GRADIENT_CALLS)):
-        yield from _comparisons_with_autograd(call, owner, *arguments, few, like_rows, needs, dx_mode)
+    calls = min(-(-PROOF_ROWS // few), _GRADIENT_CALLS)
+    for call in range(calls):
+        yield from _comparisons_with_autograd(
+            call, call == calls - 1, owner, *arguments, few, like_rows, needs, dx_mode
+        )
     if few < rows and needs[1]:
         yield from _comparisons_of_many_rows(*arguments, rows, like_rows, needs, dx_mode)
 
 
 def _comparisons_with_autograd(
-    call, owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, dx_mode
+    call, is_last, owner, variant, make, dtype, weight_dtype, hidden_size, rows, like_rows, needs, dx_mode
 ):
-    leaf = spike(make(rows, hidden_size).to(dtype), call).requires_grad_()
+    leaf = spike(make(rows, hidden_size).to(dtype), call)
+    if is_last:
+        subnormal_row(leaf)
+    leaf.requires_grad_()
     weight = random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
     dy = make(rows, hidden_size).to(variant.output_dtype(dtype, weight_dtype))
     d_sum = make(rows, hidden_size).to(dtype) if dx_mode == "accumulate" else None
