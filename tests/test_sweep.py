@@ -187,9 +187,9 @@ def test_a_broken_order_keeps_every_original(kernel, found, seed, monkeypatch):
     module = lambda name: python_module(kernel, name)  # noqa: E731
     right = module("reduce_config").row_reduction
 
-    def wrong(rows, hidden_size):
+    def wrong(rows, hidden_size, build):
         # As a GPU would whose blocks were half as wide.
-        order = right(rows, hidden_size)
+        order = right(rows, hidden_size, build)
         return type(order)(order.hidden_size, order.width // 2, order.height * 2, order.vectorized)
 
     for family in ("rms_norm_plan", "rms_norm_backward"):
