@@ -92,7 +92,7 @@ def test_the_source_of_build_toml_is_shown(project, tmp_path):
     done = build(project, "--backends", "cpu")
     assert done.returncode == 0, done.stderr
     assert _rust.Metadata.read_from_file(project / "build/torch-cpu/metadata.json").source == source
-    done = run([Path(sys.executable).with_name("kernels"), "info", project / "build"], tmp_path)
+    done = run([Path(sys.executable).with_name("kernels"), "info", project], tmp_path)
     assert f"Source: {source}\n" in done.stdout, done.stderr
 
 
