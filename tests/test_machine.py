@@ -300,6 +300,19 @@ def test_rms_norm_has_no_fma_but_in_the_sum_of_torchs_own(rms_norm):
         assert_only_trivial_fmas_of_bf16(entry)
 
 
+@pytest.mark.skipif(not ALL, reason="`make test-machines` compiles for sm_100")
+def test_gradients_of_sm_100_are_computed_in_pairs(rms_norm):
+    packed = [entry for entry in rms_norm if entry["constants"].get("PACKED")]
+    assert {entry["arch"] for entry in packed} == {100} and {entry["dtype"] for entry in packed} == {
+        "bfloat16",
+        "float32",
+    }
+    for entry in packed:
+        # Of each element: with rstd twice, with the weight's product, by two, and with the gradient of its square.
+        elements = entry["constants"]["ROWS"] * entry.row // entry.threads
+        assert len(re.findall(r"\bmul\.rn\.f32x2", entry["assembly"])) >= 5 * elements // 2, str(entry)
+
+
 def test_rms_norm_flushes_no_subnormal_to_zero(rms_norm):
     for entry in rms_norm:
         assert not entry.count(r"\S*\.ftz\b"), str(entry)

@@ -331,18 +331,22 @@ def test_every_angle(tables):
 
 
 @gpu
-def test_reduced_precision_of_matrix_products(kernel, tables, monkeypatch, seed):
+def test_reduced_precision_of_matrix_products(kernel, tables, seed):
     """transformers 5.17 makes a matrix product of the angle: as TF32 it is another."""
     torch.manual_seed(seed)
     module = LlamaRotaryEmbedding(config()).cuda()
     ours = kernelized(kernel, copy.deepcopy(module), "cuda")
     x, positions = torch.randn(1, 8, device="cuda"), torch.randint(0, 100000, (4, 640), device="cuda")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of a matrix product the kernel is refused.
-        found = ours(x, positions)
-    for what, one, other in zip(("cos", "sin"), found, module(x, positions)):
-        assert_bits_equal(one, other, what)
+    # Not by monkeypatch: the module has no such attribute of its own, and would be left without one.
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of a matrix product the kernel is refused.
+            found = ours(x, positions)
+        for what, one, other in zip(("cos", "sin"), found, module(x, positions)):
+            assert_bits_equal(one, other, what)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @gpu

@@ -200,6 +200,40 @@ def maximum(x, y):
 
 
 @triton.jit
+def product(x, y, PACKED: tl.constexpr):
+    """x * y in fp32. PACKED: two products by one instruction, which compute capability 10.0 has, rounded alike."""
+    if PACKED:
+        x, y = tl.broadcast(x, y)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 x, y; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; mul.rn.f32x2 x, x, y; mov.b64 {$0, $1}, x; }",
+            "=f,=f,f,f,f,f",
+            [x, y],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x * y
+
+
+@triton.jit
+def sum_of_two(x, y, PACKED: tl.constexpr):
+    """x + y in fp32; PACKED as in `product`."""
+    if PACKED:
+        x, y = tl.broadcast(x, y)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 x, y; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; add.rn.f32x2 x, x, y; mov.b64 {$0, $1}, x; }",
+            "=f,=f,f,f,f,f",
+            [x, y],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x + y
+
+
+@triton.jit
 def mask_if(mask, condition):
     """`mask` where the scalar `condition` is not 0, and no element otherwise.
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import mask_if, prefetch
+from .primitives import mask_if, prefetch, product, sum_of_two
 from .rms_norm import _columns, _factor, _load_weight
 from .summation import block_sum, row_sum, sum_of_blocks, sum_of_columns, thread_sum
 
@@ -96,12 +96,13 @@ def _store_dx(
     d_sum,
     TWO_EDGES: tl.constexpr,
     ADD: tl.constexpr,
+    PACKED: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
     """Stores dx by the options of `rms_norm_backward`; `d_sum` is used with ADD only."""
     dtype = dx_ptr.dtype.element_ty
-    dx = d_normalized * rstd
-    dx_mean = d_square * (2.0 * h)
+    dx = product(d_normalized, rstd, PACKED)
+    dx_mean = product(d_square, product(tl.full(h.shape, 2.0, tl.float32), h, PACKED), PACKED)
     if TWO_EDGES:
         tl.store(dx_mean_ptr + offset, dx_mean.to(dtype), mask=mask, eviction_policy=EVICTION)
     elif ADD:
@@ -112,7 +113,7 @@ def _store_dx(
         else:
             dx = d_sum + (dx + dx_mean).to(dtype).to(tl.float32)
     else:
-        dx = dx + dx_mean
+        dx = sum_of_two(dx, dx_mean, PACKED)
     tl.store(dx_ptr + offset, dx.to(dtype), mask=mask, eviction_policy=EVICTION)
 
 
@@ -160,6 +161,7 @@ def rms_norm_backward(
     SUM_CHAINS: tl.constexpr,
     THREADS: tl.constexpr,
     STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """dx of `rms_norm_forward` and, with SUM_CHAINS, the sums of dweight's chains.
 
@@ -173,6 +175,7 @@ def rms_norm_backward(
             block's threads and computes their sums: block [blocks, THREADS // ROWS, HIDDEN_SIZE] fp32.
         STAGES: from sm_80 on the rows of STAGES - 1 turns are in flight through shared memory, if they are aligned to
             4 bytes. Loads into registers would share a warp's few wait counters with everything else it waits for.
+        PACKED: instructions of compute capability 10.0 compute products and sums of two elements.
     """
     STEPS: tl.constexpr = 1 << LOG2_STEPS
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
@@ -214,15 +217,17 @@ def rms_norm_backward(
         dy = dy.to(tl.float32)
         h = x.to(tl.float32)
         d_normalized = _grad_of_normalized(dy, weight, SCALE, input_dtype, output_dtype)
-        d_rstd = row_sum(d_normalized * h, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
+        products = product(d_normalized, h, PACKED)
+        d_rstd = row_sum(products, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
         tl.store(d_rstd_ptr + row, d_rstd, mask=mask_if(in_range, store_d_rstd))
         d_square = _gradient_of_squares(d_rstd[:, None, None], rstd, HIDDEN_SIZE)
         d_sum = dy
         if ADD:
             d_sum = tl.load(d_sum_ptr + offset, mask=mask, other=0.0)
-        _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, rstd, d_square, d_sum, TWO_EDGES, ADD, "")
+        _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, rstd, d_square, d_sum, TWO_EDGES, ADD, PACKED, "")
         if SUM_CHAINS:
-            chain += _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype)
+            normalized = product(h, rstd, PACKED)
+            chain = sum_of_two(chain, _weight_gradient(dy, normalized, SCALE, input_dtype, output_dtype), PACKED)
             if (turn + 1) % length == 0:
                 # The chains are added from the first on: 0 + a0 is a0, which is never -0.
                 threads += chain
@@ -342,7 +347,7 @@ def rms_norm_backward_streamed(
                 d_normalized = _grad_of_normalized(dy, weight, SCALE, input_dtype, output_dtype)
                 _store_dx(
                     dx_ptr, dx_mean_ptr, dx_row + offset, mask, d_normalized, h, rstd, d_square, d_sum,
-                    TWO_EDGES, ADD, "evict_first",
+                    TWO_EDGES, ADD, False, "evict_first",
                 )  # fmt: skip
                 longer = longer + (chain[step] + _weight_gradient(dy, h * rstd, SCALE, input_dtype, output_dtype),)
             chain = longer

@@ -273,7 +273,8 @@ def _bind_backward(shared, dtypes, rows, plan: Plan, threads, dx_mode, device, p
         dtypes: of dy, x and the weight.
         rows: the fewest of their class.
     """
-    order = row_reduction(rows, shared["HIDDEN_SIZE"], plans.gpu(device).build)
+    gpu = plans.gpu(device)
+    order = row_reduction(rows, shared["HIDDEN_SIZE"], gpu.build)
     constants = {
         **shared,
         "ROWS": plan.rows_per_program,
@@ -287,6 +288,8 @@ def _bind_backward(shared, dtypes, rows, plan: Plan, threads, dx_mode, device, p
         "SUM_CHAINS": plan.fused,
         "THREADS": threads,
         "STAGES": plan.stages if plan.fused else 1,
+        # Where a gradient is added it spills (compiled for sm_100). 12.0 has the PTX and one instruction for each half.
+        "PACKED": plan.fused and dx_mode != "accumulate" and gpu.compute_capability == 10,
     }
     kernel = rms_norm_backward
     if plan.streamed:
