@@ -9,6 +9,7 @@ import logging
 import warnings
 from types import MethodType
 
+import families
 import pytest
 import torch
 from bits import assert_bits_equal
@@ -157,6 +158,28 @@ def test_restore_leaves_nothing_behind(kernel, name, seed):
     for name, value in model.state_dict().items():
         assert_bits_equal(value, parameters.pop(name))
     assert not parameters
+    handle.remove()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, layer", list(families.decoder_layers()), ids=lambda value: value)
+def test_restore_of_every_decoder_family(kernel, name, layer, seed):
+    """The models of docs/decoders.md: state, forwards, hooks and bits are those before `apply`."""
+    torch.manual_seed(seed)
+    model = families.make(name, layer).to(DEVICE)
+    handle = model.register_forward_hook(lambda *_: None)
+    expected = families.call(model)
+    before, parameters = state_of(model), {name: value.clone() for name, value in model.state_dict().items()}
+    report = kernel.apply(model)
+    (entry,) = [each for each in report.layers if each.layer == layer]
+    assert entry.count >= 2 and entry.path in ("not called yet", "unproved"), entry
+    assert_bits_equal(families.call(model), expected)
+    kernel.restore(model)
+    assert_unchanged(model, before)
+    assert_bits_equal(families.call(model), expected)
+    assert model.state_dict().keys() == parameters.keys()
+    for name, value in model.state_dict().items():
+        assert_bits_equal(value, parameters[name])
     handle.remove()
 
 
