@@ -3,7 +3,7 @@
 A file: `{"compute_capability": 9, "found": {gpu, driver, torch, triton, date, command}, "plans": [...]}`. "found" says how
 the configurations were measured. An entry of "plans":
 
-    op               an op that a family of the package declares in its TUNING
+    op               an op that a family of the package declares in TUNING
     hidden_size      null for an op without one
     element_size     bytes of an element of the activations
     least_rows       the fewest rows that the launch configuration is for
@@ -17,7 +17,6 @@ The package itself checks little of a file (`core/plans.py`); the tests check ev
 import importlib
 import json
 import math
-import pkgutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -84,11 +83,8 @@ class Entry:
 
 
 def plan_classes(kernel: ModuleType) -> dict[str, type]:
-    """Tuned op -> class of its launch configurations, as declared in the TUNING of the families of `kernel`."""
-    ops = importlib.import_module(f"{kernel.__name__}.ops")
-    names = [each.name for each in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
-    tables = [getattr(importlib.import_module(name), "TUNING", {}) for name in names]
-    return {op: plan_class for table in tables for op, plan_class in table.items()}
+    """Tuned op -> class of its launch configurations, as the families of `kernel` declare them."""
+    return importlib.import_module(f"{kernel.__name__}.core.declarations").TUNING
 
 
 def allowed_values(kernel: ModuleType) -> Fields:

@@ -16,6 +16,7 @@ import aten_model
 import pytest
 import torch
 from bits import assert_bits_equal
+from op_families import FAMILIES, given
 from places import forget_calls, python_module
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -818,50 +819,16 @@ def recognised(module, monkeypatch):
 
 def every_kind_of_call(module, chooser, weights):
     """One call of every op, forward and backward, with arguments at random."""
-    dtype, rows = chooser.choice(DTYPES[:2]), chooser.choice((1, 3))
-    x, residual, dy = (torch.randn(rows, 2, 64).to(dtype) for _ in range(3))
-    if chooser.random() < 0.3:
-        x, residual, dy = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (x, residual, dy))
-    x.requires_grad_(chooser.random() < 0.7)
-    residual.requires_grad_(chooser.random() < 0.3)
-    weight = chooser.choice(weights)
-    eager, formulas = module("variants").EAGER, module("variants")
-    owner = chooser.choice((eager[formulas.LLAMA], modeling_llama.LlamaRMSNorm, eager[formulas.ONE_PLUS_WEIGHT]))
-    eps = chooser.choice((EPS_OF_CALLS[0], EPS_OF_CALLS[1], 1))
-    activation = module("activation")
-    which = chooser.choice((activation.SILU, activation.GELU, activation.GELU_TANH))
-    subject = chooser.choice((which.forward, activation.SILU.forward))
-    q, k = (
-        torch.randn(2, heads, 4, 16).to(dtype).requires_grad_(x.requires_grad) for heads in (2, chooser.choice((1, 2)))
-    )
-    cos, sin = torch.randn(2, 2, 4, 16).to(chooser.choice((dtype, torch.float32)))
-    rotary, unsqueeze_dim, sole = module("rotary"), chooser.choice((1, -3)), chooser.random() < 0.5
-    logits, target = torch.randn(5, 40).to(dtype).requires_grad_(x.requires_grad), torch.randint(40, (5,))
+    arguments = given(chooser, weights)
     with torch.set_grad_enabled(chooser.random() < 0.7):
-        outs = [
-            module("rms_norm").replacement(x, weight, eps, owner),
-            module("rms_norm").replacement(x, None, eps, eager[formulas.UNWEIGHTED]),
-            module("rms_norm").replacement(x, weight.to(dtype), 1e-6, torch.nn.RMSNorm, "eps", fused=True),
-            *(module("add_rms_norm").replacement(x, residual, weight, eps, owner) or ()),
-            activation.replacement(x, subject, which),
-            module("ops.softmax").replacement(x, -1),
-            module("gated_activation").replacement(x, residual, subject, which),
-            module("gated_activation").packed_replacement(x, which),
-            *(rotary.replacement(q, k, cos, sin, unsqueeze_dim, rotary.PLAIN.eager, sole) or ()),
-            module("cross_entropy").replacement(
-                logits, target, chooser.choice((-100, 3)), chooser.choice(("mean", "sum"))
-            ),
-        ]
+        outs = [out for family in FAMILIES for out in family.calls(module, chooser, arguments)]
     for out in outs:
         if out is not None and out.requires_grad:
-            leaves = [leaf for leaf in (x, residual, weight, q, k, logits) if leaf.requires_grad]
+            leaves = [leaf for leaf in arguments.leaves if leaf.requires_grad]
             gradient = (
                 torch.randn_like(out) if chooser.random() < 0.5 else torch.ones((), dtype=out.dtype).expand_as(out)
             )
             torch.autograd.grad(out, leaves, gradient, retain_graph=True, allow_unused=True)
-
-
-EPS_OF_CALLS = 1e-5, 0.5
 
 
 @pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from op_families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch-ext/lossless_kernels"
@@ -128,6 +129,12 @@ def test_kernels_src_leads_to_the_device_code():
     assert link.is_symlink()
     assert link.resolve() == PACKAGE / "kernels_src"
     assert link.is_dir()
+
+
+def test_every_kernel_is_a_familys():
+    """`op_families.py` compiles them; what families share has no kernel of its own."""
+    files = {path.stem for path in (PACKAGE / "kernels_src").glob("*.py")} - {"__init__", "primitives", "summation"}
+    assert files == {name for family in FAMILIES for name in family.sources}
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "setup.py", "setup.cfg"])

@@ -165,13 +165,13 @@ def test_a_terminal_sees_a_bar(fresh, monkeypatch, progress, shown):
 
 
 def test_what_families_offer_is_for_layers_that_there_are(kernel, module):
-    warmup = module("warmup")
-    for name in {*warmup._SHAPES, *warmup._PARTS}:
+    declared = module("core.declarations").WARMUP
+    for name in declared:
         assert "forward" in vars(getattr(kernel.layers, name))
     norms = {
         name for name in vars(kernel.layers) if "RMSNorm" in name and isinstance(getattr(kernel.layers, name), type)
     }
-    assert norms < {*warmup._SHAPES}
+    assert norms < {*declared}
 
 
 def test_a_norm_without_a_weight_is_skipped(fresh, monkeypatch):

@@ -17,10 +17,9 @@ import torch
 
 from .core import launch, proof
 from .core.calls import Outside
+from .core.declarations import WARMUP, Warmup
 from .core.domain import FLOAT_DTYPES, runs_kernels
-from .decoder import layer as decoder
 from .mapping import check_model
-from .ops.rms_norm import plan as rms_norm
 from .report import obstacle, replaced
 
 
@@ -52,21 +51,6 @@ class WarmupReport:
         for mark, texts in (("refused", self.refused), ("skipped", self.skipped)):
             lines += [f"    {mark}: {text}" for text in texts]
         return "\n".join(lines)
-
-
-# By the layer whose forward a module carries: the part of the module to call, with its forward, and the shapes of its inputs.
-_PARTS = {"LlamaDecoderLayer": decoder.warmup_part}
-_SHAPES = {
-    "LlamaDecoderLayer": rms_norm.warmup_shapes,
-    "LlamaRMSNorm": rms_norm.warmup_shapes,
-    "RMSNormZeroCentered": rms_norm.warmup_shapes,
-    "RMSNormGated": rms_norm.warmup_shapes,
-    "TorchRMSNorm": rms_norm.warmup_shapes,
-    # The halves of several rows are not dense.
-    "Phi3MLP": lambda *_: [(1, 4096), (16, 4096)],
-}
-# A warmup leaves these children of a gated MLP out.
-_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def warmup(
@@ -189,8 +173,8 @@ def _checked(model, rows, dtypes):
 class _WarmupCall:
     """A call of one layer on tensors of ones and, in training, of its gradients."""
 
-    def __init__(self, module, forward, device, dtype, shape, training):
-        self.module, self.forward, self.device = module, forward, device
+    def __init__(self, module, forward, left_out, device, dtype, shape, training):
+        self.module, self.forward, self.left_out, self.device = module, forward, left_out, device
         self.dtype, self.shape, self.training = dtype, shape, training
         self.name = type(module).__name__
 
@@ -238,7 +222,8 @@ class _WarmupCall:
             for name, parameter in self.module._parameters.items()
         }
         layer.__dict__["_modules"] = {
-            name: torch.nn.Identity() if name in _PROJECTIONS else child for name, child in self.module._modules.items()
+            name: torch.nn.Identity() if name in self.left_out else child
+            for name, child in self.module._modules.items()
         }
         return layer
 
@@ -262,10 +247,10 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_WarmupCall]:
     )
     seen = set()
     for module, forward in layers:
-        layer, kind = forward.__qualname__.split(".")[0], forward
+        declared, kind = WARMUP.get(forward.__qualname__.split(".")[0], Warmup()), forward
         try:
-            if layer in _PARTS:
-                module, forward = _PARTS[layer](module)
+            if declared.part is not None:
+                module, forward = declared.part(module)
                 kind = forward.args
             weight = next((weight for weight in module._parameters.values() if weight is not None), None)
             tensor = example if weight is None else weight
@@ -281,15 +266,10 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_WarmupCall]:
                     continue
                 seen.add(key)
                 for of_training in (False, True)[: 1 + training]:
-                    for shape in _SHAPES.get(layer, _any_shape)(weight, dtype, tensor.device, rows, of_training):
-                        yield _WarmupCall(module, forward, tensor.device, dtype, shape, of_training)
+                    for shape in declared.shapes(weight, dtype, tensor.device, rows, of_training):
+                        yield _WarmupCall(module, forward, declared.left_out, tensor.device, dtype, shape, of_training)
         except Outside as reason:
             skipped[f"{type(module).__name__}: {reason}"] = None
-
-
-def _any_shape(*_) -> list[tuple[int, int]]:
-    """The shape for layers without a weight: an activation has one kernel for every size that 16 bytes divide."""
-    return [(16, 4096)]
 
 
 def identity_of(module):

@@ -9,9 +9,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ..core import LAYERS_MODULE, inspection, proof
 from ..core.calls import Outside
+from ..core.declarations import WARMUP, Warmup
 from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
 from ..ops.rms_norm import add as add_rms_norm
 from ..ops.rms_norm.formulas import EPS_NAMES
+from ..ops.rms_norm.plan import warmup_shapes
 from .attention import Scaled, attend
 from .attention import formula_of as attention_formula_of
 
@@ -76,7 +78,7 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
     return unfused(hidden_states, residual, norm)
 
 
-def warmup_part(layer) -> tuple[torch.nn.Module, Callable]:
+def _warmup_part(layer) -> tuple[torch.nn.Module, Callable]:
     """The norm after the layer's attention, and the fused residual add + RMSNorm as that norm's forward."""
     self_attn, norm = map(layer._modules.get, ("self_attn", "post_attention_layernorm"))
     if self_attn is None or norm is None:
@@ -89,6 +91,9 @@ def _sum_and_norm(layer_class, attention_class, norm, hidden_states, residual):
     if not is_proved(layer_class, hidden_states) or not is_bare(norm):
         return hidden_states  # The layer does not use the fused kernel.
     return fused(hidden_states, residual, norm)
+
+
+WARMUP["LlamaDecoderLayer"] = Warmup(warmup_shapes, _warmup_part)
 
 
 # Proof

@@ -14,12 +14,16 @@ from torch.compiler import is_dynamo_compiling
 
 from ..core import inspection, proof
 from ..core.calls import UNSEEN, remember
+from ..core.declarations import WARMUP, Warmup
 from ..core.domain import FLOAT_DTYPES, NO_STATE, identity_hook, is_bare, runs_kernels, under_transform
 from ..ops.activation import Activation, by_value, forward_of, original_of, reads_only_attributes
 from ..ops.gated_activation import ACTIVATIONS, product_is_ours, product_of
 
 # Attributes of activation layers that their forward reads.
 _ATTRIBUTES = ("act", "approximate", "inplace")
+WARMUP.update(dict.fromkeys(("LlamaMLP", "GeGLUMLP"), Warmup(left_out=("gate_proj", "up_proj", "down_proj"))))
+# The halves of several rows are not dense.
+WARMUP["Phi3MLP"] = Warmup(lambda *_: [(1, 4096), (16, 4096)], left_out=("gate_up_proj", "down_proj"))
 
 
 def is_function(act) -> bool:

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from .._ops import add_op_namespace_prefix
 from ..core import inspection, launch, plans, proof
 from ..core.calls import Calls, Outside
+from ..core.declarations import TUNING
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
@@ -225,8 +226,7 @@ class Plan:
     num_warps: int = NUM_WARPS
 
 
-# The ops that a plan file may tune.
-TUNING = {name + direction: Plan for name in _ACTIVATIONS for direction in ("", "_backward")}
+TUNING.update({name + direction: Plan for name in _ACTIVATIONS for direction in ("", "_backward")})
 
 
 def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:

@@ -1,0 +1,260 @@
+"""What each family of ops is tested with, one entry a family. Tests of all kernels and of all tables of calls read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, Callable
+
+import torch
+
+
+@dataclass
+class Machine:
+    """The GPU that `machines.py` compiles for, and what it compiles.
+
+    Attributes:
+        arch: a compute capability such as 90; on ROCm a name.
+        hidden_sizes: of norms.
+        gpu: what the package knows of the GPU.
+        module: the package's modules by name.
+        dtype: of the activations.
+        left_out: beginnings of the names of kernels that are launched and not compiled.
+    """
+
+    arch: Any
+    hidden_sizes: list
+    gpu: Any
+    module: Callable[[str], ModuleType]
+    dtype: torch.dtype = torch.bfloat16
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def rocm(self) -> bool:
+        return isinstance(self.arch, str)
+
+    @property
+    def every_case(self) -> bool:
+        """Whether `make test` compiles for it: there a family has all of its cases."""
+        return self.arch == 90
+
+    def empty(self, *shape, dtype=None) -> torch.Tensor:
+        """Memory that nobody touches."""
+        return torch.empty(shape, dtype=dtype or self.dtype)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of ops.
+
+    Attributes:
+        sources: the files in `kernels_src` with its kernels.
+        calls: `calls(module, chooser, given)`: the outputs of one call of each op, with arguments at random; an op that takes
+            more than `given` adds what may require gradients to `given.leaves`.
+        launches: `launches(kernel, machine)` makes the calls whose kernels are compiled, for `machine.dtype`.
+        rocm: whether it has kernels for AMD GPUs.
+    """
+
+    sources: tuple[str, ...]
+    calls: Callable
+    launches: Callable
+    rocm: bool = True
+
+
+EPS_OF_CALLS = 1e-5, 0.5
+
+
+def given(chooser, weights) -> SimpleNamespace:
+    """Arguments at random, of which a family takes what it needs."""
+    dtype, rows = chooser.choice((torch.float32, torch.float16)), chooser.choice((1, 3))
+    x, residual, dy = (torch.randn(rows, 2, 64).to(dtype) for _ in range(3))
+    if chooser.random() < 0.3:
+        x, residual, dy = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (x, residual, dy))
+    x.requires_grad_(chooser.random() < 0.7)
+    residual.requires_grad_(chooser.random() < 0.3)
+    weight = chooser.choice(weights)
+    return SimpleNamespace(x=x, residual=residual, weight=weight, dtype=dtype, leaves=[x, residual, weight])
+
+
+# Norms
+
+
+def _norm_calls(module, chooser, given):
+    from transformers.models.llama import modeling_llama
+
+    x, weight, formulas, rms_norm = given.x, given.weight, module("variants"), module("rms_norm")
+    eager, eps = formulas.EAGER, chooser.choice((*EPS_OF_CALLS, 1))
+    owner = chooser.choice((eager[formulas.LLAMA], modeling_llama.LlamaRMSNorm, eager[formulas.ONE_PLUS_WEIGHT]))
+    return [
+        rms_norm.replacement(x, weight, eps, owner),
+        rms_norm.replacement(x, None, eps, eager[formulas.UNWEIGHTED]),
+        rms_norm.replacement(x, weight.to(given.dtype), 1e-6, torch.nn.RMSNorm, "eps", fused=True),
+        *(module("add_rms_norm").replacement(x, given.residual, weight, eps, owner) or ()),
+    ]
+
+
+def _norm_launches(kernel, machine):
+    for hidden_size in machine.hidden_sizes:
+        # Kernels that take columns are hardly different from one hidden size to the next.
+        machine.left_out = () if hidden_size == 4096 else ("rms_norm_sum",)
+        _norms_of(kernel, machine, hidden_size)
+    machine.left_out = ()
+    if machine.every_case and machine.dtype == torch.float32:
+        # Every tuned plan of two more kernels, of which some spill.
+        _tuned_norms(machine)
+
+
+def _norms_of(kernel, machine, hidden_size):
+    backward, add, variants = map(machine.module, ("rms_norm_backward", "add_rms_norm", "variants"))
+    llama, t5, empty, gpu = variants.LLAMA, variants.T5, machine.empty, machine.gpu
+    weight = empty(hidden_size)
+    # Of a few rows programs share the columns, with the plans that are computed and with those of a file.
+    for x in empty(1, hidden_size), empty(4, hidden_size):
+        if hidden_size in (4096, 32768):
+            kernel.rms_norm(x, weight, 1e-6)
+            add.replacement(x, x, weight, 1e-6, variants.EAGER[llama])
+    # The backward of few rows has a kernel for each gradient; that of many is fused, if the row is not too long.
+    # On few SMs it takes more rows.
+    for rows in (16, (1 << 25 + (gpu.multiprocessors < 64)) // hidden_size):
+        # Rows of activations that lie apart are spread over the threads in another way.
+        for padding in (0, 2) if hidden_size == 4096 else (0,):
+            dy, x = empty(2, rows, hidden_size + padding)
+            dy, x = dy.flatten()[: rows * hidden_size].view(rows, hidden_size), x[:, :hidden_size]
+            kernel.rms_norm(x, weight, 1e-6)
+            machine.module("rms_norm").replacement(x, weight, 1e-6, torch.nn.RMSNorm, "eps", fused=True)
+            for variant in (llama, t5)[: 1 + (hidden_size == 4096 and not padding)]:
+                backward.gradients(variant, dy, x, weight, torch.empty(rows, 1), True, True)
+        residual, x = empty(2, rows, hidden_size)
+        rstd = torch.empty(rows, 1)
+        if rows > 16 and hidden_size in (64, 128, 4096, 8192, 32768):
+            add.replacement(x, residual, weight, 1e-6, variants.EAGER[llama])
+            add._gradients(llama, x, x, weight, rstd, True, True, residual)
+        if rows == 16 and hidden_size == 32768 and machine.dtype == torch.bfloat16:
+            # Long rows are streamed if there are enough for all multiprocessors: here for fewer.
+            machine.gpu = dataclasses.replace(gpu, multiprocessors=1)
+            for dx_mode in ("single", "accumulate"):
+                streamed = backward.resolve(llama, x, x, weight, rstd, True, True, dx_mode)
+                streamed(x, x, weight, rstd, residual if dx_mode == "accumulate" else None)
+            machine.gpu = gpu
+
+
+def _tuned_norms(machine):
+    rms_norm, add, variants = map(machine.module, ("rms_norm", "add_rms_norm", "variants"))
+    for dtype, hidden_size in ((torch.float16, 1024), (torch.bfloat16, 4096)):
+        machine.dtype = dtype
+        for rows in machine.module("rms_norm_plan").rows_of_every_plan(hidden_size, dtype.itemsize, machine.gpu):
+            x, weight = machine.empty(rows, hidden_size), machine.empty(hidden_size)
+            if dtype == torch.float16:
+                add.replacement(x, x, weight, 1e-6, variants.EAGER[variants.LLAMA])
+            else:
+                rms_norm.replacement(x, weight, 1e-6, variants.EAGER[variants.BY_NAME["fp32_output"]])
+    machine.dtype = torch.float32
+
+
+# Activations and their products
+
+
+def _activation_calls(module, chooser, given):
+    activation, gated = module("activation"), module("gated_activation")
+    which = chooser.choice((activation.SILU, activation.GELU, activation.GELU_TANH))
+    subject = chooser.choice((which.forward, activation.SILU.forward))
+    return [
+        activation.replacement(given.x, subject, which),
+        gated.replacement(given.x, given.residual, subject, which),
+        gated.packed_replacement(given.x, which),
+    ]
+
+
+def _activation_launches(kernel, machine):
+    activation, gated = map(machine.module, ("activation", "gated_activation"))
+    x, dy = machine.empty(2, 4096)
+    for function in activation._ACTIVATIONS.values():
+        activation._activate(x, function)
+        activation.gradients(function, dy, x)
+    dy, gate, up = machine.empty(3, 2, 4096)
+    packed = machine.empty(2, 2 * 4096)
+    for function in gated.ACTIVATIONS.values():
+        for one, other in ((gate, up), packed.chunk(2, -1)):
+            gated.replacement(one, other, function.forward, function)
+            for with_up in (True, False):
+                gated.gradients(function, dy, one, other, with_up)
+        gated.packed_replacement(packed, function)
+        gated.packed_gradient(function, dy, packed)
+
+
+# Rotary embeddings
+
+
+def _rotary_calls(module, chooser, given):
+    rotary, needs_grad = module("rotary"), given.x.requires_grad
+    heads = (2, chooser.choice((1, 2)))
+    q, k = (torch.randn(2, count, 4, 16).to(given.dtype).requires_grad_(needs_grad) for count in heads)
+    cos, sin = torch.randn(2, 2, 4, 16).to(chooser.choice((given.dtype, torch.float32)))
+    unsqueeze_dim, sole = chooser.choice((1, -3)), chooser.random() < 0.5
+    given.leaves += [q, k]
+    return [*(rotary.replacement(q, k, cos, sin, unsqueeze_dim, rotary.PLAIN.eager, sole) or ())]
+
+
+def _rotary_launches(kernel, machine):
+    rotary, tables, dtype = machine.module("rotary"), machine.module("rotary_embedding"), machine.dtype
+    for variant in tables._FORMULAS:
+        positions, inv_freq = torch.empty(1, 7, dtype=torch.int64), torch.empty(64)
+        tables._TablesCall(variant, positions, inv_freq, dtype, 1.0)(positions, inv_freq)
+    for head_dim in (64, 80, 128, 256) if machine.every_case else (80,):
+        q, k = (machine.empty(2, 3, heads, head_dim).transpose(1, 2) for heads in (8, 2))
+        for table_dtype in {dtype, torch.float32}:
+            cos, sin = machine.empty(2, 1, 3, head_dim, dtype=table_dtype)
+            for variant in rotary.FORMULAS.values():
+                outs = rotary.replacement(q, k, cos, sin, 1, variant.eager)
+                for apart in (False, True):
+                    with torch.no_grad():
+                        rotary.gradients(variant, *outs, cos, sin, 1, dtype, apart)
+
+
+# Losses
+
+
+def _cross_entropy_calls(module, chooser, given):
+    logits, target = torch.randn(5, 40).to(given.dtype), torch.randint(40, (5,))
+    given.leaves.append(logits.requires_grad_(given.x.requires_grad))
+    ignored, reduction = chooser.choice((-100, 3)), chooser.choice(("mean", "sum"))
+    return [module("cross_entropy").replacement(logits, target, ignored, reduction)]
+
+
+def _cross_entropy_launches(kernel, machine):
+    cross_entropy, dtype = machine.module("cross_entropy"), machine.dtype
+    if not machine.rocm and machine.arch < 80 and dtype.itemsize == 2:
+        return  # Refused: ATen's kernels for 16 bits are others there.
+    # Each of ATen's kernels, and rows that begin anywhere.
+    for vocab in (1000, 4100, 9220, 32000, 50257, 128256) if machine.every_case else (1000, 128256):
+        logits, target = machine.empty(5, vocab), torch.empty(5, dtype=torch.int64)
+        plan, (a, b, c) = cross_entropy.launch_plan(vocab, dtype.itemsize), torch.empty(3, 5)
+        cross_entropy._forward(logits, -100, plan)(logits, target, a, b, c, target)
+        for mean in (True, False):
+            backward_of = cross_entropy._backward(logits, -100, mean, plan)
+            backward_of(logits, target, a, b, c, c, logits)
+
+
+# Softmax
+
+
+def _softmax_calls(module, chooser, given):
+    return [module("ops.softmax").replacement(given.x, -1)]
+
+
+def _softmax_launches(kernel, machine):
+    softmax = machine.module("ops.softmax")
+    # One element, less than a warp, more, and rows that begin anywhere.
+    for size, gap in ((1, 0), (40, 0), (128, 0), (1000, 0), (1000, 1)) if machine.every_case else ((1000, 0),):
+        x = machine.empty(3, size + gap)[:, :size]
+        softmax.gradient(x, softmax.softmax(x))
+
+
+FAMILIES = (
+    Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches),
+    Family(("activation",), _activation_calls, _activation_launches),
+    Family(("rotary",), _rotary_calls, _rotary_launches),
+    Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
+    Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False),
+)
