@@ -10,13 +10,7 @@ measured briefly, the fastest ones again. A configuration is written if its medi
 --margin and by more than the spread of the default's own times. Kernels are compiled first, in parallel processes.
 
 ops, and what their configurations choose:
-  rms_norm, add_rms_norm
-                     rows and warps per program; whether a row is kept in registers (default), read a second time (streamed)
-                     or read in two layouts at once (by_lane); programs per row; prefetching of later rows into the L2 cache
-  rms_norm_backward, add_rms_norm_backward
-                     one fused kernel or several; rows, warps and stages; columns, stages and warps of dweight's sums
-  silu, silu_backward
-                     elements and warps per program
+{ops}
 
 examples:
   tune.py                                        what the package ships: bf16, minutes on an H200
@@ -43,12 +37,13 @@ import os
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Callable, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -57,45 +52,14 @@ import plan_files  # noqa: E402
 from cases import DTYPES, OPS, Case, shape_text  # noqa: E402
 from peers import BenchError, driver_version, load_kernel, positive, progress_bar  # noqa: E402
 from report import Result, quartiles  # noqa: E402
+from tuned_ops import TRAINING_ROWS, TUNED, Fields, TunedOp  # noqa: E402
 
 PLANS = ROOT / "torch-ext/lossless_kernels/plans"
 ARCHITECTURES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell_consumer"}
-EPS = 1e-5
-
 # Head dimensions, and the hidden sizes of models of 1B to 70B parameters and beyond.
 HIDDEN_SIZES = (64, 128, 1024, 2048, 4096, 5120, 8192, 16384, 32768)
 # (fewest rows, measured rows) of each range; a range ends where the next begins. Decode, short and long prompts, a batch.
 ROWS = ((1, 1), (2, 4), (16, 16), (32, 32), (64, 128), (512, 1024), (2048, 4096), (8192, 32768))
-# Backward passes are tuned from this many rows on.
-TRAINING_ROWS = 512
-# Bounds on the elements measured in the last range: short rows are measured with more rows, long rows with fewer.
-LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 23, 1 << 28
-ACTIVATION_SHAPE = (8192, 14336)
-# Most bytes of dweight's partial sums over bytes of the input in a fused backward kernel, unless the default exceeds it.
-MOST_SUMS = 1 / 50
-# Most elements of a fused backward program that keeps its rows.
-FUSED_TILE = 1 << 13
-# Fused backward kernels stream rows from this length on.
-STREAMED_TILE = 1 << 14
-# Forward kernels may stream rows from this length on: a step of a shorter row is too small to be loaded alone.
-LEAST_STREAMED_FORWARD = 1 << 13
-# Row lengths for by_lane. Below FEW_BY_LANE rows there is no upper limit; from ROWS_BY_LANE rows on it is not tried,
-# because it needs more load requests.
-LEAST_BY_LANE = 1 << 10
-MOST_BY_LANE = 1 << 13
-FEW_BY_LANE = 512
-ROWS_BY_LANE = 8192
-# Several programs share a row while there are at most this many programs, one for each SM, and within these elements that a
-# thread writes and reads.
-MOST_SHARING = 128
-WRITTEN_A_THREAD = range(4, 33)
-MOST_READ_A_THREAD = 128
-# Prefetching into the L2 cache is tried from this many rows on, since fewer rows are all in flight at once, and with few rows
-# per program, since each row is one request.
-PREFETCHING_ROWS = 512
-MOST_PREFETCHED = 2
-
-Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -116,18 +80,8 @@ class Point:
         return f"{self.case} {self.dtype}"
 
     @property
-    def has_size(self) -> bool:
-        return "rms_norm" in OPS[self.case.op].family
-
-    @property
-    def sums_rows(self) -> bool:
-        """Whether the op computes dweight, a sum over rows."""
-        return self.has_size and OPS[self.case.op].backward
-
-    @property
-    def adds(self) -> bool:
-        """Whether the op adds a residual, or the residual's gradient."""
-        return self.has_size and OPS[self.case.op].outputs == 2
+    def tuned(self) -> TunedOp:
+        return TUNED[self.case.op]
 
     @property
     def element_size(self) -> int:
@@ -136,7 +90,7 @@ class Point:
     @property
     def kind(self) -> tuple:
         """The first values of an entry of the file: op, hidden_size, element_size, least_rows, most_rows."""
-        size = self.case.hidden_size if self.has_size else None
+        size = self.case.hidden_size if self.tuned.has_size else None
         return self.case.op, size, self.element_size, self.least_rows, self.most_rows
 
 
@@ -147,110 +101,11 @@ def points(ops, hidden_sizes, rows, dtypes, most_rows: Optional[int] = None) -> 
         rows: (fewest rows, measured rows) of each range, ascending.
         most_rows: end of the last range; None: no end.
     """
+    ends = [least - 1 for least, _ in rows[1:]] + [most_rows]
+    ranges = [(least, most, measured) for (least, measured), most in zip(rows, ends)]
     for dtype, op in itertools.product(dtypes, ops):
-        if "rms_norm" not in OPS[op].family:
-            yield Point(Case(op, ACTIVATION_SHAPE), dtype, 1, None)
-            continue
-        ranges = zip(rows, [least - 1 for least, _ in rows[1:]] + [most_rows])
-        for ((least, measured), most), hidden_size in itertools.product(ranges, hidden_sizes):
-            if OPS[op].backward and least < TRAINING_ROWS and len(rows) > 1:
-                continue
-            if most is None:
-                measured = min(max(measured, LEAST_ELEMENTS // hidden_size), MOST_ELEMENTS // hidden_size)
-            if measured >= least:
-                yield Point(Case(op, (measured, hidden_size)), dtype, least, most)
-
-
-# Candidates
-
-
-def powers_of_two(least: int, most: int) -> list[int]:
-    return [1 << power for power in range(20) if least <= 1 << power <= most]
-
-
-def programs(tile: int, most_rows: int, most_elements: int, a_thread: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(rows, warps) of a program for which each thread has between `a_thread[0]` and `a_thread[1]` elements."""
-    for rows, warps in itertools.product(powers_of_two(1, min(most_rows, 64)), powers_of_two(1, 32)):
-        elements = rows * tile
-        if (rows == 1 or 512 <= elements <= most_elements) and a_thread[0] <= elements // (32 * warps) <= a_thread[1]:
-            yield rows, warps
-
-
-def tile_of(hidden_size: int) -> int:
-    return 1 << (hidden_size - 1).bit_length()
-
-
-def forward_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
-    tile, few = tile_of(point.case.hidden_size), point.case.rows < FEW_BY_LANE
-    kept = {"streamed": False, "by_lane": False, "programs_per_row": 1}
-    ways = [kept]
-    if point.case.hidden_size >= LEAST_STREAMED_FORWARD:
-        ways.append({**kept, "streamed": True})
-    if LEAST_BY_LANE <= tile and (few or (tile <= MOST_BY_LANE and point.least_rows < ROWS_BY_LANE and not point.adds)):
-        ways.append({**kept, "by_lane": True})
-    first = [
-        {"rows_per_program": rows, "num_warps": warps, "prefetch": prefetch, **way}
-        for way in ways
-        for rows, warps in programs(tile, 1 if few and way["by_lane"] else point.least_rows, 1 << 14, (4, 128))
-        for prefetch in (False, True)
-        if not prefetch or (point.least_rows >= PREFETCHING_ROWS and rows <= MOST_PREFETCHED)
-    ]
-    shared = {**kept, "rows_per_program": 1, "prefetch": False, "by_lane": True}
-    first += [
-        {**shared, "num_warps": warps, "programs_per_row": sharing}
-        for sharing, warps in itertools.product(powers_of_two(2, 16), powers_of_two(2, 16))
-        if LEAST_BY_LANE <= tile <= MOST_READ_A_THREAD * 32 * warps
-        and point.most_rows is not None
-        and sharing * point.most_rows <= MOST_SHARING
-        and tile // (sharing * 32 * warps) in WRITTEN_A_THREAD
-    ]
-    return [first]
-
-
-def backward_candidates(point: Point, default: Fields, threads: tuple[int, int]) -> list[list[Fields]]:
-    """Three stages: the kernel that computes dx and chains of dweight, the kernel for the chains alone, and that for sums."""
-    tile, (height, leaving) = tile_of(point.case.hidden_size), threads
-    input_bytes = point.least_rows * point.element_size
-    least = min(leaving * 4 / (MOST_SUMS * input_bytes), default["rows_per_program"] if default["fused"] else height)
-    first = [
-        {"fused": False, "rows_per_program": rows, "num_warps": warps, "streamed": False}
-        for rows, warps in programs(tile, 16, 1 << 14, (8, 128))
-    ]
-    if tile >= STREAMED_TILE:
-        first += [{"fused": True, "rows_per_program": 1, "num_warps": warps, "streamed": True} for warps in (8, 16)]
-    else:
-        first += [
-            {"fused": True, "rows_per_program": rows, "num_warps": warps, "streamed": False, "stages": stages}
-            for rows, warps in programs(tile, height, FUSED_TILE, (8 if tile < 1024 else 16, 32))
-            if rows >= least
-            for stages in (3, 4, 5, 6)
-        ]
-    chains = [
-        {"fused": False, "streamed": False, "chain_columns": width, "chain_stages": stages, "chain_warps": warps}
-        for width, stages, warps in itertools.product((32, 64, 128, 256), (1, 3, 4), (4, 8))
-        if 4 <= 4 * height * width // (32 * warps) <= 32
-    ]
-    sums = [
-        {"sum_columns": columns, "sum_log2_steps": steps, "sum_warps": warps}
-        for columns, steps, warps in itertools.product((16, 32, 64), (3, 4), (4, 8))
-    ]
-    # If the default fuses the chains into the kernel of dx, a separate kernel has never been faster.
-    return [first, [] if default["fused"] else chains, sums]
-
-
-def activation_candidates(point: Point, default: Fields, _) -> list[list[Fields]]:
-    blocks = itertools.product(powers_of_two(256, 8192), powers_of_two(1, 16))
-    return [[{"block": block, "num_warps": warps} for block, warps in blocks if 2 <= block // (32 * warps) <= 32]]
-
-
-CANDIDATES = {
-    "rms_norm": forward_candidates,
-    "add_rms_norm": forward_candidates,
-    "rms_norm_backward": backward_candidates,
-    "add_rms_norm_backward": backward_candidates,
-    "silu": activation_candidates,
-    "silu_backward": activation_candidates,
-}
+        for shape, least, most in TUNED[op].shapes(hidden_sizes, ranges):
+            yield Point(Case(op, shape), dtype, least, most)
 
 
 # Calls of the package's kernels with a given launch configuration
@@ -260,15 +115,12 @@ class Kernels:
     """The tuned kernels of a built package."""
 
     def __init__(self, kernel):
-        def module(name):
-            return importlib.import_module(f"{kernel.__name__}.{name}")
-
-        self.plans, self.launch, self.config = map(module, ("core.plans", "core.launch", "core.reduction"))
-        self.rms_norm, self.backward, self.add_rms_norm, self.variants = (
-            module(f"ops.rms_norm.{name}") for name in ("plan", "backward", "add", "formulas")
-        )
-        self.activation = module("ops.activation")
+        self.name = kernel.__name__
+        self.plans, self.launch = self.module("core.plans"), self.module("core.launch")
         self.allowed = plan_files.allowed_values(kernel)
+
+    def module(self, name: str):
+        return importlib.import_module(f"{self.name}.{name}")
 
     @contextlib.contextmanager
     def planned(self, fields: Optional[Fields]):
@@ -280,112 +132,23 @@ class Kernels:
         finally:
             self.plans.tuned = tuned
 
-    def columns(self, point: Point, device, rows: int):
-        """ATen's reduction order of dweight's sum over `rows` rows."""
-        gpu = self.plans.gpu(device)
-        return self.config.column_reduction(rows, point.case.hidden_size, gpu.multiprocessors, gpu.threads)
-
-    def threads(self, point: Point, device) -> Optional[tuple[int, int]]:
-        """Threads that share a column in ATen's sum of dweight: in a block, and in all blocks at the point's fewest rows.
-
-        None for an op without dweight.
-        """
-        if not point.sums_rows:
-            return None
-        fewest = self.columns(point, device, point.least_rows)
-        return self.columns(point, device, point.case.rows).height, fewest.blocks * fewest.height
-
     def default(self, point: Point, device) -> Fields:
         """The fields of the default launch configuration."""
-        case, size = point.case, point.element_size
         with self.planned(None):
-            if point.sums_rows:
-                multiprocessors = self.plans.gpu(device).multiprocessors
-                columns = self.columns(point, device, case.rows)
-                dx_mode = "accumulate" if point.adds else "single"
-                plan = self.backward.default_plan(*case.shape, columns, multiprocessors, size, dx_mode)
-            elif point.has_size:
-                plan = self.rms_norm.default_plan(*case.shape, size, point.adds, self.plans.gpu(device))
-            else:
-                plan = self.activation.launch_plan(case.op, size)
-        return dataclasses.asdict(plan)
+            return dataclasses.asdict(point.tuned.default(self, point, device))
 
     def candidates(self, point: Point, device) -> list[list[Fields]]:
         """Candidates by stage, without those that this GPU does not support."""
-        stages = CANDIDATES[point.case.op](point, self.default(point, device), self.threads(point, device))
+        threads = point.tuned.threads(self, point, device)
+        stages = point.tuned.candidates(point, self.default(point, device), threads)
         if (self.plans.gpu(device).compute_capability or 0) >= plan_files.LEAST_PREFETCHING:
             return stages
         return [[fields for fields in stage if not fields.get("prefetch")] for stage in stages]
 
     def call(self, point: Point, fields: Fields, sets: list) -> Callable[[int], tuple]:
-        """The call with this launch configuration, a function of the index of its inputs.
-
-        `results_of` its return value is compared with eager's.
-        """
-        import torch
-
-        llama, silu = self.variants.LLAMA, self.activation.SILU
-        x = sets[0].x
-        rows, hidden_size = x.shape
+        """The call with this launch configuration, a function of the index of its inputs."""
         with self.planned(fields):
-            if point.case.op == "add_rms_norm":
-                launch = self.add_rms_norm._forward(llama, x.dtype, x.dtype, hidden_size, rows, x.device, EPS, False)
-
-                def call(index):
-                    given = sets[index]
-                    normed, total = torch.empty_like(given.x), torch.empty_like(given.x)
-                    launch.call_5(given.x, given.residual, given.weight, normed, total)
-                    return normed, total
-
-            elif point.case.op == "rms_norm":
-                launch = self.rms_norm.forward(llama, x.dtype, x.dtype, hidden_size, rows, hidden_size, x.device, EPS)
-
-                def call(index):
-                    given = sets[index]
-                    out = torch.empty_like(given.x)
-                    launch.call_3(given.x, given.weight, out)
-                    return (out,)
-
-            elif point.sums_rows:
-                first = sets[0]
-                dx_mode = self.backward.dx_mode_of(llama, x.dtype, first.d_sum)
-                backward = self.backward.resolve(llama, first.dy, x, first.weight, first.rstd, True, True, dx_mode)
-
-                def call(index):
-                    given = sets[index]
-                    return backward(given.dy, given.x, given.weight, given.rstd, given.d_sum)
-
-            elif point.case.op == "silu":
-                launch = self.activation._forward(silu, x.dtype, 1, x.numel(), x.numel(), x.device)
-
-                def call(index):
-                    out = torch.empty_like(sets[index].x)
-                    launch.call_2(sets[index].x, out)
-                    return (out,)
-
-            else:
-                launch = self.activation._backward(silu, x.dtype, x.numel(), x.device)
-
-                def call(index):
-                    dx = torch.empty_like(sets[index].dy)
-                    launch.call_3(sets[index].dy, sets[index].x, dx)
-                    return (dx,)
-
-        return call
-
-    def given(self, point: Point, inputs) -> "Given":
-        """The tensors that the kernels take, of a benchmark's inputs."""
-        import torch
-
-        *inputs_, last = (tensor.detach() for tensor in inputs.arguments)
-        if not point.has_size:
-            return Given(last, dy=inputs.dy)
-        if not point.sums_rows:
-            return Given(inputs_[0], last, residual=inputs_[-1])
-        x = functools.reduce(torch.add, reversed(inputs_))
-        dy, d_sum = inputs.dy if isinstance(inputs.dy, tuple) else (inputs.dy, None)
-        rstd = self.variants.eager_rstd(x.to(torch.float32), EPS)
-        return Given(x, last, dy, rstd, d_sum)
+            return point.tuned.call(self, sets)
 
     def eager(self, point: Point, inputs) -> tuple:
         """The expected results of a call."""
@@ -393,39 +156,8 @@ class Kernels:
         import torch
 
         op = OPS[point.case.op]
-        llama = self.variants.LLAMA
-
-        def rms_norm(x, weight):
-            return llama.eager(x, weight, EPS)
-
-        def add_rms_norm(x, residual, weight):
-            total = residual + x
-            return rms_norm(total, weight), total
-
-        functions = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": torch.nn.functional.silu}
         with torch.set_grad_enabled(op.backward):
-            found = measure.outcome(functions[op.family], inputs, op)
-        # x and the residual have the same gradient, which the kernels return once.
-        return found[op.outputs + op.inputs - 1 :] if op.backward else found
-
-
-@dataclass
-class Given:
-    """The tensors of a call; None where an op has none."""
-
-    x: Any
-    weight: Any = None
-    dy: Any = None
-    rstd: Any = None
-    d_sum: Any = None
-    residual: Any = None
-
-
-def results_of(found) -> list:
-    """The tensors that a call returns; of fp32 activations autograd adds two gradients, so they are added here."""
-    if hasattr(found, "dx_mean"):
-        return [found.dx if found.dx_mean is None else found.dx + found.dx_mean, found.dweight]
-    return list(found)
+            return point.tuned.expected(measure.outcome(point.tuned.eager(self), inputs, op))
 
 
 # Compiling
@@ -435,10 +167,7 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
     """The kernels that Triton must compile for the candidates of a point."""
     import torch
 
-    rows, hidden_size = point.case.shape
-    x, dy = (torch.empty(rows, hidden_size, dtype=dtype, device=device) for _ in range(2))
-    weight, rstd = torch.empty(hidden_size, dtype=dtype, device=device), torch.empty(rows, 1, device=device)
-    sets = [Given(x, weight, dy, rstd, dy if point.adds else None, residual=dy)]
+    sets = [point.tuned.unfilled(*point.case.shape, dtype, device)]
     default = kernels.default(point, device)
     stages = kernels.candidates(point, device)
     # The kernel that adds the partial sums depends on the rows per program.
@@ -479,10 +208,8 @@ def _compiler(source: Path, target: tuple):
 
     driver.set_active(Target())
     kernel = load_kernel(source)
-    modules = [
-        importlib.import_module(f"{kernel.__name__}.kernels_src.{name}")
-        for name in ("rms_norm", "rms_norm_backward", "activation")
-    ]
+    sources = {source for tuned in TUNED.values() for source in tuned.sources}
+    modules = [importlib.import_module(f"{kernel.__name__}.kernels_src.{source}") for source in sources]
     return {name: member for module in modules for name, member in vars(module).items()}, target
 
 
@@ -566,11 +293,11 @@ def tune_point(kernels: Kernels, point: Point, gpu, rounds: int, margin: float) 
     moved = point.case.bytes(point.dtype)
     inputs = measure.draw(point.case, dtype, device, measure.sets_needed(moved, gpu.l2_bytes))
     expected = kernels.eager(point, inputs[0])
-    sets = [kernels.given(point, each) for each in inputs]
+    sets = [point.tuned.given(kernels, each) for each in inputs]
     gpu.release()
     for changes in kernels.candidates(point, device):
-        if changes and "chain_columns" in changes[0] and result.best["fused"]:
-            continue  # The fastest configuration has no separate kernel for chains.
+        if changes and point.tuned.skips(changes, result.best):
+            continue
         candidates = [{**result.best, **change} for change in changes]
         race(kernels, point, gpu, sets, expected, candidates, result, rounds, margin)
         if result.error:
@@ -595,7 +322,7 @@ def race(kernels, point, gpu, sets, expected, candidates, result: Measured, roun
         outcome = Result(point.case.op, point.case.shape, point.dtype, text)
         with torch.no_grad(), measure.blamed_on(outcome):
             call = kernels.call(point, fields, sets)
-            if not measure.same_bits(results_of(call(0)), expected):
+            if not measure.same_bits(point.tuned.results(call(0)), expected):
                 outcome.error = "its bits differ from eager's"
             else:
                 once = functools.partial(dropping, call)
@@ -692,20 +419,29 @@ def rows_text(rows) -> str:
     return " ".join(f"{least}:{measured}" for least, measured in rows)
 
 
+def ops_text() -> str:
+    """What the launch configurations of the ops choose."""
+    chosen: dict[str, list[str]] = {}
+    for op, tuned in TUNED.items():
+        chosen.setdefault(tuned.chooses, []).append(op)
+    return "\n".join(f"  {', '.join(ops)}\n{textwrap.indent(chooses, ' ' * 21)}" for chooses, ops in chosen.items())
+
+
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    description = (__doc__ or "").replace("{ops}", ops_text())
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--ops",
         nargs="+",
-        choices=CANDIDATES,
-        default=list(CANDIDATES),
+        choices=TUNED,
+        default=list(TUNED),
         metavar="OP",
         help="ops to tune, listed above (default: all)",
     )
     what.add_argument(
         "--hidden-sizes", nargs="+", type=hidden, default=HIDDEN_SIZES, metavar="N",
-        help=f"hidden sizes of RMSNorm (default: {' '.join(map(str, HIDDEN_SIZES))})",
+        help=f"hidden sizes of norms (default: {' '.join(map(str, HIDDEN_SIZES))})",
     )  # fmt: skip
     what.add_argument(
         "--rows", nargs="+", type=row_range, default=ROWS, metavar="LEAST[:MEASURED]",
@@ -831,7 +567,7 @@ def updated(before: tuple, measured: list[Point], found: dict[str, str], entries
     ranges = [plan_files.Entry(*point.kind, plan={}, measured=None) for point in measured]
     kept = [dataclasses.asdict(entry) for entry in its_entries if not any(entry.overlaps(each) for each in ranges)]
     found = {**found, "command": f"{its_found['command']}; {found['command']}"}
-    order = {op: number for number, op in enumerate(CANDIDATES)}
+    order = {op: number for number, op in enumerate(TUNED)}
 
     def place(entry):
         return order.get(entry["op"], len(order)), entry["least_rows"], entry["hidden_size"] or 0, entry["element_size"]

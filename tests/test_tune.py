@@ -12,6 +12,7 @@ import plan_files
 import pytest
 import torch
 import tune
+import tuned_ops
 from conftest import ROOT
 from places import python_module
 
@@ -19,7 +20,7 @@ TUNE = ROOT / "scripts/tune.py"
 
 
 def every_point(**options):
-    given = {"ops": list(tune.CANDIDATES), "hidden_sizes": tune.HIDDEN_SIZES, "rows": tune.ROWS, "dtypes": ["bf16"]}
+    given = {"ops": list(tune.TUNED), "hidden_sizes": tune.HIDDEN_SIZES, "rows": tune.ROWS, "dtypes": ["bf16"]}
     return list(tune.points(**{**given, **options}))
 
 
@@ -30,7 +31,7 @@ def test_points_divide_the_rows():
         assert [least for least, _, _ in ranges] == [1, 2, 16, 32, 64, 512, 2048, 8192]
         assert [most for _, most, _ in ranges] == [1, 15, 31, 63, 511, 2047, 8191, None]
         assert all(least <= rows <= (most or rows) for least, most, rows in ranges)
-        assert hidden_size * ranges[-1][-1] <= tune.MOST_ELEMENTS
+        assert hidden_size * ranges[-1][-1] <= tuned_ops.MOST_ELEMENTS
     decode = every_point(ops=["rms_norm"], hidden_sizes=[64], rows=[(1, 1), (2, 4)], most_rows=15)
     assert [(p.least_rows, p.most_rows, p.case.rows) for p in decode] == [(1, 1, 1), (2, 15, 4)]
     backward = every_point(ops=["rms_norm_backward"])
@@ -46,7 +47,7 @@ def default_of(point):
 def test_candidates_are_valid_plans(kernel):
     allowed, number = plan_files.allowed_values(kernel), 0
     for point in every_point():
-        for stage in tune.CANDIDATES[point.case.op](point, default_of(point), (4, 264)):
+        for stage in point.tuned.candidates(point, default_of(point), (4, 264)):
             number += len(stage)
             for changes in stage:
                 for name, value in changes.items():
@@ -62,18 +63,18 @@ def test_plans_that_leave_many_sums_are_for_many_rows(kernel):
     default, threads = {"fused": True, "rows_per_program": 2}, (4, 264)
     rows = [(512, 4096), (8192, 16384), (32768, 32768)]
     for point in every_point(ops=["rms_norm_backward"], hidden_sizes=[4096], rows=rows):
-        first, *_ = tune.backward_candidates(point, default, threads)
+        first, *_ = point.tuned.candidates(point, default, threads)
         least = min(fields["rows_per_program"] for fields in first if fields["fused"])
         assert least == (1 if point.least_rows == 32768 else 2)
     # Of 8 rows a program in one block the default, which is not fused, has 16.
     (point,) = every_point(ops=["rms_norm_backward"], hidden_sizes=[64], rows=[(512, 4096)])
-    first, *_ = tune.backward_candidates(point, {"fused": False, "rows_per_program": 16}, (8, 8))
+    first, *_ = point.tuned.candidates(point, {"fused": False, "rows_per_program": 16}, (8, 8))
     assert {fields["rows_per_program"] for fields in first if fields["fused"]} == {8}
 
 
 def test_only_long_rows_are_streamed(kernel):
     for point in every_point(ops=["rms_norm"], hidden_sizes=[64, 4096, 8192, 32768], rows=[(512, 4096)]):
-        (first,) = tune.forward_candidates(point, {}, None)
+        (first,) = point.tuned.candidates(point, {}, None)
         assert {fields["streamed"] for fields in first} == {False} | (
             {True} if point.case.hidden_size >= 8192 else set()
         )
@@ -82,7 +83,7 @@ def test_only_long_rows_are_streamed(kernel):
 def test_rows_are_loaded_by_lane_if_they_are_few_or_not_too_long(kernel):
     sizes, rows = [128, 1024, 8192, 16384], [(1, 4), (512, 512), (2048, 4096), (8192, 8192)]
     for point in every_point(ops=["rms_norm", "add_rms_norm"], hidden_sizes=sizes, rows=rows):
-        (first,) = tune.forward_candidates(point, {}, None)
+        (first,) = point.tuned.candidates(point, {}, None)
         few, hidden_size = point.least_rows == 1, point.case.hidden_size
         many = point.case.op == "rms_norm" and point.least_rows in (512, 2048) and hidden_size in (1024, 8192)
         assert {fields["by_lane"] for fields in first} == {False, hidden_size > 128 and (few or many)}, str(point)
@@ -90,7 +91,7 @@ def test_rows_are_loaded_by_lane_if_they_are_few_or_not_too_long(kernel):
 
 def test_programs_share_rows_as_long_as_there_are_few(kernel):
     for point in every_point(ops=["rms_norm", "add_rms_norm"], hidden_sizes=[128, 4096]):
-        (first,) = tune.forward_candidates(point, {}, None)
+        (first,) = point.tuned.candidates(point, {}, None)
         most = max(fields["programs_per_row"] for fields in first)
         expected = {1: 16, 4: 8, 16: 4, 32: 2}.get(point.case.rows, 1) if point.case.hidden_size == 4096 else 1
         assert most == expected, str(point)
@@ -108,12 +109,12 @@ def test_only_many_rows_are_prefetched_and_where_a_gpu_can(kernel, monkeypatch):
         monkeypatch.setattr(kernels.plans, "gpu", lambda device, at=capability: kernels.plans.Gpu(at, 0))
         (first,) = kernels.candidates(point, torch.device("cpu"))
         assert {fields["prefetch"] for fields in first} == expected
-        assert all(fields["rows_per_program"] <= tune.MOST_PREFETCHED for fields in first if fields["prefetch"])
+        assert all(fields["rows_per_program"] <= tuned_ops.MOST_PREFETCHED for fields in first if fields["prefetch"])
 
 
 def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
     (point,) = every_point(ops=["rms_norm"], hidden_sizes=[128], rows=[(16, 64)])
-    default = dataclasses.asdict(tune.Kernels(kernel).rms_norm.Plan(1, 4))
+    default = dataclasses.asdict(python_module(kernel, "rms_norm_plan").Plan(1, 4))
     best = {**default, "rows_per_program": 2, "num_warps": 8}
     measured = tune.Measured(point, default, best, default_ms=0.2, best_ms=0.1)
     found = dict.fromkeys(("gpu", "driver", "torch", "triton", "date", "command"), "text")
@@ -127,7 +128,7 @@ def test_a_plan_that_is_written_is_one_that_the_package_reads(kernel, tmp_path):
 
 def test_an_update_keeps_what_was_not_measured(kernel, tmp_path):
     kernels, path = tune.Kernels(kernel), tmp_path / "plans.json"
-    plan = dataclasses.asdict(tune.Kernels(kernel).rms_norm.Plan(1, 4))
+    plan = dataclasses.asdict(python_module(kernel, "rms_norm_plan").Plan(1, 4))
     results = [
         tune.Measured(point, {}, {**plan, "num_warps": warps}, default_ms=0.2, best_ms=0.1)
         for warps, point in zip(
@@ -205,16 +206,17 @@ def test_a_run_by_the_clocks_of_a_cpu(kernel, build, monkeypatch, tmp_path):
     monkeypatch.setattr(launch.Launcher, "through_triton", record)
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     monkeypatch.setattr(tune, "load_kernel", lambda build: kernel)
-    monkeypatch.setattr(tune, "ACTIVATION_SHAPE", (4, 1024))
-    monkeypatch.setattr(tune, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(tuned_ops, "ACTIVATION_SHAPE", (4, 1024))
+    monkeypatch.setattr(tuned_ops, "LEAST_ELEMENTS", 1)
     monkeypatch.setattr(tune, "_FINALISTS", 1)
     monkeypatch.setattr(tune, "_LOOK_ROUNDS", 1)
-    monkeypatch.setattr(tune, "CANDIDATES", {op: functools.partial(few, make) for op, make in tune.CANDIDATES.items()})
+    for tuned in tune.TUNED.values():
+        monkeypatch.setattr(tuned, "candidates", functools.partial(few, tuned.candidates))
     monkeypatch.setattr(measure, "_TURN_MS", 1.0)
 
     def eager(self, point, inputs):
-        call = self.call(point, self.default(point, Cpu.device), [self.given(point, inputs)])
-        return tuple(tune.results_of(call(0)))
+        call = self.call(point, self.default(point, Cpu.device), [point.tuned.given(self, inputs)])
+        return tuple(point.tuned.results(call(0)))
 
     monkeypatch.setattr(tune.Kernels, "eager", eager)
     same_bits = measure.same_bits
