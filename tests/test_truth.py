@@ -442,7 +442,7 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
             plan = norm.default_plan(norm.ROW_CLASSES[-1], hidden_size, dtype.itemsize)
         fields = {**dataclasses.asdict(plan), "prefetch": True, "by_lane": not plan.streamed and choose.random() < 0.5}
         monkeypatch.setattr(
-            module("plans"), "tuned", lambda plan, gpu, op, *_, f=fields: plan(**f) if op in norm._OPS else None
+            module("plans"), "tuned", lambda plan, gpu, op, *_, f=fields: plan(**f) if op in norm.TUNING else None
         )
         forget_calls(module)
         bound.clear()

@@ -7,9 +7,8 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 
-from ...core import launch, plans, proof
+from ...core import declarations, launch, plans, proof
 from ...core.calls import Calls, Failed, Outside
-from ...core.declarations import TUNING
 from ...core.domain import allocator, are_plain, gradients_apart, have_strides
 from ...core.layout import contiguous_strides, row_levels, rows_in_memory, stand_ins
 from ...core.reduction import (
@@ -139,8 +138,8 @@ class Plan:
     sum_warps: int = 4
 
 
-OPS = ("rms_norm_backward", "add_rms_norm_backward")
-TUNING.update(dict.fromkeys(OPS, Plan))
+TUNING = {"rms_norm_backward": Plan, "add_rms_norm_backward": Plan}
+declarations.TUNING.update(TUNING)
 
 # With a larger tile a chain's sums do not fit into registers (H200).
 _MAX_FUSED_TILE = 8192

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core import launch, plans
+from ...core import declarations, launch, plans
 from ...core.calls import Outside
-from ...core.declarations import TUNING, WARMUP, Warmup
+from ...core.declarations import WARMUP, Warmup
 from ...core.reduction import CUDA, ROW_CLASSES, Build, fused_row_reduction, row_class, row_reduction
 from . import backward as rms_norm_backward
 from .formulas import RMSNormFormula, in_domain
@@ -64,8 +64,8 @@ _PREFETCHED, _PREFETCHED_ADDED = range(1024, 8192 + 1), range(1024, 5120 + 1)
 _BYTES_AHEAD = 4 << 20
 
 
-_OPS = ("rms_norm", "add_rms_norm")
-TUNING.update(dict.fromkeys(_OPS, Plan))
+TUNING = {"rms_norm": Plan, "add_rms_norm": Plan}
+declarations.TUNING.update(TUNING)
 
 
 def launch_plan(
@@ -83,7 +83,7 @@ def launch_plan(
 
 def rows_of_every_plan(hidden_size: int, element_size: int, gpu: plans.Gpu) -> tuple[int, ...]:
     """The fewest rows of every `row_class` and plan, fused add + RMSNorm too: their proofs cover all row counts."""
-    boundaries = {rows for op in _OPS for rows in plans.plan_boundaries(gpu, op, hidden_size, element_size)}
+    boundaries = {rows for op in TUNING for rows in plans.plan_boundaries(gpu, op, hidden_size, element_size)}
     if any(_is_prefetched(_LEAST_PREFETCHED_ROWS, hidden_size, element_size, added, gpu) for added in (False, True)):
         boundaries.add(_LEAST_PREFETCHED_ROWS)
     return tuple(sorted({*ROW_CLASSES, *boundaries}))
@@ -104,7 +104,7 @@ def rows_of_every_training_plan(
     gpu, size = plans.gpu(device), dtype.itemsize
     # "single" and "split" have the same plans.
     dx_modes = "single", "accumulate"
-    ops = *_OPS, *rms_norm_backward.OPS
+    ops = *TUNING, *rms_norm_backward.TUNING
     boundaries = {rows for op in ops for rows in plans.plan_boundaries(gpu, op, hidden_size, size)}
     powers = (1 << power for power in range(_MOST_TRAINING_ROWS.bit_length()))
     found = {}
