@@ -1,25 +1,32 @@
-"""Runs CPU tests with other versions of torch, Triton, transformers and kernels, and writes what came of it to docs/compatibility.md.
+"""Runs CPU tests with other versions of torch, Triton, transformers and kernels; writes docs/compatibility.md and README's matrix.
 
 A virtual environment for each row of `ROWS`, one at a time, removed afterwards. The CUDA wheels of torch that PyPI has take 6 GB
 each while they are there. The package must be built (`make build`).
+
+Each file of tests runs in a process of its own, and the row's line is written after each. If a row takes longer than
+`--minutes`, or if the run is interrupted, the line has what ran until then and says where it ended.
 """
 
 import argparse
 import datetime
+import itertools
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/compatibility.md"
+PAGE, README = ROOT / "docs/compatibility.md", ROOT / "README.md"
 BEGIN, END = "<!-- written by scripts/versions.py -->", "<!-- until here -->"
 
 
@@ -44,20 +51,29 @@ ROWS = (
     Row("2.15.0", "3.9.0"),
     Row("2.15.0", "3.9.0", transformers="5.23.0"),
 )
-# Launches, private names and their absence, the interpreter, recognition and fallbacks, what transformers and kernels do.
+# Launches, private names and their absence, offline compilation, the interpreter, recognition and fallbacks, what
+# transformers and kernels do.
 TESTS = (
     "test_launch.py",
     "test_torch_internals.py",
     "test_overrides.py",
     "test_idle_decorators.py",
-    "test_softmax_kernel.py",
-    "test_kernels.py",
-    "test_rotary.py",
-    "test_cross_entropy.py",
-    "test_host.py",
     # Every layer of the demo's model is replaced.
     "test_example.py::test_on_a_cpu",
+    "test_machine.py::test_ptxas_contracts_nothing",
+    "test_machine.py::test_nothing_is_computed_in_double_precision",
+    "test_machine.py::test_nothing_else_is_approximate_or_flushed",
+    "test_machine.py::test_no_sum_crosses_warps_numbered_in_turn",
+    "test_machine.py::test_rms_norm_has_no_fma_but_in_the_sum_of_torchs_own",
+    "test_machine.py::test_rms_norm_divides_with_correct_rounding",
+    "test_softmax_kernel.py",
+    "test_rotary.py",
+    "test_host.py",
+    "test_kernels.py",
+    "test_cross_entropy.py",
 )
+# No machine's constraints (they may cap a row's torch), and the machine tests compile one hidden size for one GPU.
+ENVIRONMENT = {"PIP_CONSTRAINT": os.devnull, "LOSSLESS_MACHINES": "one"}
 _ROWS_OWN = {*Row.__dataclass_fields__}
 _NOT_TESTED = {"matplotlib", "rich", "ruff"}
 
@@ -76,26 +92,28 @@ PROBE = """
         "optional": [f"torch.{each.path}" for name, each in internals.INTERNALS.items()
                      if each.optional and internals._find(name) is each.without],
         "guards": internals.guards_tell(),
-        "warnings": [str(each.message) for each in warned if "lossless-kernels" in str(each.message)],
+        "torch": internals.torch.__version__,
     }))
 """
 
 
 @dataclass
 class Outcome:
-    """What a row came to: `problem` if it could not be installed or imported."""
+    """What a row came to: `problem` if it could not be installed or imported, `cut` if it ended before its last file."""
 
     row: Row
     date: str
     tests: tuple
+    files: int = 0
     passed: int = 0
-    failed: tuple = ()
+    failed: tuple = ()  # Pairs of a test's name and the reason.
     skipped: int = 0
     torch: str = ""
     missing: tuple = ()
     optional: tuple = ()
     guards: bool = False
     problem: Optional[str] = None
+    cut: Optional[str] = None
 
 
 def packages(row: Row) -> list[str]:
@@ -111,67 +129,96 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def by_file(tests: tuple) -> list[tuple]:
+    """The files, each with what of it runs."""
+    return [(name, [*each]) for name, each in itertools.groupby(tests, lambda test: test.split("::")[0])]
+
+
 def run_row(
-    row: Row, tests: tuple, folder: Path, keep: bool, date: str, pip: tuple = (), processes: int = 0
+    row: Row,
+    tests: tuple,
+    folder: Path,
+    date: str,
+    save: Callable[[Outcome], None],
+    keep: bool = False,
+    pip: tuple = (),
+    processes: int = 0,
+    minutes: float = 60,
 ) -> Outcome:
-    """Installs the row into `folder`, runs the tests there, removes it unless it is to stay."""
-    outcome, python = Outcome(row, date, tests), folder / "bin/python"
+    """Installs the row into `folder`, runs the tests there, removes it unless it is to stay. `save` takes the outcome so
+    far, after each file of tests and when the row is cut. The minutes are those of the tests."""
+    outcome, python, doing = Outcome(row, date, tests), folder / "bin/python", "pip"
+    environment = {**os.environ, **ENVIRONMENT}
+    install = [str(python), "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check", *pip]
     try:
-        commands = [
-            [sys.executable, "-m", "venv", str(folder)],
-            [
-                str(python),
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-input",
-                "--disable-pip-version-check",
-                *pip,
-                *packages(row),
-            ],
-        ]
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True)
+        for command in ([sys.executable, "-m", "venv", str(folder)], [*install, *packages(row)]):
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
                 outcome.problem = f"cannot be installed: {last_line(done.stderr)}"
                 return outcome
         probe = "\n".join(line[4:] for line in PROBE.splitlines())
-        done = subprocess.run([str(python), "-c", probe], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([str(python), "-c", probe], cwd=ROOT, capture_output=True, text=True, env=environment)
         if done.returncode:
             outcome.problem = f"cannot be imported: {last_line(done.stderr)}"
             return outcome
         found = json.loads(done.stdout.splitlines()[-1])
         outcome.missing, outcome.optional = tuple(found["missing"]), tuple(found["optional"])
-        outcome.guards = found["guards"]
-        version = [str(python), "-c", "import torch; print(torch.__version__)"]
-        outcome.torch = subprocess.run(version, capture_output=True, text=True).stdout.strip()
-        results = folder / "results.xml"
-        command = [str(python), "-m", "pytest", "-n", str(processes), "--tb=short", "-m", "not gpu and not gpu2"]
-        command += ["-p", "no:cacheprovider", f"--junitxml={results}", *(f"tests/{name}" for name in tests)]
-        done = subprocess.run(command, cwd=ROOT)
-        if not results.exists():
-            outcome.problem = f"pytest ended with status {done.returncode}"
-            return outcome
-        read_results(outcome, results)
+        outcome.guards, outcome.torch = found["guards"], found["torch"]
+        end = time.monotonic() + 60 * minutes
+        for doing, selection in by_file(tests):
+            results = folder / f"{doing}.xml"
+            command = [str(python), "-m", "pytest", "-n", str(processes), "--tb=short", "-p", "no:cacheprovider"]
+            command += ["-m", "not gpu and not gpu2 and not long", f"--junitxml={results}"]
+            command += [f"tests/{name}" for name in selection]
+            status = run_until(end, command, environment)
+            if results.exists():
+                read_results(outcome, results)
+            if status is None:
+                outcome.cut = f"{minutes:g} minutes were over in {doing}"
+                return outcome
+            if status not in (0, 1):  # A crash, or nothing collected.
+                outcome.failed += ((doing, f"pytest ended with status {status}"),)
+            outcome.files += 1
+            save(outcome)
+    except KeyboardInterrupt:
+        outcome.cut = f"interrupted in {doing}"
+        raise
     finally:
+        save(outcome)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
+def run_until(end: float, command: list, environment: dict) -> Optional[int]:
+    """The command's status; None if it still ran at `end`. It is interrupted then, so that pytest writes what it has."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    try:
+        return process.wait(max(0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
 def read_results(outcome: Outcome, results: Path) -> None:
-    """The counts and the names of failed tests from pytest's XML."""
-    failed = []
+    """Adds pytest's XML: the counts, and each failed test with the first line of its reason."""
     for case in ElementTree.parse(results).iter("testcase"):
-        kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            failed.append(f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}")
+        kinds = {child.tag: child for child in case}
+        bad = kinds.get("failure", kinds.get("error"))
+        if bad is not None:
+            name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
+            outcome.failed += ((name, (bad.get("message") or "").strip().split("\n")[0][:160]),)
         elif "skipped" in kinds:
             outcome.skipped += 1
         else:
             outcome.passed += 1
-    outcome.failed = tuple(failed)
 
 
 def line(outcome: Outcome) -> str:
@@ -180,15 +227,26 @@ def line(outcome: Outcome) -> str:
     if outcome.problem:
         tests, names = outcome.problem, ""
     else:
-        tests = f"{outcome.passed} passed, {len(outcome.failed)} failed, {outcome.skipped} skipped"
-        if outcome.failed:
-            shown = ", ".join(f"`{name}`" for name in outcome.failed[:4]).replace("|", r"\|")
-            tests += f" ({shown}{', ...' if len(outcome.failed) > 4 else ''})"
+        files = by_file(outcome.tests)
+        tests = f"{outcome.passed} passed, {len(outcome.failed)} failed, {outcome.skipped} skipped; "
+        if outcome.cut:
+            tests += f"{outcome.files} of {len(files)} files: {outcome.cut}"
+        elif outcome.tests == TESTS:
+            tests += f"all {len(files)} files"
+        else:
+            tests += ", ".join(f"`{name}`" for name in outcome.tests)
         names = ", ".join(f"`{name}`" for name in (*outcome.missing, *outcome.optional)) or "all there"
         names += "" if outcome.guards else "; guards do not tell tensors apart"
-    files = len(outcome.tests)
-    cells = [outcome.torch or row.torch, row.triton, row.transformers, row.kernels, f"{tests}; {files} files", names]
+    cells = [outcome.torch or row.torch, row.triton, row.transformers, row.kernels, tests, names]
     return f"| {' | '.join([*cells, outcome.date])} |".replace("\n", " ")
+
+
+def failures(outcome: Outcome) -> list:
+    """A line of the list below the table for each reason: the tests that failed for it."""
+    reasons: dict = {}
+    for name, reason in outcome.failed:
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    return [f"- {outcome.row}: {reason or 'no reason given'}: {', '.join(names)}" for reason, names in reasons.items()]
 
 
 def key_of(text: str) -> tuple:
@@ -198,17 +256,37 @@ def key_of(text: str) -> tuple:
 
 
 def write(outcomes: list) -> None:
-    """Puts the lines into the page's table, in the order of `ROWS`; those of rows that did not run now stay."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    table, after = rest.split(END)
-    lines = {key_of(each): each for each in table.splitlines() if each.startswith("|")}
-    (head, rule), lines = list(lines.values())[:2], dict(list(lines.items())[2:])
-    lines.update((key_of(line(outcome)), line(outcome)) for outcome in outcomes)
+    """Puts the lines into the page's table, in the order of `ROWS`; those of rows that did not run now stay. The reasons
+    of failures follow the table, and README's matrix follows the page."""
+    before, lines, after = parts(PAGE)
+    head, rule, *rest = [each for each in lines if each.startswith("|")]
+    table = {key_of(each): each for each in rest}
+    table.update((key_of(line(outcome)), line(outcome)) for outcome in outcomes)
     order = [tuple(asdict(row).values()) for row in ROWS]
-    kept = [lines[key] for key in order if key in lines]
-    text = "\n".join([BEGIN, head, rule, *kept, END])
-    PAGE.write_text(before + text + after, encoding="utf-8")
+    kept = [table[key] for key in order if key in table]
+    ran = tuple(f"- {outcome.row}: " for outcome in outcomes)
+    reasons = [each for each in lines if each.startswith("- ") and not each.startswith(ran)]
+    reasons += [each for outcome in outcomes for each in failures(outcome)]
+    reasons = [each for row in ROWS for each in reasons if each.startswith(f"- {row}: ")]
+    table_and_reasons = [head, rule, *kept, *(["", "Failures by reason:", "", *reasons] if reasons else [])]
+    PAGE.write_text("\n".join([before + BEGIN, *table_and_reasons, END + after]), encoding="utf-8")
+    before, _, after = parts(README)
+    README.write_text("\n".join([before + BEGIN, *matrix(kept), END + after]), encoding="utf-8")
+
+
+def parts(page: Path) -> tuple:
+    """A page's text before the marks, the lines between them, and the text after them."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    between, after = rest.split(END)
+    return before, between.strip("\n").splitlines(), after
+
+
+def matrix(lines: list) -> list:
+    """README's table, from the lines of the page's: versions, the tests' counts and the date."""
+    cells = [[cell.strip() for cell in each.strip("|").split(" | ")] for each in lines]
+    rows = [[*each[:4], each[4].split("; ")[0], each[-1]] for each in cells]
+    head = ["torch", "Triton", "transformers", "kernels", "tests on a CPU", "date"]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def main(arguments=None) -> int:
@@ -216,6 +294,9 @@ def main(arguments=None) -> int:
     parser.add_argument("--only", nargs="+", metavar="TORCH", help="the rows of these versions of torch")
     parser.add_argument("--transformers", nargs="+", metavar="VERSION", help="of these, the rows of these transformers")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="of pytest, at a time (default: its own)")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="of a row's tests (default: 60); the rest is left out"
+    )
     parser.add_argument(
         "--tests", nargs="+", metavar="FILE", default=TESTS, help="files of tests/ instead of the usual ones"
     )
@@ -244,16 +325,21 @@ def main(arguments=None) -> int:
         parser.error("build/ holds no built kernel: run `make build` first")
     pip = ("--find-links", given.find_links) if given.find_links else ()
     date, outcomes = datetime.date.today().isoformat(), []
-    print(f"Python {platform.python_version()}, {len(rows)} environments, {len(given.tests)} files of tests")
+    # A run that is told to end writes its row's line, as one that is interrupted does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(f"Python {platform.python_version()}, {len(rows)} environments, {len(by_file(given.tests))} files of tests")
     with tempfile.TemporaryDirectory() as temporary:
         base = given.folder or Path(temporary)
         for row in rows:
             print(f"== {row}", flush=True)
             folder = base / f"torch-{row.torch}-transformers-{row.transformers}"
-            outcomes.append(run_row(row, tuple(given.tests), folder, given.keep, date, pip, given.processes))
-            print(line(outcomes[-1]), flush=True)
-            write(outcomes)
-    return int(any(outcome.problem or outcome.failed for outcome in outcomes))
+            tests = tuple(given.tests)
+            outcome = run_row(
+                row, tests, folder, date, lambda each: write([each]), given.keep, pip, given.processes, given.minutes
+            )
+            outcomes.append(outcome)
+            print(line(outcome), *failures(outcome), sep="\n", flush=True)
+    return int(any(outcome.problem or outcome.failed or outcome.cut for outcome in outcomes))
 
 
 if __name__ == "__main__":
