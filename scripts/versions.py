@@ -78,19 +78,16 @@ _ROWS_OWN = {*Row.__dataclass_fields__}
 _NOT_TESTED = {"matplotlib", "rich", "ruff"}
 
 PROBE = """
-    import json, sys, warnings
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        from pathlib import Path
-        from kernels import get_local_kernel
-        sys.path.insert(0, "tests")
-        from places import python_module
-        kernel = get_local_kernel(Path("build"))
-        internals = python_module(kernel, "core.torch_internals")
+    import json, sys
+    from pathlib import Path
+    from kernels import get_local_kernel
+    sys.path.insert(0, "tests")
+    from places import python_module
+    kernel = get_local_kernel(Path("build"))
+    internals = python_module(kernel, "core.torch_internals")
     print(json.dumps({
         "missing": internals.MISSING + python_module(kernel, "core.triton_internals").MISSING,
-        "optional": [f"torch.{each.path}" for name, each in internals.INTERNALS.items()
-                     if each.optional and internals._find(name) is each.without],
+        "optional": [each.split(" ")[0] for each in internals.SLOWER],
         "guards": internals.guards_tell(),
         "torch": internals.torch.__version__,
     }))

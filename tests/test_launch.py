@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 DRIVER = """
-    import contextlib, ctypes, importlib, json, os, sys
+    import contextlib, ctypes, dataclasses, importlib, json, os, sys
     from pathlib import Path
 
     os.environ["LOSSLESS_PROOF"] = "off"
@@ -110,6 +110,21 @@ LAUNCHES = """
     cos, sin = torch.randn(2, 2, 16, 64).bfloat16()
     turned, _ = kernel.apply_rotary_pos_emb(q, q, cos, sin)
     turned.backward(torch.randn_like(turned))
+    for size in (40, 1000):
+        scores = torch.randn(3, size).bfloat16().requires_grad_()
+        kernel.softmax(scores).backward(torch.randn_like(scores))
+    # The kernel writes the targets that ATen takes the loss of.
+    module("cross_entropy")._nll_loss = lambda logp, *rest: (logp.mean(), torch.ones(()))
+    # ATen's two kernels: of a short vocabulary, and of one that takes more than a program's registers.
+    for vocab in (1000, 50257):
+        logits, target = torch.randn(5, vocab, dtype=torch.float32, requires_grad=True), torch.randint(vocab, (5,))
+        kernel.cross_entropy(logits, target).backward()
+    # Long rows are streamed if there are enough of them for all multiprocessors.
+    one, plans = dataclasses.replace(module("plans").UNKNOWN, multiprocessors=1), module("plans")
+    plans.gpu = lambda device: one
+    x, residual, dy = torch.randn(3, 16, 32768).bfloat16()
+    weight = torch.randn(32768).bfloat16().requires_grad_()
+    kernel.rms_norm(x.requires_grad_(), weight, 1e-6).backward(dy)
     print(json.dumps(found))
 """
 
@@ -228,19 +243,25 @@ def test_the_short_path_sends_what_triton_sends(launches):
 
 
 def test_every_kernel_is_launched(launches):
-    """But those that take long rows or many, in the same way."""
+    """But those that share few rows' columns among programs, and those of rotary tables, in the same way."""
     print(sorted(launches))
     assert {name.split()[0] for name in launches} == {
         "activation_forward",
         "activation_backward",
         "add_rms_norm_forward",
+        "cross_entropy_forward",
+        "cross_entropy_forward_short",
+        "cross_entropy_backward",
         "gated_activation_forward",
         "gated_activation_backward",
         "rms_norm_forward",
         "rms_norm_backward",
+        "rms_norm_backward_streamed",
         "rms_norm_sum_blocks",
         "rms_norm_sum_chains",
         "rotary",
+        "softmax_forward",
+        "softmax_backward",
     }
 
 

@@ -1,4 +1,4 @@
-"""A torch that lacks a private name of today's: the package imports, says so once, and the original layers run."""
+"""A torch that lacks a private name of today's: the package imports, says so once, and results are eager's."""
 
 import ast
 import json
@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+import torch
 from conftest import ROOT
 
 PACKAGE = ROOT / "torch-ext/lossless_kernels"
@@ -16,6 +17,7 @@ WITHOUT_EACH = """
 
     folder, names = Path(sys.argv[1]), json.loads(sys.argv[2])
     x, weight = torch.randn(3, 64, requires_grad=True), torch.rand(64, requires_grad=True)
+    y = torch.randn(3, 64)
 
     def llama():
         h = x.to(torch.float32)
@@ -29,7 +31,7 @@ WITHOUT_EACH = """
         delattr(owner, name)
         return functools.partial(setattr, owner, name, value)
 
-    found = {}
+    found, reference = {}, None
     for number, (name, path) in enumerate({"nothing": None, **names}.items()):
         alias = f"without_{number}"
         (folder / "_ops.py").write_text(
@@ -59,11 +61,61 @@ WITHOUT_EACH = """
         with torch.no_grad():
             package.silu(x), package.silu_and_mul(x, x)
         equal = torch.equal(*outs) and all(map(torch.equal, *gradients))
+        # The interpreter's exponential is not eager's, and a CPU's sums have another order: kernels are compared with kernels.
+        results = [outs[0], *gradients[0], *package.fused_add_rms_norm(x, y, weight, 1e-6), package.silu(x)]
+        reference = reference or results
+        as_ever = all(map(torch.equal, results, reference))
         found[name] = {
-            "launched": bool(launched), "equal": equal,
+            "launched": bool(launched), "equal": equal, "as_ever": as_ever, "guards": sys.modules[f"{alias}.core.torch_internals"].guards_tell(),
             "warnings": [str(each.message) for each in warned if "lossless-kernels" in str(each.message)],
         }
     print(json.dumps(found))
+"""
+
+
+# A torch without CUDA may lack them, and has no use for them.
+OF_GPUS = ("empty_strided_cuda", "current_device", "current_stream")
+GUARDS = """
+    import json, sys, warnings
+    from pathlib import Path
+    import torch
+    from kernels import get_local_kernel
+    from places import forget_calls, python_module
+
+    kernel, how = get_local_kernel(Path("build")), sys.argv[1]
+    internals = python_module(kernel, "core.torch_internals")
+    guards = internals._TensorGuards
+
+    class Changed:
+        def __init__(self, *tensors, **options):
+            if how == "raises":
+                raise TypeError("expected three lists")
+            self.own, self.dtype = guards(*tensors, **options), tensors[0].dtype
+
+        def check(self, *tensors):
+            if how == "refuses":
+                return False
+            return self.own.check(*(tensor.to(self.dtype) for tensor in tensors))
+
+    x, weight = torch.randn(3, 64), torch.rand(64)
+
+    def results():
+        with torch.no_grad():
+            return [kernel.rms_norm(each, weight, 1e-6) for each in (x, x, x.half(), x.double(), x.half(), x)]
+
+    expected = results()
+    assert internals.guards_tell()
+    internals._TensorGuards = Changed
+    internals.guards_tell.cache_clear()
+    forget_calls(lambda name: python_module(kernel, name))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = results()
+    print(json.dumps({
+        "tell": internals.guards_tell(),
+        "equal": all(map(torch.equal, found, expected)) and [each.dtype for each in found] == [each.dtype for each in expected],
+        "warnings": [str(each.message) for each in warned if "lossless-kernels" in str(each.message)],
+    }))
 """
 
 
@@ -79,7 +131,13 @@ def internals():
 
 
 # Without them the device code cannot be imported. `knobs.runtime.interpret` cannot be taken away.
-TRITON = ("triton.jit", "triton.language.constexpr", "triton.language.int32", "triton.language.float32")
+TRITON = (
+    "triton.jit",
+    "triton.language.constexpr",
+    "triton.language.int32",
+    "triton.language.int64",
+    "triton.language.float32",
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +163,14 @@ def test_without_a_private_name(without, name, path, optional):
     if isinstance(found, str):  # A CPU's torch has no CUDA to lose; what a type in C has cannot be taken from it.
         assert optional and name in ("current_device", "current_stream", "function_apply"), found
         return
-    assert found["launched"] == optional
-    if optional:
+    assert found["launched"] == optional and found["as_ever" if optional else "equal"]
+    if name in OF_GPUS and not torch.version.cuda:
         assert not found["warnings"]
-    else:
-        assert found["equal"] and len(found["warnings"]) == 1 and f"torch.{path}" in found["warnings"][0]
+        return
+    (warning,) = found["warnings"]
+    assert f"torch.{path}" in warning
+    assert ("results are the same" if optional else "all layers keep their original forward") in warning
+    assert found["guards"] == (name != "TensorGuards")
 
 
 @pytest.mark.parametrize("path", TRITON)
@@ -117,6 +178,22 @@ def test_without_a_name_of_triton(without, path):
     found = without[path]
     assert found["equal"] and not found["launched"]
     assert len(found["warnings"]) == 1 and path in found["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("raises", "TypeError: expected three lists"),
+        ("refuses", "they do not recognise an equal layout"),
+        ("takes any dtype", "they do not distinguish dtypes"),
+    ],
+)
+def test_guards_that_do_not_tell_are_reported_once(build, interpreted, how, reason):
+    done = interpreted(GUARDS, arguments=(how,), LOSSLESS_PROOF="off")
+    found = json.loads(done.stdout.splitlines()[-1])
+    (warning,) = found["warnings"]
+    assert not found["tell"] and found["equal"]
+    assert f"({reason})" in warning and "results are the same" in warning
 
 
 def test_private_names_stand_in_one_file():

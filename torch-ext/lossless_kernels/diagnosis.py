@@ -16,7 +16,8 @@ import torch
 
 from . import report
 from .core import ROOT_PACKAGE, launch, proof
-from .core.domain import FLOAT_DTYPES, MISSING
+from .core.domain import FLOAT_DTYPES
+from .core.torch_internals import MISSING, SLOWER
 from .mapping import LAYERS, LEVELS, mapped_names, missing_name
 from .ops.rms_norm.formulas import EPS_NAMES, in_domain
 from .ops.rms_norm.proof import variant_of
@@ -173,7 +174,7 @@ def _facts() -> dict[str, str]:
         "mapping in force": f"{len(names)} layer names, {', '.join(ours) or 'none'} of this package's"
         if names
         else "none",
-        "private names of torch": f"missing: {', '.join(MISSING)}" if MISSING else "all there",
+        "private names of torch": f"missing: {', '.join(MISSING + SLOWER)}" if MISSING + SLOWER else "all there",
         "LOSSLESS_PROOF": os.environ.get("LOSSLESS_PROOF", "on (default)"),
     }
     others = {name: os.environ[name] for name in _VARIABLES[1:] if name in os.environ}

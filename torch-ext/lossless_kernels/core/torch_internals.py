@@ -1,7 +1,8 @@
 """Every private name of torch that this package uses, its purpose, and its replacement where it is missing.
 
 Without a required name the kernels are off: one warning, and the original layers run. An optional name has a slower
-replacement. An existing name may behave differently in another torch: `guards_tell` tests guards, not versions.
+replacement, and one warning says which names are missing. An existing name may behave differently in another torch:
+`guards_tell` tests guards, not versions.
 """
 
 import functools
@@ -21,12 +22,14 @@ class Internal(NamedTuple):
         use: its purpose.
         without: its replacement. With that of a required name, eager runs.
         optional: kernels run without it.
+        of_gpus: a torch built for CPUs may lack it.
     """
 
     path: str
     use: str
     without: Any = None
     optional: bool = False
+    of_gpus: bool = False
 
 
 def _watched(*_) -> bool:
@@ -52,28 +55,34 @@ INTERNALS = {
     "any_autocast": Internal("_C._is_any_autocast_enabled", "a decoder layer's replay", _watched, True),
     "linear": Internal("_C._nn.linear", "a decoder layer's replay", None, True),
     "TensorGuards": Internal("_C._dynamo.guards.TensorGuards", "recognising a call in 0.1 us", None, True),
-    "empty_strided_cuda": Internal("_C._dynamo.guards._empty_strided_cuda", "faster allocation", None, True),
-    "current_device": Internal("_C._cuda_getDevice", "launches without Triton's own call", None, True),
-    "current_stream": Internal("_C._cuda_getCurrentRawStream", "launches without Triton's own call", None, True),
+    "empty_strided_cuda": Internal("_C._dynamo.guards._empty_strided_cuda", "faster allocation", None, True, True),
+    "current_device": Internal("_C._cuda_getDevice", "launches on one of several GPUs", None, True, True),
+    "current_stream": Internal("_C._cuda_getCurrentRawStream", "launches without Triton's own call", None, True, True),
     "fp32_precision": Internal("_C._get_fp32_precision_getter", "whether TF32 is allowed", None, True),
     "dispatch_dump": Internal("_C._dispatch_dump", "ATen operators that other code has replaced", None, True),
     "TorchDispatchMode": Internal("utils._python_dispatch.TorchDispatchMode", "the operators of a call", None, True),
     "function_apply": Internal("_C._FunctionBase.apply", "calls of autograd functions, 1 us faster", None, True),
 }
-# Required names that this torch does not have.
-MISSING: list = []
+_ABSENT = object()
+
+
+def _look_up(path: str) -> Any:
+    found = torch
+    for part in path.split("."):
+        found = getattr(found, part, _ABSENT)
+    return found
 
 
 def _find(name: str) -> Any:
-    internal, found = INTERNALS[name], torch
-    for part in internal.path.split("."):
-        if not hasattr(found, part):
-            if not internal.optional:
-                MISSING.append(f"torch.{internal.path}")
-            return internal.without
-        found = getattr(found, part)
-    return found
+    found = _look_up(INTERNALS[name].path)
+    return INTERNALS[name].without if found is _ABSENT else found
 
+
+_OF_GPUS = torch.version.cuda is not None or torch.version.hip is not None
+_GONE = [each for each in INTERNALS.values() if (_OF_GPUS or not each.of_gpus) and _look_up(each.path) is _ABSENT]
+# Required and optional names that this torch does not have.
+MISSING = [f"torch.{each.path}" for each in _GONE if not each.optional]
+SLOWER = [f"torch.{each.path} ({each.use})" for each in _GONE if each.optional]
 
 dispatch_modes = _find("dispatch_modes")
 tracing_state = _find("tracing_state")
@@ -95,7 +104,7 @@ function_modes = _find("function_modes")
 any_autocast = _find("any_autocast")
 # It returns a new tensor, which aliases nothing. Without it no decoder layer is replayed.
 linear = _find("linear")
-current_device = _find("current_device")
+current_device = _find("current_device") or torch.cuda.current_device
 current_stream = _find("current_stream")
 _TensorGuards = _find("TensorGuards")
 
@@ -166,26 +175,42 @@ def _guard(*tensors):
 
 @functools.cache
 def guards_tell() -> bool:
-    """Whether TorchDynamo's guards distinguish tensors that differ in one property each."""
-    if _TensorGuards is None:
+    """Whether TorchDynamo's guards distinguish tensors that differ in one property each. If not, one warning says why."""
+    if _TensorGuards is None:  # The warning about missing names says so.
         return False
+    reason = _what_guards_miss()
+    if reason:
+        warnings.warn(
+            f"lossless-kernels: the tensor guards of torch {torch.__version__} are not used ({reason}): results are the "
+            "same, but recognising an earlier call takes about 1 us more",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return not reason
+
+
+def _what_guards_miss() -> str:
+    """Why guards cannot replace a comparison in Python; empty if they can."""
     x = torch.zeros(2, 3)
-    others = (
-        torch.zeros(3, 2),
-        torch.zeros(2, 3, dtype=torch.float16),
-        torch.zeros(3, 2).t(),
-        torch.zeros(2, 3, requires_grad=True),
-        torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False),
-        torch._neg_view(torch.zeros(2, 3)),
-        torch._efficientzerotensor((2, 3)),
-        torch.zeros(2, 3, device="meta"),
-    )
+    others = {
+        "sizes": torch.zeros(3, 2),
+        "dtypes": torch.zeros(2, 3, dtype=torch.float16),
+        "strides": torch.zeros(3, 2).t(),
+        "requires_grad": torch.zeros(2, 3, requires_grad=True),
+        "classes": torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False),
+        "negative views": torch._neg_view(torch.zeros(2, 3)),
+        "zero tensors": torch._efficientzerotensor((2, 3)),
+        "devices": torch.zeros(2, 3, device="meta"),
+    }
     try:
         with torch.no_grad():
             same = _guard(x, x)
-            return same(x, torch.ones(2, 3)) and not any(same(x, other) or same(other, x) for other in others)
-    except Exception:  # Another interface may raise anything. Calls are then looked up by their key.
-        return False
+            if not same(x, torch.ones(2, 3)):
+                return "they do not recognise an equal layout"
+            alike = [name for name, other in others.items() if same(x, other) or same(other, x)]
+    except Exception as error:  # Another interface may raise anything. Calls are then looked up by their key.
+        return f"{type(error).__name__}: {error}"
+    return f"they do not distinguish {', '.join(alike)}" if alike else ""
 
 
 # TorchInductor's allocator: on the current GPU, without the dispatcher, in half the time of `empty_like`.
@@ -194,6 +219,12 @@ empty_strided_cuda = _find("empty_strided_cuda") if torch.version.hip is None el
 if MISSING:
     warnings.warn(
         f"lossless-kernels: torch {torch.__version__} has no {', '.join(MISSING)}: all layers keep their original forward",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+elif SLOWER:
+    warnings.warn(
+        f"lossless-kernels: torch {torch.__version__} has no {', '.join(SLOWER)}: results are the same, by slower ways",
         RuntimeWarning,
         stacklevel=2,
     )
