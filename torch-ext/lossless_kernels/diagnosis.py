@@ -135,7 +135,7 @@ def doctor(model: Optional[Union[torch.nn.Module, str, Any]] = None, verbose: bo
     return diagnosis
 
 
-def _version(package) -> Optional[str]:
+def _version_of(package) -> Optional[str]:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -167,7 +167,7 @@ def _facts() -> dict[str, str]:
     facts = {
         "lossless-kernels": f"{build}, {Path(__file__).parent}",
         "python": platform.python_version(),
-        **{package: _version(package) or "not installed" for package in _PACKAGES},
+        **{package: _version_of(package) or "not installed" for package in _PACKAGES},
         "GPU": "; ".join(_gpus()) or "none that torch sees",
         "C compiler": _compiler() or "none",
         "decorators": {True: "live", False: "without effect", None: "unknown"}[_decorators_are_live()],
@@ -214,7 +214,7 @@ def _problems() -> Iterator[Problem]:
             yield Problem("no C compiler, which Triton needs", "install gcc, or set CC")
         if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
             yield Problem("no Python.h, which Triton's launcher is compiled with", "install python3-dev")
-    if _version("kernels") is None:
+    if _version_of("kernels") is None:
         yield Problem("kernels is not installed", "pip install kernels")
     try:
         policy = proof.policy()
@@ -246,7 +246,7 @@ def _of_decorators() -> Problem:
         )
     least, below = (getattr(import_utils, f"KERNELS_{each}_VERSION", "?") for each in ("MIN", "MAX"))
     return Problem(
-        f"transformers {_version('transformers')} takes kernels from {least} to below {below}, found {_version('kernels')}: "
+        f"transformers {_version_of('transformers')} takes kernels from {least} to below {below}, found {_version_of('kernels')}: "
         "its classes have no layer names",
         rotary + f'pip install "kernels>={least},<{below}"',
     )

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .core import proof
 from .core.domain import is_autocast, is_checkpointed
+from .core.torch_internals import MISSING, class_before_script
 from .decoder import attention, mlp, recompute, replay
 from .decoder import layer as decoder
 from .ops import rotary_tables as rotary_embedding
@@ -40,9 +41,15 @@ def _own_weight(state: dict):
     return state.get("weight") if weight is None else weight
 
 
+def _original(self, layer: type, *arguments, **named):
+    """The original forward; the formula of `layer` where the class is used as a layer of its own."""
+    forward = _FORMULAS[layer] if isinstance(self, layer) else type(self).forward
+    return forward(self, *arguments, **named)
+
+
 def _scripted(module, *arguments):
     """Runs the original forward of the class that the module had before it was scripted."""
-    original = module._concrete_type.py_class
+    original = class_before_script(module)
 
     def attribute(_, name):
         try:
@@ -81,10 +88,7 @@ class LlamaRMSNorm(nn.Module):
         except AttributeError:
             eps = None
         out = rms_norm_replacement(hidden_states, weight, eps, owner, state=state)
-        if out is not None:
-            return out
-        # The class is used as a layer of its own.
-        return (EAGER[LLAMA] if isinstance(self, LlamaRMSNorm) else owner).forward(self, hidden_states)
+        return _original(self, LlamaRMSNorm, hidden_states) if out is None else out
 
 
 class RMSNormZeroCentered(nn.Module):
@@ -104,11 +108,7 @@ class RMSNormZeroCentered(nn.Module):
             return _scripted(self, x)
         state = self.__dict__
         out = rms_norm_replacement(x, _own_weight(state), getattr(self, "eps", None), owner, "eps", state=state)
-        if out is not None:
-            return out
-        if isinstance(self, RMSNormZeroCentered):
-            return ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps)
-        return owner.forward(self, x)
+        return _original(self, RMSNormZeroCentered, x) if out is None else out
 
 
 class TorchRMSNorm(nn.Module):
@@ -137,9 +137,7 @@ class TorchRMSNorm(nn.Module):
                 return out
         elif not is_dynamo_compiling():
             proof.record_refusal(owner.forward, "autocast, or normalized_shape is not the last dimension")
-        if isinstance(self, TorchRMSNorm):
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        return owner.forward(self, x)
+        return _original(self, TorchRMSNorm, x)
 
 
 # PyTorch's default, for 16 bits too. It is one object since recorded calls compare eps by identity.
@@ -177,7 +175,7 @@ class RMSNormGated(nn.Module):
         if owner is _SCRIPTED:
             return _scripted(self, hidden_states, gate)
         if isinstance(self, RMSNormGated):
-            return gated_eager(LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon)
+            return _original(self, RMSNormGated, hidden_states, gate)
         state = self.__dict__
         eps, activation = getattr(self, "variance_epsilon", None), getattr(self, "activation", None)
         out = gated_replacement(hidden_states, gate, _own_weight(state), eps, activation, owner, state)
@@ -206,7 +204,7 @@ class SiLUActivation(nn.Module):
                 return out
         elif not is_dynamo_compiling():
             proof.record_refusal(original, "inplace is set")
-        return (SILU.forward if isinstance(self, SiLUActivation) else original)(self, input)
+        return _original(self, SiLUActivation, input)
 
 
 def _gelu(self, input, layer, activation):
@@ -223,9 +221,7 @@ def _gelu(self, input, layer, activation):
         out = activation_replacement(input, (original, "act", act), activation)
     else:
         out = proof.record_refusal(original, f"act is {getattr(act, '__qualname__', act)}")
-    if out is not None:
-        return out
-    return (activation.forward if isinstance(self, layer) else original)(self, input)
+    return _original(self, layer, input) if out is None else out
 
 
 class GELUActivation(nn.Module):
@@ -266,11 +262,8 @@ class NewGELUActivation(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if type(self) is _SCRIPTED:
             return _scripted(self, input)
-        original = type(self).forward
-        out = activation_replacement(input, original, NEW_GELU)
-        if out is not None:
-            return out
-        return (NEW_GELU.forward if isinstance(self, NewGELUActivation) else original)(self, input)
+        out = activation_replacement(input, type(self).forward, NEW_GELU)
+        return _original(self, NewGELUActivation, input) if out is None else out
 
 
 class FastGELUActivation(nn.Module):
@@ -286,11 +279,8 @@ class FastGELUActivation(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if type(self) is _SCRIPTED:
             return _scripted(self, input)
-        original = type(self).forward
-        out = activation_replacement(input, original, FAST_GELU)
-        if out is not None:
-            return out
-        return (FAST_GELU.forward if isinstance(self, FastGELUActivation) else original)(self, input)
+        out = activation_replacement(input, type(self).forward, FAST_GELU)
+        return _original(self, FastGELUActivation, input) if out is None else out
 
 
 class QuickGELUActivation(nn.Module):
@@ -306,11 +296,8 @@ class QuickGELUActivation(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if type(self) is _SCRIPTED:
             return _scripted(self, input)
-        original = type(self).forward
-        out = activation_replacement(input, original, QUICK_GELU)
-        if out is not None:
-            return out
-        return (QUICK_GELU.forward if isinstance(self, QuickGELUActivation) else original)(self, input)
+        out = activation_replacement(input, type(self).forward, QUICK_GELU)
+        return _original(self, QuickGELUActivation, input) if out is None else out
 
 
 def _activation_of(layer, act_fn, x):
@@ -323,7 +310,7 @@ def _activation_of(layer, act_fn, x):
     return subject, activation, hooked
 
 
-def _gated_mlp(self, x):
+def _gated_mlp(self, layer, x):
     if type(self) is _SCRIPTED:
         return _scripted(self, x)
     modules = self._modules
@@ -331,9 +318,7 @@ def _gated_mlp(self, x):
     act_fn = modules.get("act_fn")
     subject, activation, hooked = _activation_of(self, act_fn, x)
     if activation is None or gate_proj is None or up_proj is None or down_proj is None:
-        if isinstance(self, (LlamaMLP, GeGLUMLP)):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return type(self).forward(self, x)
+        return _original(self, layer, x)
     if hooked:
         return down_proj(mlp.hooked_product(act_fn, gate_proj(x), lambda: up_proj(x), subject, activation))
     gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
@@ -359,7 +344,7 @@ class LlamaMLP(nn.Module):
 
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _gated_mlp(self, x)
+        return _gated_mlp(self, LlamaMLP, x)
 
 
 class GeGLUMLP(nn.Module):
@@ -370,7 +355,7 @@ class GeGLUMLP(nn.Module):
 
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _gated_mlp(self, x)
+        return _gated_mlp(self, GeGLUMLP, x)
 
 
 class Phi3MLP(nn.Module):
@@ -391,9 +376,7 @@ class Phi3MLP(nn.Module):
         gate_up_proj, down_proj, act_fn = map(modules.get, ("gate_up_proj", "down_proj", "activation_fn"))
         subject, activation, hooked = _activation_of(self, act_fn, hidden_states)
         if activation is None or gate_up_proj is None or down_proj is None:
-            if isinstance(self, Phi3MLP):
-                return mlp.packed_formula(hidden_states, self.gate_up_proj, self.down_proj, self.activation_fn)
-            return type(self).forward(self, hidden_states)
+            return _original(self, Phi3MLP, hidden_states)
         gate, up = attention.project(gate_up_proj, hidden_states).chunk(2, dim=-1)
         if hooked:
             return down_proj(mlp.hooked_product(act_fn, gate, lambda up=up: up, subject, activation))
@@ -441,9 +424,7 @@ class LlamaDecoderLayer(nn.Module):
             if not is_dynamo_compiling():
                 replay.record(self, hidden_states, position_embeddings)
             return out
-        if isinstance(self, LlamaDecoderLayer):
-            return decoder.forward(self, hidden_states, arguments)
-        return owner.forward(self, hidden_states, **arguments)
+        return _original(self, LlamaDecoderLayer, hidden_states, **arguments)
 
 
 class LlamaRotaryEmbedding(nn.Module):
@@ -457,11 +438,9 @@ class LlamaRotaryEmbedding(nn.Module):
     can_torch_compile = True
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        owner = type(self)
-        if isinstance(self, LlamaRotaryEmbedding):
-            return rotary_embedding.TABLES.eager(x, position_ids, self.inv_freq, self.attention_scaling)
-        out = rotary_embedding.replacement(self, x, position_ids, owner)
-        return owner.forward(self, x, position_ids) if out is None else out
+        own = isinstance(self, LlamaRotaryEmbedding)
+        out = None if own else rotary_embedding.replacement(self, x, position_ids, type(self))
+        return _original(self, LlamaRotaryEmbedding, x, position_ids) if out is None else out
 
 
 class RotaryPosEmb(nn.Module):
@@ -478,7 +457,47 @@ class RotaryPosEmb(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         original = type(self).forward
-        if isinstance(self, RotaryPosEmb):
-            return ROTARY.eager(q, k, cos, sin, unsqueeze_dim)
-        out = rotary_replacement(q, k, cos, sin, unsqueeze_dim, original)
-        return original(self, q, k, cos, sin, unsqueeze_dim) if out is None else out
+        own = isinstance(self, RotaryPosEmb)
+        out = None if own else rotary_replacement(q, k, cos, sin, unsqueeze_dim, original)
+        return _original(self, RotaryPosEmb, q, k, cos, sin, unsqueeze_dim) if out is None else out
+
+
+# What a class computes that is used as a layer of its own.
+_FORMULAS = {
+    LlamaRMSNorm: EAGER[LLAMA].forward,
+    RMSNormZeroCentered: lambda self, x: ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps),
+    TorchRMSNorm: lambda self, x: F.rms_norm(x, self.normalized_shape, self.weight, self.eps),
+    RMSNormGated: lambda self, hidden_states, gate=None: gated_eager(
+        LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon
+    ),
+    SiLUActivation: SILU.forward,
+    GELUActivation: GELU.forward,
+    GELUTanh: GELU_TANH.forward,
+    NewGELUActivation: NEW_GELU.forward,
+    FastGELUActivation: FAST_GELU.forward,
+    QuickGELUActivation: QUICK_GELU.forward,
+    **dict.fromkeys(
+        (LlamaMLP, GeGLUMLP), lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    ),
+    Phi3MLP: lambda self, x: mlp.packed_formula(x, self.gate_up_proj, self.down_proj, self.activation_fn),
+    LlamaDecoderLayer: lambda self, hidden_states, **arguments: decoder.forward(self, hidden_states, arguments),
+    LlamaRotaryEmbedding: lambda self, x, position_ids: rotary_embedding.TABLES.eager(
+        x, position_ids, self.inv_freq, self.attention_scaling
+    ),
+    RotaryPosEmb: lambda self, q, k, cos, sin, unsqueeze_dim=1: ROTARY.eager(q, k, cos, sin, unsqueeze_dim),
+}
+
+
+def _eager_forward(layer: type):
+    @functools.wraps(layer.forward)
+    def forward(self, *arguments, **named):
+        if type(self) is _SCRIPTED:
+            return _scripted(self, *arguments, **named)
+        return _original(self, layer, *arguments, **named)
+
+    return forward
+
+
+if MISSING:  # The forwards above read what this torch may no longer have.
+    for _layer in _FORMULAS:
+        _layer.forward = _eager_forward(_layer)

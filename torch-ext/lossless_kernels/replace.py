@@ -14,6 +14,7 @@ from torch import nn
 from . import loss as losses
 from . import mapping, report
 from .core.domain import runs_kernels
+from .core.torch_internals import is_compiled
 from .decoder import recompute as recomputation
 
 # In the `__dict__` of a module: the attributes that `apply` changed and their values before, None where there was none.
@@ -160,8 +161,7 @@ def recompute_products(model: nn.Module, recompute: bool = True) -> int:
 
 def _check_uncompiled(model) -> None:
     for name, module in model.named_modules():
-        is_wrapper = type(module).__module__.startswith("torch._dynamo") and "_orig_mod" in module._modules
-        if is_wrapper or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_compiled(module):
             where = f"the module {name!r}" if name else "one that is"
             raise ValueError(
                 f"model: expected a model that is not compiled, found {where} compiled: apply, then compile"

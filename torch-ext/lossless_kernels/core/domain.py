@@ -8,7 +8,6 @@ from typing import Callable
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
-from torch.nn.modules import module as torch_module
 
 from . import LAYERS_MODULE, launch
 from .torch_internals import (
@@ -20,6 +19,10 @@ from .torch_internals import (
     forward_ad,
     functorch_level,
     functorch_wrapped,
+    global_backward_hooks,
+    global_backward_pre_hooks,
+    global_hooks,
+    global_pre_hooks,
     legacy_batched,
     saved_tensor_hooks,
     tracing_state,
@@ -110,12 +113,7 @@ def is_checkpointed() -> bool:
 
 def has_global_hooks() -> bool:
     """Whether hooks on the calls of all modules exist."""
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
+    return bool(global_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks)
 
 
 def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
@@ -129,10 +127,10 @@ def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
             or module._forward_pre_hooks
             or module._backward_hooks
             or module._backward_pre_hooks
-            or torch_module._global_forward_hooks
-            or torch_module._global_forward_pre_hooks
-            or torch_module._global_backward_hooks
-            or torch_module._global_backward_pre_hooks
+            or global_hooks
+            or global_pre_hooks
+            or global_backward_hooks
+            or global_backward_pre_hooks
         )
         or module._compiled_call_impl is not None
         or type(module).__call__ is not MODULE_CALL

@@ -54,6 +54,13 @@ INTERNALS = {
     "function_modes": Internal("_C._len_torch_function_stack", "a decoder layer's replay", _watched, True),
     "any_autocast": Internal("_C._is_any_autocast_enabled", "a decoder layer's replay", _watched, True),
     "linear": Internal("_C._nn.linear", "a decoder layer's replay", None, True),
+    "fused_rms_norm": Internal("ops.aten._fused_rms_norm", "F.rms_norm with its statistics"),
+    "fused_rms_norm_backward": Internal("ops.aten._fused_rms_norm_backward", "the gradients of F.rms_norm"),
+    "softmax_gradient": Internal("ops.aten._softmax_backward_data", "the gradient of softmax"),
+    "global_hooks": Internal("nn.modules.module._global_forward_hooks", "hooks on all modules", {}),
+    "global_pre_hooks": Internal("nn.modules.module._global_forward_pre_hooks", "hooks on all modules", {}),
+    "global_backward_hooks": Internal("nn.modules.module._global_backward_hooks", "hooks on all modules", {}),
+    "global_backward_pre_hooks": Internal("nn.modules.module._global_backward_pre_hooks", "hooks on all modules", {}),
     "TensorGuards": Internal("_C._dynamo.guards.TensorGuards", "recognising a call in 0.1 us", None, True),
     "empty_strided_cuda": Internal("_C._dynamo.guards._empty_strided_cuda", "faster allocation", None, True, True),
     "current_device": Internal("_C._cuda_getDevice", "launches on one of several GPUs", None, True, True),
@@ -63,13 +70,28 @@ INTERNALS = {
     "TorchDispatchMode": Internal("utils._python_dispatch.TorchDispatchMode", "the operators of a call", None, True),
     "function_apply": Internal("_C._FunctionBase.apply", "calls of autograd functions, 1 us faster", None, True),
 }
+# Attributes of every module and tensor. Callers write them where they are read: another name would take longer.
+ATTRIBUTES = {
+    "parameters": Internal("nn.Module()._parameters", "weights, without `__getattr__`"),
+    "buffers": Internal("nn.Module()._buffers", "frequencies, without `__getattr__`"),
+    "modules": Internal("nn.Module()._modules", "children, without `__getattr__`"),
+    "buffers_not_saved": Internal("nn.Module()._non_persistent_buffers_set", "a warmup's stand-in"),
+    "hooks": Internal("nn.Module()._forward_hooks", "whether a call is more than its forward"),
+    "pre_hooks": Internal("nn.Module()._forward_pre_hooks", "whether a call is more than its forward"),
+    "backward_hooks": Internal("nn.Module()._backward_hooks", "whether a call is more than its forward"),
+    "backward_pre_hooks": Internal("nn.Module()._backward_pre_hooks", "whether a call is more than its forward"),
+    "compiled_call": Internal("nn.Module._compiled_call_impl", "whether a module is compiled"),
+    "is_zero": Internal("Tensor._is_zerotensor", "whether a tensor has no memory"),
+    "version": Internal("Tensor._version", "whether a product's inputs have changed"),
+}
 _ABSENT = object()
 
 
 def _look_up(path: str) -> Any:
     found = torch
     for part in path.split("."):
-        found = getattr(found, part, _ABSENT)
+        found = getattr(found, part.removesuffix("()"), _ABSENT)
+        found = found() if part.endswith("()") and found is not _ABSENT else found
     return found
 
 
@@ -79,7 +101,8 @@ def _find(name: str) -> Any:
 
 
 _OF_GPUS = torch.version.cuda is not None or torch.version.hip is not None
-_GONE = [each for each in INTERNALS.values() if (_OF_GPUS or not each.of_gpus) and _look_up(each.path) is _ABSENT]
+_EVERY = (*INTERNALS.values(), *ATTRIBUTES.values())
+_GONE = [each for each in _EVERY if (_OF_GPUS or not each.of_gpus) and _look_up(each.path) is _ABSENT]
 # Required and optional names that this torch does not have.
 MISSING = [f"torch.{each.path}" for each in _GONE if not each.optional]
 SLOWER = [f"torch.{each.path} ({each.use})" for each in _GONE if each.optional]
@@ -107,6 +130,22 @@ linear = _find("linear")
 current_device = _find("current_device") or torch.cuda.current_device
 current_stream = _find("current_stream")
 _TensorGuards = _find("TensorGuards")
+fused_rms_norm, fused_rms_norm_backward = _find("fused_rms_norm"), _find("fused_rms_norm_backward")
+softmax_gradient = _find("softmax_gradient")
+# torch changes these dictionaries in place.
+global_hooks, global_pre_hooks = _find("global_hooks"), _find("global_pre_hooks")
+global_backward_hooks, global_backward_pre_hooks = _find("global_backward_hooks"), _find("global_backward_pre_hooks")
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether the module is compiled, by `torch.compile(module)` or `module.compile()`."""
+    wraps = type(module).__module__.startswith("torch._dynamo") and "_orig_mod" in module._modules
+    return wraps or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def class_before_script(module: torch.nn.Module) -> type:
+    """The class that a scripted module had before."""
+    return module._concrete_type.py_class
 
 
 def apply_of(function: type):

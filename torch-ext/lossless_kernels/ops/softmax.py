@@ -26,7 +26,7 @@ from ..core.domain import (
     under_transform,
 )
 from ..core.layout import Output, rows_in_memory
-from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad, softmax_gradient
 from .activation import MAX_PROGRAMS
 
 if launch.AVAILABLE:
@@ -57,7 +57,7 @@ def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def _formula(dy, y):
-    return torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
+    return softmax_gradient(dy, y, -1, y.dtype)
 
 
 # Calls

@@ -22,7 +22,7 @@ from ...core.reduction import (
     row_reduction,
     split_rows,
 )
-from ...core.torch_internals import dispatch_modes, forward_ad
+from ...core.torch_internals import dispatch_modes, forward_ad, fused_rms_norm_backward
 from .formulas import EAGER, RMSNormFormula, eager_rstd
 
 if launch.AVAILABLE:
@@ -93,7 +93,7 @@ def fused_gradients(
     """
     weight = None if variant.scale == "none" else weight
     shape, mask = hidden_states.shape[-1:], [needs_dx, needs_dweight]
-    dx, dweight = torch.ops.aten._fused_rms_norm_backward(dy, hidden_states, shape, rstd, weight, mask)
+    dx, dweight = fused_rms_norm_backward(dy, hidden_states, shape, rstd, weight, mask)
     return Gradients(dx, None, dweight)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...core.domain import FLOAT_DTYPES
+from ...core.torch_internals import fused_rms_norm
 
 
 def eager_rstd(h: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,7 +63,7 @@ class RMSNormFormula:
         """`eager` and `rstd` at once."""
         if self.fused:
             weight = None if self.scale == "none" else weight
-            return torch.ops.aten._fused_rms_norm(hidden_states, hidden_states.shape[-1:], weight, eps)
+            return fused_rms_norm(hidden_states, hidden_states.shape[-1:], weight, eps)
         return self.eager(hidden_states, weight, eps), self.rstd(hidden_states, weight, eps)
 
     def factor(self, weight: torch.Tensor) -> torch.Tensor:
