@@ -434,7 +434,9 @@ def test_every_fused_plan_has_the_same_bits(module, monkeypatch, seed, rows, hid
     rms_norm = module("rms_norm_backward")
     inputs = given(torch.Generator().manual_seed(seed), (rows, hidden_size), *DTYPES)
     for fused in (True, False):
-        monkeypatch.setattr(rms_norm, "launch_plan", lambda *_, fused=fused: rms_norm.Plan(fused, rows_per_program, 4))
+        monkeypatch.setattr(
+            rms_norm, "launch_plan", lambda *_, fused=fused: rms_norm.BackwardPlan(fused, rows_per_program, 4)
+        )
         assert_gradients_equal_the_model(rms_norm, *inputs, label=f"fused {fused}")
 
 
@@ -453,7 +455,7 @@ def test_streamed_rows_have_the_same_gradients(module, monkeypatch, seed, rows, 
         torch.Generator().manual_seed(seed), (rows, hidden_size), choose.choice(DTYPES), choose.choice(DTYPES)
     )
     for streamed in (False, True):
-        monkeypatch.setattr(rms_norm, "launch_plan", lambda *_, each=streamed: rms_norm.Plan(True, 1, 4, each))
+        monkeypatch.setattr(rms_norm, "launch_plan", lambda *_, each=streamed: rms_norm.BackwardPlan(True, 1, 4, each))
         assert_gradients_equal_the_model(rms_norm, *inputs, label=f"streamed {streamed}")
         # With a gradient that came before, a residual's.
         d_sum = torch.randn(rows, hidden_size).to(inputs[0].dtype)
@@ -546,7 +548,7 @@ def test_rocms_gradients_equal_the_model(module, monkeypatch, rocm_gpu, seed):
         inputs = given(generator, (rows, hidden_size), *DTYPES)
         assert_gradients_equal_the_model(rms_norm, *inputs, rocm_gpu)
     inputs = given(generator, (5, 2052), *DTYPES)
-    monkeypatch.setattr(rms_norm, "launch_plan", lambda *_: rms_norm.Plan(True, 1, 4, streamed=True))
+    monkeypatch.setattr(rms_norm, "launch_plan", lambda *_: rms_norm.BackwardPlan(True, 1, 4, streamed=True))
     assert_gradients_equal_the_model(rms_norm, *inputs, rocm_gpu, "streamed")
 
 
@@ -643,7 +645,7 @@ class T5LayerNorm(LlamaRMSNorm):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer_class", [LlamaRMSNorm, T5LayerNorm])
 def test_layer_in_a_residual_block(kernel, seed, layer_class, dtype):
-    """x + norm(x): x receives dy and, of two edges, two gradients one after the other, which one sum of theirs would not equal."""
+    """x + norm(x): x receives dy and two gradients of the norm, one after the other, which one sum of theirs would not equal."""
     two_edges = layer_class is T5LayerNorm
     x, weight, dy, _ = given(torch.Generator().manual_seed(seed), (2, 9, 128), dtype, dtype)
     norm = layer_class(weight)

@@ -192,7 +192,7 @@ def test_a_fused_plan_that_does_not_fit_is_left_alone(module, plans, write):
         columns = config.column_reduction(rows, 128, 132, 2048) if both else None
         assert columns is None or (columns.height >= 4) is fits
         plan = backward.launch_plan(rows, 128, columns, 2, gpu)
-        expected = backward.Plan(**FUSED) if fits else backward.default_plan(rows, 128, columns, 132)
+        expected = backward.BackwardPlan(**FUSED) if fits else backward.default_plan(rows, 128, columns, 132)
         assert plan == expected
 
 
@@ -201,7 +201,7 @@ def test_a_residuals_gradient_has_plans_of_its_own(module, plans, write):
     backward, config, gpu = module("rms_norm_backward"), module("reduce_config"), plans.Gpu(9, 227 << 10)
     columns = config.column_reduction(4096, 128, 132, 2048)
     for dx_mode, expected in (
-        ("accumulate", backward.Plan(**FUSED)),
+        ("accumulate", backward.BackwardPlan(**FUSED)),
         ("single", backward.default_plan(4096, 128, columns, 132)),
         ("split", backward.default_plan(4096, 128, columns, 132)),
     ):
@@ -299,7 +299,7 @@ def test_what_is_prefetched_covers_the_latency_and_stays_in_the_l2(module):
 
 def test_no_more_rows_are_on_their_way_than_fit(module, plans):
     backward, order = module("rms_norm_backward"), module("reduce_config").row_reduction(4096, 4096)
-    plan = backward.Plan(True, 2, 8, stages=4)
+    plan = backward.BackwardPlan(True, 2, 8, stages=4)
     # 32 KiB a stage, and some to exchange sums.
     for shared_memory, stages in ((227 << 10, 4), (99 << 10, 3), (64 << 10, 2), (48 << 10, 1), (0, 1)):
         gpu = plans.Gpu(9, shared_memory)

@@ -188,6 +188,11 @@ def test_modules_are_python_3_9(path):
             assert future or not unions, f"{path.name}:{annotation.lineno}: {ast.unparse(annotation)} is not Python 3.9"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_have_at_most_650_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 650
+
+
 # What a folder of the package may import from it, beside itself. `kernels_src` is the device code, `_ops` is generated.
 WALLS = {
     "core": {"core"},

@@ -16,6 +16,7 @@ import torch
 from . import layers
 from .core import proof
 from .core.inspection import functions_of
+from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
 from .ops.rms_norm.proof import variant_of
 
 # Layer name -> class of `layers`.
@@ -60,7 +61,7 @@ _NAMES_BY_ACTIVATION = {
     "FastGELUActivation": "FastGELU",
     "QuickGELUActivation": "QuickGELU",
 }
-_NAMES_BY_EPS = {"variance_epsilon": "RMSNorm", "eps": "RMSNormZeroCentered"}
+_NAMES_BY_EPS = {eps: name for name, eps in EPS_NAMES.items() if name in LAYERS}
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -145,7 +146,7 @@ def _norm_name(module) -> Optional[str]:
     if weight is None or weight.dim() != 1 or others or layer_class.__module__.startswith("torch."):
         return None
     if "gate" in inspect.signature(layer_class.forward).parameters:
-        return "RMSNormGated" if "variance_epsilon" in state and isinstance(state.get("activation"), str) else None
+        return "RMSNormGated" if EPS_NAME in state and isinstance(state.get("activation"), str) else None
     eps_name = next((name for name in _NAMES_BY_EPS if isinstance(state.get(name), float)), None)
     return _NAMES_BY_EPS[eps_name] if eps_name and _has_known_formula(layer_class, eps_name) else None
 

@@ -23,6 +23,8 @@ from .triton_internals import INTERPRETED
 
 # Triton specialises a kernel on pointers that are multiples of 16 bytes.
 _ALIGNMENT_MASK = 15
+# The limit of CUDA's grid along x.
+MAX_PROGRAMS = (1 << 31) - 1
 # The time in Triton's own calls, nearly all of it compilation.
 seconds_compiling = 0.0
 # `found` holds the compilations of this thread's dry run.

@@ -108,7 +108,7 @@ def _store_dx(
     elif ADD:
         d_sum = d_sum.to(tl.float32)
         if dtype == tl.float32:
-            # fp32 gradients reach the sum by two edges.
+            # fp32 gradients reach the sum one by one.
             dx = (d_sum + dx) + dx_mean
         else:
             dx = d_sum + (dx + dx_mean).to(dtype).to(tl.float32)

@@ -214,24 +214,22 @@ def _autocast_changes(activation, input) -> bool:
 
 BLOCK = 1024
 NUM_WARPS = 4
-# The limit of CUDA's grid along x.
-MAX_PROGRAMS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class ActivationPlan:
     """Elements and warps per program."""
 
     block: int = BLOCK
     num_warps: int = NUM_WARPS
 
 
-TUNING.update({name + direction: Plan for name in _ACTIVATIONS for direction in ("", "_backward")})
+TUNING.update({name + direction: ActivationPlan for name in _ACTIVATIONS for direction in ("", "_backward")})
 
 
-def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> Plan:
+def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> ActivationPlan:
     """The tuned plan for an activation or its "_backward", or the default one."""
-    return plans.tuned(Plan, gpu, op, None, 1, element_size) or Plan()
+    return plans.tuned(ActivationPlan, gpu, op, None, 1, element_size) or ActivationPlan()
 
 
 def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
@@ -392,7 +390,7 @@ def _resolve(x, subject, activation, needs_grad):
         same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
     kind = rows == 1, access_unit(columns, row_stride, x.dtype)
     block = launch_plan(activation.name, x.dtype.itemsize, plans.gpu(x.device)).block
-    if rows * -(-columns // block) > MAX_PROGRAMS or not same_order:
+    if rows * -(-columns // block) > launch.MAX_PROGRAMS or not same_order:
         raise Outside("input is too large, or eager's output has another memory order")
     for of_gradients in (False, True)[: 1 + needs_grad]:
         if not _proved(subject, activation, x.dtype, kind, x.device, of_gradients):

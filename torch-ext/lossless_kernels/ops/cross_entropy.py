@@ -124,7 +124,7 @@ def eager(logits, target, ignore_index, reduction):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CrossEntropyPlan:
     """The launch configuration of the kernels for long rows.
 
     Attributes:
@@ -145,13 +145,13 @@ class Plan:
 
 # By the least bytes of a row; measured on an H200 with rows of 18 to 512 KB.
 _PLANS = {
-    384 << 10: Plan(num_warps=32, unroll=4, programs_per_multiprocessor=2),
-    128 << 10: Plan(num_warps=16, unroll=4, programs_per_multiprocessor=2),
-    0: Plan(num_warps=8, unroll=4, programs_per_multiprocessor=None),
+    384 << 10: CrossEntropyPlan(num_warps=32, unroll=4, programs_per_multiprocessor=2),
+    128 << 10: CrossEntropyPlan(num_warps=16, unroll=4, programs_per_multiprocessor=2),
+    0: CrossEntropyPlan(num_warps=8, unroll=4, programs_per_multiprocessor=None),
 }
 
 
-def launch_plan(vocab: int, element_size: int) -> Plan:
+def launch_plan(vocab: int, element_size: int) -> CrossEntropyPlan:
     return next(plan for least_bytes, plan in _PLANS.items() if vocab * element_size >= least_bytes)
 
 
@@ -165,7 +165,7 @@ def _alignment(logits) -> int:
     return logits.data_ptr() // 4 % 4 if _is_dense(logits) and logits.dtype == torch.float32 else 0
 
 
-def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
+def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch:
     """The launch of the forward kernel. Its tensors: logits, target, maxima, log sums, log-probabilities, checked targets."""
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
     dense = _is_dense(logits)
@@ -200,7 +200,7 @@ def _forward(logits, ignore_index: int, plan: Plan) -> launch.Launch:
     return launch.bind(cross_entropy_forward, constants, plan.num_warps, device, dtypes, programs, *scalars)
 
 
-def _backward(logits, ignore_index: int, mean: bool, plan: Plan) -> launch.Launch:
+def _backward(logits, ignore_index: int, mean: bool, plan: CrossEntropyPlan) -> launch.Launch:
     """The launch of the backward kernel. Its tensors: logits, target, maxima, log sums, d_loss, number of rows, dx."""
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
     unit = _access_unit(logits)
@@ -231,7 +231,7 @@ class _LossCall:
 
     __slots__ = ("forward", "backward", "strides", "reduction", "ignore_index", "statistics", "targets", "dx")
 
-    def __init__(self, logits, ignore_index: int, reduction: str, plan: Optional[Plan] = None):
+    def __init__(self, logits, ignore_index: int, reduction: str, plan: Optional[CrossEntropyPlan] = None):
         plan = plan or launch_plan(logits.shape[1], logits.element_size())
         self.strides = logits.stride()
         self.reduction = reduction
@@ -279,7 +279,6 @@ def call_of(logits, target, ignore_index: int, reduction: str) -> Optional["_Los
 
 
 # The most programs of CUDA's grid along x.
-_MAX_PROGRAMS = (1 << 31) - 1
 _MAX_VOCABULARY = 1 << 24
 # The first compute capability with a maximum of two 16-bit numbers that returns NaN.
 _LEAST_CAPABILITY_OF_16_BITS = 8
@@ -304,7 +303,7 @@ def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_L
         raise Outside("no tokens, a vocabulary of one or too large, or an ignored index beyond int64")
     if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
         raise Outside("logits whose last dimension is not contiguous, or whose rows overlap")
-    if rows * -(-vocab // launch_plan(vocab, logits.element_size()).block) > _MAX_PROGRAMS:
+    if rows * -(-vocab // launch_plan(vocab, logits.element_size()).block) > launch.MAX_PROGRAMS:
         raise Outside("too many tokens")
     if not _proved(logits) or (needs_grad and not _proved(logits, reduction)):
         return None

@@ -32,7 +32,6 @@ from .activation import (
     BLOCK,
     GELU,
     GELU_TANH,
-    MAX_PROGRAMS,
     NUM_WARPS,
     SILU,
     Activation,
@@ -354,7 +353,7 @@ def _resolved(forward, training, subject, activation, gate, up, layout, gradient
         return forward(None, out)
     if layout is None:
         raise Outside("gate and up do not have the same layout, dense or with equally spaced rows")
-    if not layout.fits(gate.shape, out.strides, gate.stride()) or layout.programs(BLOCK) > MAX_PROGRAMS:
+    if not layout.fits(gate.shape, out.strides, gate.stride()) or layout.programs(BLOCK) > launch.MAX_PROGRAMS:
         raise Outside("gate and up are too large, or eager's product has another memory order")
     kind = tuple(layout.kind(gate.dtype).values())
     for what in (_OUTPUT, gradients):

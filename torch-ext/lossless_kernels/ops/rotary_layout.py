@@ -16,24 +16,22 @@ _BYTES_PER_WARP = 1024
 _MIN_HEADS_PER_PROGRAM = 8
 _MAX_HEADS_PER_PROGRAM = 16
 _MAX_HEAD_DIM = 1024
-# The limit of CUDA's grid along x.
-_MAX_PROGRAMS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class RotaryPlan:
     """Heads of one token per program, and warps per program."""
 
     heads_per_program: int
     num_warps: int
 
 
-def launch_plan(head_dim: int, dtype: torch.dtype) -> Plan:
+def launch_plan(head_dim: int, dtype: torch.dtype) -> RotaryPlan:
     """The plan for heads of this size; `dtype` is that of the inputs."""
     half = 1 << (head_dim // 2 - 1).bit_length()
     heads = _BYTES_PER_WARP // (half * dtype.itemsize)
     heads = min(max(heads, _MIN_HEADS_PER_PROGRAM), _MAX_HEADS_PER_PROGRAM)
-    return Plan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
+    return RotaryPlan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
 
 
 def place_of(unsqueeze_dim: int, dims: int) -> int:
@@ -87,7 +85,7 @@ class Walk:
         }
         q_groups, k_groups = (-(-heads // plan.heads_per_program) for heads in (self.q_heads, self.k_heads))
         programs = self.batch * self.tokens * (q_groups + k_groups)
-        if programs > _MAX_PROGRAMS:
+        if programs > launch.MAX_PROGRAMS:
             return None
         steps = (*self.q, *self.k, *self.q_out, *self.k_out, *self.cos[:2], *self.sin[:2])
         steps = tuple([step // self.unit for step in steps])

@@ -27,7 +27,6 @@ from ..core.domain import (
 )
 from ..core.layout import Output, rows_in_memory
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad, softmax_gradient
-from .activation import MAX_PROGRAMS
 
 if launch.AVAILABLE:
     from ..kernels_src.softmax import softmax_backward, softmax_forward
@@ -215,7 +214,7 @@ def _rows(name, tensor) -> tuple[int, int, int]:
     if found is None or list(found[2]) != sorted(found[2]):
         raise Outside(f"{name} that is not made of contiguous rows, equally spaced and in order")
     rows, row_stride, _ = found
-    if rows > MAX_PROGRAMS:
+    if rows > launch.MAX_PROGRAMS:
         raise Outside(f"{name} of too many rows")
     return rows, size, row_stride
 

@@ -21,7 +21,7 @@ from ...core.reduction import ROW_CLASSES, row_class, row_reduction
 from ...core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import backward as rms_norm_backward
 from .call import NO_GRADIENTS
-from .formulas import BY_NAME, EAGER, LLAMA, RMSNormFormula, eager_rstd, in_domain
+from .formulas import BY_NAME, EAGER, EPS_NAME, LLAMA, RMSNormFormula, eager_rstd, in_domain
 from .function import check_arguments
 from .plan import launch_plan, rows_of_every_plan
 from .proof import (
@@ -173,7 +173,7 @@ def replacement(
     weight: torch.Tensor,
     eps: float,
     owner: type,
-    eps_name: str = "variance_epsilon",
+    eps_name: str = EPS_NAME,
     state: Mapping = NO_STATE,
 ) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
     """`owner.forward(residual + hidden_states)` and the sum, from the kernel; None where the caller must compute them.
@@ -375,7 +375,7 @@ def _add_rms_norm_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS)
+    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], EPS_NAME, NO_GRADIENTS)
     if call is None:
         return _formula(formula, hidden_states, residual, weight, eps)
     return call(hidden_states, residual, weight)
@@ -391,7 +391,7 @@ def _add_rms_norm_with_rstd_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], "variance_epsilon", (True, True))
+    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], EPS_NAME, (True, True))
     if call is None:
         normed, total = _formula(formula, hidden_states, residual, weight, eps)
         return normed, total, eager_rstd(total.to(torch.float32), eps)

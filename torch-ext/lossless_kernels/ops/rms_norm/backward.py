@@ -35,7 +35,7 @@ if launch.AVAILABLE:
 
 
 class Gradients(NamedTuple):
-    """The gradients. Activations with two edges get two, one after the other: `dx` and then `dx_mean`."""
+    """The gradients. Activations that the formula reads twice get two, one after the other: `dx` and then `dx_mean`."""
 
     dx: Optional[torch.Tensor]
     dx_mean: Optional[torch.Tensor]
@@ -116,7 +116,7 @@ def fused_formula(
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackwardPlan:
     """The launch configuration of the backward kernels.
 
     With `fused` one kernel walks the rows of a block of ATen's reduction over rows and computes dx too; it prefetches
@@ -138,7 +138,7 @@ class Plan:
     sum_warps: int = 4
 
 
-TUNING = {"rms_norm_backward": Plan, "add_rms_norm_backward": Plan}
+TUNING = {"rms_norm_backward": BackwardPlan, "add_rms_norm_backward": BackwardPlan}
 declarations.TUNING.update(TUNING)
 
 # With a larger tile a chain's sums do not fit into registers (H200).
@@ -166,7 +166,7 @@ def launch_plan(
     element_size: int = 2,
     gpu: plans.Gpu = plans.UNKNOWN,
     dx_mode: str = "single",
-) -> Plan:
+) -> BackwardPlan:
     """The tuned plan for `rows` rows if it fits, or `default_plan`.
 
     Args:
@@ -175,7 +175,7 @@ def launch_plan(
         dx_mode: see `dx_mode_of`.
     """
     op = "add_rms_norm_backward" if dx_mode == "accumulate" else "rms_norm_backward"
-    plan = plans.tuned(Plan, gpu, op, hidden_size, rows, element_size)
+    plan = plans.tuned(BackwardPlan, gpu, op, hidden_size, rows, element_size)
     if plan and (not plan.fused or (columns is not None and plan.rows_per_program <= columns.height)):
         return plan
     return default_plan(rows, hidden_size, columns, gpu.multiprocessors, element_size, dx_mode, gpu.build)
@@ -189,7 +189,7 @@ def default_plan(
     element_size: int = 2,
     dx_mode: str = "single",
     build: Build = CUDA,
-) -> Plan:
+) -> BackwardPlan:
     """A sound plan for any GPU; the arguments are those of `launch_plan`."""
     order = row_reduction(rows, hidden_size, build)
     tile = order.columns << order.log2_steps
@@ -207,16 +207,18 @@ def default_plan(
         programs = columns.blocks * columns.height // fused_rows
         useful = useful_work(programs, multiprocessors, hidden_size, tile, element_size)
         if programs >= multiprocessors // 2 and (warps < _WARPS_OF_A_FULL_SM or useful >= _LEAST_USEFUL_WORK):
-            return Plan(True, fused_rows, warps)
+            return BackwardPlan(True, fused_rows, warps)
     elif columns is not None and tile > _MAX_UNSTREAMED_TILE and element_size == 2:
         # Stream only if at least 7/8 of the SMs get a program. ATen splits products over 2 GiB; a half would fill too
         # few SMs. (That is the limit of 16-bit products. fp32 products may be split, which only takes longer.)
         programs = columns.blocks * columns.height
         slots = -(-programs // multiprocessors) * multiprocessors
         if programs >= slots * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
-            return Plan(True, 1, _STREAM_WARPS_ADDED if dx_mode == "accumulate" else _STREAM_WARPS, streamed=True)
+            return BackwardPlan(
+                True, 1, _STREAM_WARPS_ADDED if dx_mode == "accumulate" else _STREAM_WARPS, streamed=True
+            )
     each = _ELEMENTS_PER_THREAD * (2 if element_size == 2 and tile > _MAX_SHORT_TILE else 1)
-    return Plan(False, rows_per_program, min(max(rows_per_program * tile // (each * 32), 1), _MAX_WARPS))
+    return BackwardPlan(False, rows_per_program, min(max(rows_per_program * tile // (each * 32), 1), _MAX_WARPS))
 
 
 def useful_work(programs: int, multiprocessors: int, hidden_size: int, tile: int, element_size: int) -> float:
@@ -229,7 +231,7 @@ def useful_work(programs: int, multiprocessors: int, hidden_size: int, tile: int
     return programs / slots * min(hidden_size / tile * element_size / 2, 1.0)
 
 
-def _fitting(plan: Plan, order: RowReduction, element_sizes: list[int], gpu: plans.Gpu) -> Plan:
+def _fitting(plan: BackwardPlan, order: RowReduction, element_sizes: list[int], gpu: plans.Gpu) -> BackwardPlan:
     """The plan with its stages limited by shared memory; `element_sizes` are those of the tensors to read."""
     if not plan.fused or plan.streamed:
         return plan
@@ -240,7 +242,7 @@ def _fitting(plan: Plan, order: RowReduction, element_sizes: list[int], gpu: pla
 
 def proof_class(
     rows: int, hidden_size: int, device: torch.device, both: bool, element_size: int, dx_mode: str
-) -> tuple[int, Plan]:
+) -> tuple[int, BackwardPlan]:
     """The fewest rows with the same reduction order over rows as `rows` rows, and the plan of `rows` rows.
 
     Args:
@@ -265,7 +267,9 @@ def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.d
     return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
 
 
-def _bind_backward(shared, dtypes, rows, plan: Plan, threads, dx_mode, device, programs, *scalars) -> launch.Launch:
+def _bind_backward(
+    shared, dtypes, rows, plan: BackwardPlan, threads, dx_mode, device, programs, *scalars
+) -> launch.Launch:
     """The kernel of dx, which sums chains too if the plan is fused.
 
     Args:
@@ -301,14 +305,16 @@ def _bind_backward(shared, dtypes, rows, plan: Plan, threads, dx_mode, device, p
     return launch.bind(kernel, constants, plan.num_warps, device, tensors, programs, *scalars)
 
 
-def _bind_sum_chains(shared, dtypes, plan: Plan, columns: ColumnReduction, device, *scalars) -> launch.Launch:
+def _bind_sum_chains(shared, dtypes, plan: BackwardPlan, columns: ColumnReduction, device, *scalars) -> launch.Launch:
     constants = {**shared, "THREADS": columns.height, "COLUMNS": plan.chain_columns, "STAGES": plan.chain_stages}
     programs = columns.blocks * -(-shared["HIDDEN_SIZE"] // plan.chain_columns)
     dtypes = (*dtypes, torch.float32, torch.float32)
     return launch.bind(rms_norm_sum_chains, constants, plan.chain_warps, device, dtypes, programs, *scalars)
 
 
-def _bind_sum_blocks(hidden_size, weight_dtype, partial_sums, plan: Plan, threads, device, *scalars) -> launch.Launch:
+def _bind_sum_blocks(
+    hidden_size, weight_dtype, partial_sums, plan: BackwardPlan, threads, device, *scalars
+) -> launch.Launch:
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "PARTIAL_SUMS": partial_sums,
@@ -506,7 +512,7 @@ def resolve(
 def dx_mode_of(variant: RMSNormFormula, dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
     """The form of the kernel's dx.
 
-    "single": one gradient. "split": two, of activations with two edges. "accumulate": added to the earlier d_sum.
+    "single": one gradient. "split": two, of activations that the formula reads twice. "accumulate": added to the earlier d_sum.
     """
     if d_sum is not None:
         return "accumulate"

@@ -12,7 +12,7 @@ from ...core.inspection import functions_of
 from ...core.reduction import ROW_CLASSES
 from . import backward as rms_norm_backward
 from .call import NO_GRADIENTS, call_of
-from .formulas import BY_NAME, EAGER, MAX_FUSED_HIDDEN_SIZE, in_domain
+from .formulas import BY_NAME, EAGER, EPS_NAME, MAX_FUSED_HIDDEN_SIZE, in_domain
 from .plan import rows_of_every_plan
 from .proof import calls_torch, gradients_proved, proved, variant_of
 
@@ -20,7 +20,7 @@ from .proof import calls_torch, gradients_proved, proved, variant_of
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
     formula = BY_NAME[variant]
-    call = call_of(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", NO_GRADIENTS, formula.fused)
+    call = call_of(hidden_states, weight, eps, EAGER[formula], EPS_NAME, NO_GRADIENTS, formula.fused)
     return formula.eager(hidden_states, weight, eps) if call is None else call(hidden_states, weight)
 
 
@@ -36,7 +36,7 @@ def _rms_norm_with_rstd_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
     needs = (True, formula.scale != "none")
-    call = call_of(hidden_states, weight, eps, EAGER[formula], "variance_epsilon", needs, formula.fused)
+    call = call_of(hidden_states, weight, eps, EAGER[formula], EPS_NAME, needs, formula.fused)
     if call is None:
         out, rstd = formula.with_rstd(hidden_states, weight, eps)
     else:

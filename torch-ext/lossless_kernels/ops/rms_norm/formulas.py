@@ -116,6 +116,7 @@ def _eager_layer(variant: RMSNormFormula) -> type:
 EAGER = {variant: _eager_layer(variant) for variant in BY_NAME.values()}
 # The attribute that holds eps, by the name of this package's layer and by layer name.
 EPS_NAMES = {"LlamaRMSNorm": "variance_epsilon", "RMSNorm": "variance_epsilon", "RMSNormZeroCentered": "eps"}
+EPS_NAME = EPS_NAMES["LlamaRMSNorm"]
 
 
 MIN_HIDDEN_SIZE = 64

@@ -15,7 +15,7 @@ from ...core.inspection import are_current, code_of
 from ...core.torch_internals import dispatch_modes, forward_ad
 from . import compiled
 from .call import NO_GRADIENTS, call_of, calls, torch_calls
-from .formulas import EAGER, LLAMA
+from .formulas import EAGER, EPS_NAME, LLAMA
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -68,7 +68,7 @@ def replacement(
     weight: Optional[torch.Tensor],
     eps: float,
     owner: type,
-    eps_name: str = "variance_epsilon",
+    eps_name: str = EPS_NAME,
     fused: bool = False,
     state: Mapping = NO_STATE,
 ) -> Optional[torch.Tensor]:

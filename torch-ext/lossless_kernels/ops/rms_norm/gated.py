@@ -8,9 +8,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ...core import proof
+from ...core.calls import Outside
 from ...core.domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
 from ...core.inspection import code_of, functions_of
-from .formulas import EAGER, FP32_OUTPUT, LLAMA, RMSNormFormula
+from .formulas import EAGER, EPS_NAME, FP32_OUTPUT, LLAMA, RMSNormFormula
 from .function import replacement as rms_norm_replacement
 from .proof import formula_cases, leaves, output_and_gradients, stand_in
 
@@ -46,11 +47,10 @@ def replacement(
     # The original calls an activation layer, which global hooks see. In a checkpoint both passes must save the same.
     if has_global_hooks() and not is_checkpointed():
         return None
-    reason = _outside(hidden_states, gate, weight, activation)
-    if reason is not None:
-        return proof.record_refusal(owner.forward, reason)
-    if not are_ours(hidden_states, gate, True):
-        return proof.record_refusal(owner.forward, proof.NOT_PLAIN)
+    try:
+        _check(hidden_states, gate, weight, activation)
+    except Outside as reason:
+        return proof.record_refusal(owner.forward, str(reason))
     functions = functions_of(owner, state)
     if functions is None:
         return proof.record_unreadable_forward(owner)
@@ -63,15 +63,16 @@ def replacement(
     return None if scaled is None else _times_gate(scaled, activation, gate, hidden_states.dtype)
 
 
-def _outside(hidden_states, gate, weight, activation) -> Optional[str]:
-    """Why no kernel takes these arguments, None if one may."""
+def _check(hidden_states, gate, weight, activation) -> None:
+    """Raises Outside if no kernel takes these arguments."""
     if not isinstance(gate, torch.Tensor) or not isinstance(weight, torch.Tensor):
-        return "gate or weight is no tensor"
+        raise Outside("gate or weight is no tensor")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        return f"activation {activation!r}"
+        raise Outside(f"activation {activation!r}")
     if not runs_kernels(hidden_states.device):
-        return f"activations on {hidden_states.device}"
-    return None
+        raise Outside(f"activations on {hidden_states.device}")
+    if not are_ours(hidden_states, gate, True):
+        raise Outside(proof.NOT_PLAIN)
 
 
 def _variant(owner, functions, activation, dtypes, device) -> Optional[RMSNormFormula]:
@@ -103,7 +104,7 @@ def _formulas(owner, variant, activation, dtypes, device):
                 if ours:
                     out = eager(variant, activation, hidden_states, gates, scale, eps)
                 else:
-                    layer = stand_in(owner, scale, eps, eps_name="variance_epsilon")
+                    layer = stand_in(owner, scale, eps, eps_name=EPS_NAME)
                     layer.activation = activation
                     out = owner.forward(layer, hidden_states, gates)
                 results.append(output_and_gradients(out, hidden_states, inputs, dy, other))
