@@ -19,6 +19,8 @@ os.environ.update(TRITON_INTERPRET="1", LOSSLESS_PROOF="off")
 import torch
 from kernels import get_local_kernel
 from places import python_module
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 CALLS = 2000
 
@@ -46,7 +48,18 @@ def calls(kernel: ModuleType) -> dict[str, Callable]:
 
         return run
 
-    return {
+    x_of_head, positions = torch.randn(1, 4, 64), torch.arange(4)[None]
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64)
+    tables, gated_norm, torch_norm = LlamaRotaryEmbedding(config), module("gated_rms_norm"), torch.nn.RMSNorm
+    rotary_tables = module("rotary_embedding")
+
+    def of_torch(weight):
+        return norm.replacement(x, weight, eps, torch_norm, "eps", fused=True)
+
+    def times_gate(weight):
+        return gated_norm.replacement(x, residual, weight, eps, "silu", Qwen3NextRMSNormGated)
+
+    found = {
         "rms_norm": lambda: norm.replacement(x, weight, eps, owner),
         "rms_norm, with gradients": with_grad(lambda: norm.replacement(x, parameter, eps, owner)),
         "rms_norm backward": lambda: backward.gradients(llama, dy, x, weight, rstd, True, True),
@@ -61,7 +74,23 @@ def calls(kernel: ModuleType) -> dict[str, Callable]:
         "silu_and_mul, packed, backward": lambda: gated.packed_gradient(gated.SILU, dy[..., :32].contiguous(), x),
         "rotary": lambda: rotary.replacement(q, k, cos, sin, 1, forward),
         "rotary backward": lambda: rotary.gradients(rotary.PLAIN, q, k, cos, sin, 1, q.dtype, True),
+        "rotary tables": lambda: rotary_tables.replacement(tables, x_of_head, positions, LlamaRotaryEmbedding),
+        "TorchRMSNorm": lambda: of_torch(weight),
+        "TorchRMSNorm, with gradients": with_grad(lambda: of_torch(parameter)),
+        "gated norm": lambda: times_gate(weight),
+        "gated norm, with gradients": with_grad(lambda: times_gate(parameter)),
     }
+    # Cross-entropy is left out: it reads what its kernel wrote, and is computed once a step.
+    if hasattr(kernel, "softmax"):
+        softmax = module("ops.softmax")
+        found |= {
+            "softmax": lambda: softmax.replacement(x, -1),
+            "softmax backward": lambda: softmax.gradient(dy, x),
+        }
+    for name, call in found.items():
+        if call() is None and not name.endswith("gradients"):
+            raise SystemExit(f"cpu_time: {name}: the original computes it")
+    return found
 
 
 def microseconds(call: Callable) -> float:
@@ -79,13 +108,21 @@ def main() -> None:
     kernels = [get_local_kernel(build.resolve()) for build in options.builds]
     for kernel in kernels:
         # A launch ends where the driver would be called.
-        python_module(kernel, "launch").Launch._enqueue = lambda self, pointers, _: True
+        launch = python_module(kernel, "launch")
+        launch.Launch._enqueue = lambda self, pointers, _: True
+        # The interpreter's cos and sin are not CUDA's, and rotary tables are refused there.
+        launch.INTERPRETED = False
     torch.set_grad_enabled(False)
     each = [calls(kernel) for kernel in kernels]
     print(
         f"torch {torch.__version__}; us a call, least of {options.rounds} rounds, {options.builds[0]} and {options.builds[1]}"
     )
-    for name in each[0]:
+    for name in each[1]:
+        if name not in each[0]:
+            print(
+                f"{name:34}         {min(microseconds(each[1][name]) for _ in range(options.rounds)):7.2f}", flush=True
+            )
+            continue
         found = [[microseconds(of[name]) for of in each] for _ in range(options.rounds)]
         first, second = (min(times) for times in zip(*found))
         print(f"{name:34} {first:7.2f} {second:7.2f}  {second - first:+.2f}", flush=True)
