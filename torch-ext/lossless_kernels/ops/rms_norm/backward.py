@@ -214,9 +214,8 @@ def default_plan(
         programs = columns.blocks * columns.height
         slots = -(-programs // multiprocessors) * multiprocessors
         if programs >= slots * 7 // 8 and len(split_rows(rows, hidden_size, element_size)) == 1:
-            return BackwardPlan(
-                True, 1, _STREAM_WARPS_ADDED if dx_mode == "accumulate" else _STREAM_WARPS, streamed=True
-            )
+            warps = _STREAM_WARPS_ADDED if dx_mode == "accumulate" else _STREAM_WARPS
+            return BackwardPlan(True, 1, warps, streamed=True)
     each = _ELEMENTS_PER_THREAD * (2 if element_size == 2 and tile > _MAX_SHORT_TILE else 1)
     return BackwardPlan(False, rows_per_program, min(max(rows_per_program * tile // (each * 32), 1), _MAX_WARPS))
 
@@ -267,9 +266,7 @@ def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.d
     return fewer if len(heights) == 1 and row_class(rows) == row_class(fewer) else rows
 
 
-def _bind_backward(
-    shared, dtypes, rows, plan: BackwardPlan, threads, dx_mode, device, programs, *scalars
-) -> launch.Launch:
+def _bind_backward(shared, dtypes, rows, plan, threads, dx_mode, device, programs, *scalars) -> launch.Launch:
     """The kernel of dx, which sums chains too if the plan is fused.
 
     Args:
@@ -305,16 +302,14 @@ def _bind_backward(
     return launch.bind(kernel, constants, plan.num_warps, device, tensors, programs, *scalars)
 
 
-def _bind_sum_chains(shared, dtypes, plan: BackwardPlan, columns: ColumnReduction, device, *scalars) -> launch.Launch:
+def _bind_sum_chains(shared, dtypes, plan, columns: ColumnReduction, device, *scalars) -> launch.Launch:
     constants = {**shared, "THREADS": columns.height, "COLUMNS": plan.chain_columns, "STAGES": plan.chain_stages}
     programs = columns.blocks * -(-shared["HIDDEN_SIZE"] // plan.chain_columns)
     dtypes = (*dtypes, torch.float32, torch.float32)
     return launch.bind(rms_norm_sum_chains, constants, plan.chain_warps, device, dtypes, programs, *scalars)
 
 
-def _bind_sum_blocks(
-    hidden_size, weight_dtype, partial_sums, plan: BackwardPlan, threads, device, *scalars
-) -> launch.Launch:
+def _bind_sum_blocks(hidden_size, weight_dtype, partial_sums, plan, threads, device, *scalars) -> launch.Launch:
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "PARTIAL_SUMS": partial_sums,
@@ -512,7 +507,7 @@ def resolve(
 def dx_mode_of(variant: RMSNormFormula, dtype: torch.dtype, d_sum: Optional[torch.Tensor] = None) -> str:
     """The form of the kernel's dx.
 
-    "single": one gradient. "split": two, of activations that the formula reads twice. "accumulate": added to the earlier d_sum.
+    "single": one gradient. "split": two, of activations that are read twice. "accumulate": added to the earlier d_sum.
     """
     if d_sum is not None:
         return "accumulate"
