@@ -15,7 +15,6 @@ from projects import PACKAGE, ROOT, SCRIPTS, run
 
 INIT, LAYERS, MAPPING, ACTIVATION, TOML = "__init__.py", "layers.py", "mapping.py", "ops/activation.py", "build.toml"
 NORM = "def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float)"
-SILU = "class SiLUActivation(nn.Module):"
 CLASS_VARIABLES = "    has_backward = True\n    can_torch_compile = True\n"
 FORWARD = "    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:"
 AT_END = object()
@@ -77,7 +76,7 @@ BREAKING = {
     "default gone": (MAPPING, "def name_layers(model: torch.nn.Module)", "def name_layers(model=None)"),
     "decorated": (ACTIVATION, AT_END, "_silu = silu\ndef silu(*arguments): return _silu(*arguments)\n"),
     # Layers.
-    "layer renamed": (LAYERS, SILU, "class SiLU(nn.Module):"),
+    "layer renamed": (LAYERS, lambda content: content.replace("SiLUActivation", "SiLU")),
     "layer deleted": (LAYERS, AT_END, "del GeGLUMLP\n"),
     "layer deleted by code": (LAYERS, AT_END, 'globals().pop("GeGLUMLP")\n'),
     "layer left out": (LAYERS, AT_END, '__all__ = ["LlamaRMSNorm"]\n'),
