@@ -1,7 +1,12 @@
-"""The measured cases, the fewest bytes that each must move, and its targets."""
+"""The measured families of ops: their cases, the fewest bytes that each must move, its targets, and what computes it.
 
+A family's key finds its functions in `eager`, `compiled` and `ours`; `peers.py` loads other libraries' functions.
+"""
+
+import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Optional
 
 OURS = "lossless-kernels"
@@ -13,6 +18,7 @@ LIGER = "Liger"
 QUACK = "quack"
 CUTILE = "cuTile (Liger)"
 
+EPS = 1e-5
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -32,6 +38,7 @@ class Op:
         tables: tensors [tokens, head_dim] that are read once, cos and sin; inputs are then
             [batch, tokens, heads, head_dim].
         step: the timed call is the forward and the backward pass.
+        drawn: what the inputs are: "rows" of the case's shape, "heads" of queries and keys, "logits" with targets.
     """
 
     title: str
@@ -43,6 +50,7 @@ class Op:
     outputs: int = 1
     tables: int = 0
     step: bool = False
+    drawn: str = "rows"
 
 
 OPS = {
@@ -69,12 +77,107 @@ OPS = {
     "softmax_backward": Op("Softmax backward", "softmax", tensors=3, vectors=0, backward=True),
     # Reads the logits once forward and once backward, writes their gradient. Targets and statistics are O(tokens).
     "cross_entropy": Op(
-        "Cross-entropy forward and backward", "cross_entropy", tensors=3, vectors=0, backward=True, step=True
+        "Cross-entropy forward and backward",
+        "cross_entropy",
+        tensors=3,
+        vectors=0,
+        backward=True,
+        step=True,
+        drawn="logits",
     ),
     # Four query heads for each key head. The backward pass need not read q and k: tensors=2 are dy and dx.
-    "rotary": Op("Rotary embedding of queries and keys", "rotary", tensors=2, vectors=0, tables=2),
-    "rotary_backward": Op("Rotary embedding backward", "rotary", tensors=2, vectors=0, backward=True, tables=2),
+    "rotary": Op("Rotary embedding of queries and keys", "rotary", tensors=2, vectors=0, tables=2, drawn="heads"),
+    "rotary_backward": Op(
+        "Rotary embedding backward", "rotary", tensors=2, vectors=0, backward=True, tables=2, drawn="heads"
+    ),
 }
+
+# What computes a family, each a dictionary: family -> function of its arguments
+
+
+def eager():
+    from torch.nn import functional
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def rms_norm(x, weight):
+        return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
+
+    def add_rms_norm(x, residual, weight):
+        total = residual + x
+        return rms_norm(total, weight), total
+
+    def silu_and_mul(gate, up):
+        return functional.silu(gate) * up
+
+    def softmax(x):
+        return functional.softmax(x, -1)
+
+    def cross_entropy(logits, target):
+        return functional.cross_entropy(logits.float(), target)
+
+    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
+    return {**families, "silu_and_mul": silu_and_mul, "cross_entropy": cross_entropy, "rotary": plain_rotary()}
+
+
+def plain_rotary():
+    """transformers' `apply_rotary_pos_emb`, even after `kernelize` has bound another forward to its module."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return functools.partial(type(apply_rotary_pos_emb).forward, None)
+
+
+def compiled():
+    import torch
+
+    # One compiled function for each shape. Beyond the default limits torch.compile falls back to eager without an error.
+    torch._dynamo.config.recompile_limit = 1024
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    # With donated buffers `retain_graph=True` fails; timed calls repeat the backward pass of one graph.
+    torch._functorch.config.donated_buffer = False
+
+    def rms_norm(x, weight):
+        h = x.to(torch.float32)
+        return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+    def add_rms_norm(x, residual, weight):
+        total = residual + x
+        return rms_norm(total, weight), total
+
+    def silu(x):
+        return torch.nn.functional.silu(x)
+
+    def silu_and_mul(gate, up):
+        return torch.nn.functional.silu(gate) * up
+
+    def softmax(x):
+        return torch.nn.functional.softmax(x, -1)
+
+    def cross_entropy(logits, target):
+        return torch.nn.functional.cross_entropy(logits.float(), target)
+
+    def rotary(q, k, cos, sin):
+        def rotate(x):
+            first, second = x.chunk(2, dim=-1)
+            return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+        return rotate(q), rotate(k)
+
+    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, softmax, cross_entropy, rotary)
+    return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
+
+
+def ours(kernel):
+    def rms_norm(x, weight):
+        return kernel.rms_norm(x, weight, EPS)
+
+    def add_rms_norm(x, residual, weight):
+        return kernel.fused_add_rms_norm(x, residual, weight, EPS)
+
+    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu, "softmax": kernel.softmax}
+    families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy}
+    return {**families, "rotary": kernel.apply_rotary_pos_emb}
+
+
 # Ops whose CPU time is measured -> whether the call is a training forward.
 CPU_OPS = {"cpu_time_inference": False, "cpu_time_training": True}
 CPU_TITLES = {"cpu_time_inference": "inference", "cpu_time_training": "training forward"}

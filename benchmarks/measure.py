@@ -136,12 +136,12 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
     def normal(shape):
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    if op.family == "rotary":
+    if op.drawn == "heads":
         return [_rotary_inputs(case, op, normal) for _ in range(count)]
-    if op.family == "cross_entropy":
+    if op.drawn == "logits":
         return [_loss_inputs(case, normal, generator) for _ in range(count)]
     # A weight of 1 would hide where a formula rounds.
-    weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if "rms_norm" in op.family else []
+    weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.vectors else []
 
     def gradients():
         if not op.backward:

@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 
 from cases import (
     COMPILED,
@@ -47,6 +47,7 @@ from cases import (
     CUTILE,
     DTYPES,
     EAGER,
+    EPS,
     LIGER,
     NATIVE,
     NATIVE_BARE,
@@ -56,12 +57,14 @@ from cases import (
     QUICK_SHAPES,
     ROOFLINE,
     Case,
+    compiled,
+    eager,
+    ours,
     select,
 )
 from report import Report, markdown, number, plot
 
 ROOT = Path(__file__).resolve().parent.parent
-EPS = 1e-5
 PACKAGES = (
     "torch",
     "triton",
@@ -78,78 +81,7 @@ class BenchError(Exception):
     """The request cannot be run; the message says why and what to do."""
 
 
-# The peers: each loads as a dictionary, family of ops -> function of the op's arguments
-
-
-def eager():
-    from torch.nn import functional
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    def rms_norm(x, weight):
-        return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
-
-    def add_rms_norm(x, residual, weight):
-        total = residual + x
-        return rms_norm(total, weight), total
-
-    def silu_and_mul(gate, up):
-        return functional.silu(gate) * up
-
-    def softmax(x):
-        return functional.softmax(x, -1)
-
-    def cross_entropy(logits, target):
-        return functional.cross_entropy(logits.float(), target)
-
-    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
-    return {**families, "silu_and_mul": silu_and_mul, "cross_entropy": cross_entropy, "rotary": plain_rotary()}
-
-
-def plain_rotary():
-    """transformers' `apply_rotary_pos_emb`, even after `kernelize` has bound another forward to its module."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    return functools.partial(type(apply_rotary_pos_emb).forward, None)
-
-
-def compiled():
-    import torch
-
-    # One compiled function for each shape. Beyond the default limits torch.compile falls back to eager without an error.
-    torch._dynamo.config.recompile_limit = 1024
-    torch._dynamo.config.accumulated_recompile_limit = 1024
-    # With donated buffers `retain_graph=True` fails; timed calls repeat the backward pass of one graph.
-    torch._functorch.config.donated_buffer = False
-
-    def rms_norm(x, weight):
-        h = x.to(torch.float32)
-        return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
-
-    def add_rms_norm(x, residual, weight):
-        total = residual + x
-        return rms_norm(total, weight), total
-
-    def silu(x):
-        return torch.nn.functional.silu(x)
-
-    def silu_and_mul(gate, up):
-        return torch.nn.functional.silu(gate) * up
-
-    def softmax(x):
-        return torch.nn.functional.softmax(x, -1)
-
-    def cross_entropy(logits, target):
-        return torch.nn.functional.cross_entropy(logits.float(), target)
-
-    def rotary(q, k, cos, sin):
-        def rotate(x):
-            first, second = x.chunk(2, dim=-1)
-            return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-        return rotate(q), rotate(k)
-
-    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, softmax, cross_entropy, rotary)
-    return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
+# Other libraries: each loads as a dictionary, family of ops -> function of the op's arguments
 
 
 def native():
@@ -221,18 +153,6 @@ def quack():
         return cross_entropy(logits, target, reduction="mean")
 
     return {"rms_norm": rms_norm, "cross_entropy": cross_entropy}
-
-
-def ours(kernel):
-    def rms_norm(x, weight):
-        return kernel.rms_norm(x, weight, EPS)
-
-    def add_rms_norm(x, residual, weight):
-        return kernel.fused_add_rms_norm(x, residual, weight, EPS)
-
-    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu, "softmax": kernel.softmax}
-    families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy}
-    return {**families, "rotary": kernel.apply_rotary_pos_emb}
 
 
 PEERS = {

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
-from cases import OPS
+from cases import EPS, OPS
 
-EPS = 1e-5
 # Backward passes are tuned from this many rows on.
 TRAINING_ROWS = 512
 # Bounds on the elements measured in the last range: short rows are measured with more rows, long rows with fewer.
