@@ -255,6 +255,8 @@ def kernelize(model, names, kernel, mode, device_type, registered=None):
 
     The mapping holds the kernel's layers for the device types `registered`, `device_type` itself if not given.
     """
+    if not names:
+        return
     from kernels import Device, Mode, use_kernel_mapping
     from kernels.layer.layer import kernelize_layer
 
