@@ -10,6 +10,7 @@ import importlib
 import itertools
 import random
 
+import kernels
 import pytest
 import torch
 from bits import assert_bits_equal
@@ -345,6 +346,43 @@ def kernelized(module, kernel, mode=Mode.INFERENCE):
     with only_rotary(kernel):
         device = "rocm" if torch.version.hip else DEVICE
         return kernelize(module, mode=mode, device=device)
+
+
+# Names of the deprecated classes for functions, and of those for layers that take their place.
+FORMS = {
+    "LocalFuncRepository": {"func_name": "apply_rotary_pos_emb"},
+    "LocalLayerRepository": {"layer_name": "RotaryPosEmb"},
+}
+
+
+def rotate(q, k, cos, sin, unsqueeze_dim=1):
+    """transformers' function, without its decorator."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (modeling_llama.rotate_half(q) * sin)
+    k_embed = (k * cos) + (modeling_llama.rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+@pytest.mark.parametrize("decorator", ["use_kernel_func_from_hub", "use_kernel_forward_from_hub"])
+@pytest.mark.parametrize("form", FORMS)
+def test_as_a_function_and_as_a_layer(build, rotary, seed, proof_off, form, decorator):
+    """The kernel's function or layer, at a function of which one of the two decorators has made a module."""
+    for name in (form, decorator):
+        if not hasattr(kernels, name):
+            pytest.skip(f"this version of kernels has no {name}")
+    holder = torch.nn.Module()
+    holder.rotate = getattr(kernels, decorator)("rotary_pos_emb")(rotate)
+    device = "rocm" if torch.version.hip else DEVICE
+    mapping = {"rotary_pos_emb": {device: getattr(kernels, form)(build, **FORMS[form])}}
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        kernelize(holder, mode=Mode.INFERENCE, device=device)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for dtype in DTYPES:
+        q, k = (numbers((1, heads, 5, 64), dtype, generator) for heads in (4, 2))
+        cos, sin = (numbers((1, 5, 64), dtype, generator) for _ in range(2))
+        rotary._calls.clear()
+        assert_same(holder.rotate(q, k, cos, sin), rotate(q, k, cos, sin), form)
+        assert rotary._calls.resolved and None not in rotary._calls.resolved.values()
 
 
 def model_of(name, seed, dtype):

@@ -25,6 +25,7 @@ from kernels.layer.layer import kernelize_layer
 from transformers import KernelConfig, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN, SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils import kernel_config
 
 try:
     from kernels import KernelizeFallback
@@ -349,6 +350,57 @@ def test_kernel_config_for_cuda_leaves_a_cpu_model_alone(build, seed):
     config = KernelConfig({"RMSNorm": {"cuda": f"{build}:LlamaRMSNorm"}}, use_local_kernel=True)
     model.set_use_kernels(True, config)
     assert_original(model)
+
+
+def with_metadata(**metadata):
+    return lambda name: (name, metadata)
+
+
+# What a mapping of KernelConfig has for a layer, and the repository that it means.
+FORMS = {
+    "a name": (str, {"version": 1, "trust_remote_code": False}),
+    "a version": (with_metadata(version=1, trust_remote_code=True), {"version": 1, "trust_remote_code": True}),
+    "a revision": (with_metadata(revision="v1", trust_remote_code=True), {"revision": "v1", "trust_remote_code": True}),
+    "devices": (lambda name: {"cpu": (name, {"version": 1})}, {"version": 1, "trust_remote_code": False}),
+}
+
+
+@pytest.mark.parametrize("inherits", (True, False), ids=("inherit_mapping", "nothing inherited"))
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_kernel_config(build, kernel, seed, monkeypatch, form, inherits):
+    """The steps of transformers' `set_use_kernels`, whose device types have no CPU.
+
+    With kernels 0.17 transformers 5.23 takes none of these steps; its KernelConfig works all the same.
+    """
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO_ID}={build}")
+    monkeypatch.setattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", ["cpu"])
+    # Which revision belongs to a version is asked of the Hub, even where a local build is loaded.
+    select = "kernels.layer.layer.select_revision_or_version"
+    monkeypatch.setattr(select, lambda *_, revision, version, **__: revision or f"v{version}")
+    value, expected = FORMS[form]
+    model, original = llama(seed), llama(seed)
+    kernel.name_layers(model)
+    config = KernelConfig({"RMSNorm": value(f"{REPO_ID}:LlamaRMSNorm")}, inherit_mapping=inherits)
+    config.sanitize_kernel_mapping(model)
+    config.create_compatible_mapping(model)
+    (repository,) = config.kernel_mapping["RMSNorm"]["cpu"].values()
+    assert repository == LayerRepository(REPO_ID, layer_name="LlamaRMSNorm", **expected)
+    with only({"SiLU": kernel.kernel_mapping(devices=("cpu",))["SiLU"]}):
+        with use_kernel_mapping(config.kernel_mapping, inherit_mapping=config.inherit_mapping):
+            kernelize(model, mode=Mode.INFERENCE, device="cpu")
+    assert_replaced(model, kernel, ("RMSNorm", "SiLU") if inherits else ("RMSNorm",))
+    tokens = draw_tokens(seed, 17)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="lossless-kernels")  # In the interpreter the proof fails.
+        assert_bits_equal(logits(model, tokens), logits(original, tokens))
+
+
+def test_kernel_config_needs_a_version_or_a_revision(kernel, seed):
+    model = llama(seed)
+    kernel.name_layers(model)
+    config = KernelConfig({"RMSNorm": (f"{REPO_ID}:LlamaRMSNorm", {"trust_remote_code": True})})
+    with pytest.raises(ValueError, match="version/revision"):
+        config.sanitize_kernel_mapping(model)
 
 
 # A CPU model whose layers were replaced nevertheless
