@@ -189,7 +189,11 @@ def run_row(
 
 def run_until(end: float, command: list, environment: dict) -> Optional[int]:
     """The command's status; None if it still ran at `end`. It is interrupted then, so that pytest writes what it has."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+
+    def heed_interrupts():  # A shell's background processes ignore them, and so would pytest.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heed_interrupts)
     try:
         return process.wait(max(0, end - time.monotonic()))
     except subprocess.TimeoutExpired:

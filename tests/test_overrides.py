@@ -38,6 +38,56 @@ OVERRIDDEN = """
 """
 
 
+FUSED_RMS_NORM = """
+    import json, sys, warnings
+    from pathlib import Path
+    import kernels, torch
+
+    kernel, scale = kernels.get_local_kernel(Path("build")), 1.0 + float(sys.argv[1])
+    warnings.simplefilter("ignore")
+
+    def overriding(input, normalized_shape, weight=None, eps=None):
+        rstd = torch.rsqrt(input.pow(2).mean(-1, keepdim=True) + eps)
+        return input * rstd * weight * scale, rstd
+
+    library = torch.library.Library("aten", "IMPL")
+    if scale != 1.0:
+        library.impl("_fused_rms_norm", overriding, "CPU")
+    model = torch.nn.Sequential(torch.nn.RMSNorm(1024, eps=1e-6))
+    torch.nn.init.uniform_(model[0].weight, 0.5, 1.5)
+    x = torch.randn(64, 1024)
+    original = torch.nn.functional.rms_norm(x, (1024,), model[0].weight, 1e-6)
+    kernels.replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")
+    with kernels.use_kernel_mapping(kernel.kernel_mapping(devices=["cpu"]), inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        y = model(x)
+    (entry,) = kernel.replacement_report(model, verbose=False).layers
+    print(json.dumps({
+        "equal": torch.equal(y, original),
+        "replaced": model[0].forward.__func__ is not torch.nn.RMSNorm.forward,
+        "path": entry.path,
+        "reasons": [str(reason) for reason in entry.reasons],
+        "warnings": [str(each.message) for each in warned if "lossless-kernels" in str(each.message)],
+    }))
+"""
+
+
+@pytest.mark.parametrize("overridden", [True, False], ids=["overridden", "ATen's own"])
+def test_the_report_names_an_overridden_fused_rms_norm(build, interpreted, overridden):
+    """The operator that torch itself overrides from 2.13 on. Without that the proof fails here as well, since ATen's
+    arithmetic on a CPU is not CUDA's, and must not say that someone has replaced it."""
+    done = interpreted(FUSED_RMS_NORM, arguments=(2**-20 * overridden,), LOSSLESS_PROOF="on")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["equal"] and found["replaced"] and found["path"] != "kernel"
+    (warning,) = found["warnings"]
+    (reason,) = found["reasons"]
+    for text in (warning, reason):
+        assert ("eager itself has other arithmetic here: aten::_fused_rms_norm by " in text) == overridden, text
+        assert ("elements of" in text) != overridden, text
+
+
 def run(interpreted, function, *overridden, **environment):
     done = interpreted(OVERRIDDEN, arguments=(function, *overridden), LOSSLESS_PROOF="on", **environment)
     return json.loads(done.stdout.splitlines()[-1])

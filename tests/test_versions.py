@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -151,7 +152,12 @@ try:
 except KeyboardInterrupt:
     pathlib.Path({str(tmp_path / "ended")!r}).touch()
 """
-    assert versions.run_until(time.monotonic() + 2, [sys.executable, "-c", code], {}) is None
+    # As in the background of a shell.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert versions.run_until(time.monotonic() + 5, [sys.executable, "-c", code], {}) is None
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "ended").exists()
     assert versions.run_until(time.monotonic() + 60, [sys.executable, "-c", "exit(3)"], {}) == 3
 
