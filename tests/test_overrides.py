@@ -50,9 +50,14 @@ FUSED_RMS_NORM = """
         rstd = torch.rsqrt(input.pow(2).mean(-1, keepdim=True) + eps)
         return input * rstd * weight * scale, rstd
 
+    def its_gradients(dy, input, normalized_shape, rstd, weight, output_mask):
+        # ATen has none for a CPU. Their values are not looked at.
+        return input * 0, input.sum(0) * 0
+
     library = torch.library.Library("aten", "IMPL")
     if scale != 1.0:
         library.impl("_fused_rms_norm", overriding, "CPU")
+        library.impl("_fused_rms_norm_backward", its_gradients, "CPU")
     model = torch.nn.Sequential(torch.nn.RMSNorm(1024, eps=1e-6))
     torch.nn.init.uniform_(model[0].weight, 0.5, 1.5)
     x = torch.randn(64, 1024)
