@@ -5,7 +5,7 @@ A variant is a copy of torch-ext/<package> with three generated files:
 
   _ops.py            the namespace of the torch ops
   interface.json     the public names, parameters and layers (scripts/interface.py imports the variant to list them)
-  metadata.json      name, version, dependencies and the digest of every file
+  metadata.json      name, version, dependencies, the digest of every file, and the commit that was built
 
 `kernels.get_local_kernel` loads the output folder, and scripts/publish.py uploads it. The same commit gives the same bytes on
 every machine.
@@ -51,6 +51,10 @@ def add_op_namespace_prefix(op_name: str) -> str:
 GENERATED = ("_ops.py", "interface.json", "metadata.json")
 # Files that kernel-builder's create-pyproject writes among the sources; they are not copied.
 LEFT_BEHIND = ("_ops.py", "metadata.json")
+# The oldest version of kernels that a build has run with. Newer ones compare it with their own when they load the build.
+KERNELS_MINVER = "0.16.2"
+# Stands in metadata's provenance for the version of kernel-builder, which has no part in this build.
+BUILDER = "scripts/build_kernel.py"
 # Marks a scratch folder as made by this program.
 MARK = "made-by-build_kernel"
 
@@ -127,9 +131,10 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
             for path, content in {**files, "_ops.py": OPS_PY.format(name=names[backend]).encode()}.items():
                 write(variant / path, content)
         interface = find_interface(next(iter(variants.values())), general)
+        provenance = find_provenance(root, package, files)
         for backend, variant in variants.items():
             write(variant / "interface.json", interface)
-            write_metadata(rust, variant, names[backend], backend, general, noarch)
+            write_metadata(rust, variant, names[backend], backend, general, noarch, provenance)
 
     if quiet:
         return
@@ -234,6 +239,22 @@ def git_id(root: Path, package: str, files: dict[str, bytes]) -> str | None:
     tree = git(root, "rev-parse", "--verify", "--quiet", "HEAD^{tree}")
     if not tree:
         return None
+    return tree[:7] + "_dirty" * is_dirty(root, tree, package, files)
+
+
+def find_provenance(root: Path, package: str, files: dict[str, bytes]) -> dict:
+    """`provenance` of metadata.json: the commit that was built, and whether the files differ from it. A commit with the
+    same tree gives the same namespace of the ops, but not the same provenance."""
+    provenance: dict = {"kernel-builder": {"version": BUILDER}}
+    commit = git(root, "rev-parse", "--verify", "--quiet", "HEAD^{commit}") if is_repository(root) else None
+    if commit:
+        with contextlib.suppress(BuildError):  # git status fails, and --unique-id has made the id.
+            provenance["kernel"] = {"commit": commit, "dirty": is_dirty(root, commit, package, files)}
+    return provenance
+
+
+def is_dirty(root: Path, tree: str, package: str, files: dict[str, bytes]) -> bool:
+    """Whether the work tree differs from a tree or commit."""
     changes = git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
     if changes is None:
         raise BuildError(f"{root}: git status fails, so the build's id is unknown; --unique-id sets one")
@@ -241,7 +262,7 @@ def git_id(root: Path, package: str, files: dict[str, bytes]) -> str | None:
     same = all(f"torch-ext/{package}/{path}" in held for path in files) and all(
         holds(root / path, content) for path, content in held.items()
     )
-    return tree[:7] + ("" if same and not changes else "_dirty")
+    return bool(changes) or not same
 
 
 def is_repository(root: Path) -> bool:
@@ -473,19 +494,21 @@ def dependencies(general: dict, backend: str, kind: str) -> list:
     return general.get(kind, []) + general.get(backend, {}).get(kind, [])
 
 
-def write_metadata(rust, variant: Path, name: str, backend: str, general: dict, noarch: dict) -> None:
+def write_metadata(rust, variant: Path, name: str, backend: str, general: dict, noarch: dict, provenance: dict) -> None:
     archs = noarch.get({"cuda": "cuda_capabilities", "rocm": "rocm_archs"}.get(backend))
     digest = rust.Digest.hash_variant(rust.DigestAlgorithm.SHA256, variant)
     metadata = {
         "name": general["name"],
         "id": name,
         "version": general["version"],
+        "kernels-minver": KERNELS_MINVER,
         "license": general["license"],
         **{key: general[key] for key in ("upstream", "source") if key in general},
         "python-depends": dependencies(general, backend, "python-depends"),
         "kernel-depends": dependencies(general, backend, "kernel-depends"),
         "backend": {"type": backend, **({"archs": archs} if archs else {})},
         "digest": {"algorithm": str(digest.algorithm), "files": dict(sorted(digest.files.items()))},
+        "provenance": provenance,
     }
     path = variant / "metadata.json"
     write(path, (json.dumps(metadata, indent=2) + "\n").encode())

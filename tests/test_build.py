@@ -82,6 +82,26 @@ def test_metadata_is_what_kernels_reads(built, backend):
     assert re.fullmatch(rf"_lossless_kernels_{backend}_[0-9a-f]{{7}}(_dirty|_uncommitted)?", metadata.id)
     metadata.digest.validate(_rust.Digest.hash_variant(_rust.DigestAlgorithm.SHA256, variant))
     assert set(metadata.digest.files) == {path for path in contents(variant) if path != "metadata.json"}
+    assert str(metadata.kernels_minver) == build_kernel.KERNELS_MINVER
+    assert metadata.provenance.kernel_builder.version == "scripts/build_kernel.py"
+
+
+def provenance(project):
+    return _rust.Metadata.read_from_file(project / "build/torch-cpu/metadata.json").provenance
+
+
+def test_provenance_is_the_commit_that_was_built(project):
+    quick(project)
+    assert not provenance(project).dirty
+    assert str(provenance(project).kernel.commit) == git(project, "rev-parse", "HEAD")
+    (project / PACKAGE / "layers.py").write_text("# changed\n")
+    quick(project)
+    assert provenance(project).dirty and provenance(project).kernel.dirty
+
+
+def test_without_a_repository_provenance_names_no_commit(exported):
+    quick(exported)
+    assert provenance(exported).kernel is None and not provenance(exported).dirty
 
 
 def test_the_source_of_build_toml_is_shown(project, tmp_path):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from op_families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +101,41 @@ def test_layout_is_kernel_builders():
     """Its kernel-layout-check: older versions of kernels look for a folder of the module's name inside the module."""
     assert (PACKAGE / "__init__.py").is_file()
     assert not (PACKAGE / PACKAGE.name).exists()
+
+
+def torch_ops_check(folder):
+    """kernel-builder's torch-ops-check, which reads every Python file below a folder."""
+    command = [sys.executable, ROOT / "tests/kernel_builder/torch_ops_check.py", folder]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_operators_are_registered_as_kernel_builder_wants(tmp_path):
+    done = torch_ops_check(ROOT / "torch-ext")
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "bad.py").write_text(
+        "@torch.library.custom_op('mine::op', mutates_args=())\ndef op(x):\n    return x\n"
+    )
+    done = torch_ops_check(tmp_path)
+    assert done.returncode == 1 and "bad.py:2 function op" in done.stdout
+
+
+def test_the_build_loads_as_in_kernel_builders_check(build, tmp_path):
+    """Its get-kernel-check: `get_local_kernel` of the variant that was built, in a home of its own."""
+    backend = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    code = "import sys; from pathlib import Path; import kernels; kernels.get_local_kernel(Path(sys.argv[1]))"
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    for variant in {f"torch-{backend}", "torch-cpu"}:
+        command = [sys.executable, "-c", code, build / variant]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_kernel_builders_template_runs(build):
+    """It stands where `kernel-builder init` puts it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, ROOT / "example.py"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "has eager's bits" in done.stdout
 
 
 def test_workflows_run_what_the_project_has():
