@@ -285,7 +285,7 @@ def parts(page: Path) -> tuple:
 def matrix(lines: list) -> list:
     """README's table, from the lines of the page's: versions, the tests' counts and the date."""
     cells = [[cell.strip() for cell in each.strip("|").split(" | ")] for each in lines]
-    rows = [[*each[:4], each[4].split("; ")[0], each[-1]] for each in cells]
+    rows = [[*each[:4], each[4].split("; ")[0].split(": ")[0], each[-1]] for each in cells]
     head = ["torch", "Triton", "transformers", "kernels", "tests on a CPU", "date"]
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
