@@ -96,12 +96,13 @@ PROBE = """
 
 @dataclass
 class Outcome:
-    """What a row came to: `problem` if it could not be installed or imported, `cut` if it ended before its last file."""
+    """What a row came to: `problem` if it could not be installed or imported; the files of tests that ran to their end,
+    and `cut` if the row ended before the last of them."""
 
     row: Row
     date: str
     tests: tuple
-    files: int = 0
+    files: tuple = ()
     passed: int = 0
     failed: tuple = ()  # Pairs of a test's name and the reason.
     skipped: int = 0
@@ -175,7 +176,7 @@ def run_row(
                 return outcome
             if status not in (0, 1):  # A crash, or nothing collected.
                 outcome.failed += ((doing, f"pytest ended with status {status}"),)
-            outcome.files += 1
+            outcome.files += (doing,)
             save(outcome)
     except KeyboardInterrupt:
         outcome.cut = f"interrupted in {doing}"
@@ -230,8 +231,9 @@ def line(outcome: Outcome) -> str:
     else:
         files = by_file(outcome.tests)
         tests = f"{outcome.passed} passed, {len(outcome.failed)} failed, {outcome.skipped} skipped; "
-        if outcome.cut:
-            tests += f"{outcome.files} of {len(files)} files: {outcome.cut}"
+        if len(outcome.files) < len(files):
+            ran = ", ".join(f"`{name}`" for name in outcome.files) or "no file"
+            tests += f"{ran}; {outcome.cut or 'not at its end'}"
         elif outcome.tests == TESTS:
             tests += f"all {len(files)} files"
         else:
