@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from places import python_module
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -22,6 +23,7 @@ def cpu_kernels(package):
 
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
     rotary, variants, products = module("rotary_formulas"), module("variants").BY_NAME.values(), []
+    tables, softmax, cross_entropy = module("rotary_embedding"), module("ops.softmax"), module("cross_entropy")
 
     def variant_of(constants, x, weight, out):
         scale, fused = constants["SCALE"], constants.get("FUSED", False)
@@ -77,10 +79,14 @@ def cpu_kernels(package):
         for dx, values in zip(dxs, activation._ACTIVATIONS[constants["ACTIVATION"]].gradients(dy, x), strict=True):
             write(dx, values)
 
-    def gated_activation_forward(constants, scalars, gate, out, up):
+    def gated_activation_forward(constants, scalars, gate, out, up=None):
+        gate, up = gated._halves(gate) if constants["PACKED"] else (gate, up)
         write(out, gated._eager(gated.ACTIVATIONS[constants["ACTIVATION"]], gate, up))
 
-    def gated_activation_backward(constants, scalars, dy, gate, d_gate, up, d_up=None):
+    def gated_activation_backward(constants, scalars, dy, gate, d_gate, up=None, d_up=None):
+        if constants["PACKED"]:
+            write(d_gate, gated._packed_eager_gradient(gated.ACTIVATIONS[constants["ACTIVATION"]], dy, gate))
+            return
         found = gated._eager_gradients(gated.ACTIVATIONS[constants["ACTIVATION"]], dy, gate, up)
         for into, values in zip((d_gate, d_up), found):
             if into is not None:
@@ -110,10 +116,39 @@ def cpu_kernels(package):
             if straight:
                 heads(straight[number], count, into).copy_(through_cos)
 
+    def rotary_tables(constants, scalars, position_ids, inv_freq, cos, sin):
+        for into, values in zip((cos, sin), tables.TABLES.eager(cos, position_ids, inv_freq, scalars[-1])):
+            write(into, values)
+
+    def softmax_forward(constants, scalars, x, y):
+        write(y, functional.softmax(x, -1))
+
+    def softmax_backward(constants, scalars, dy, y, dx):
+        write(dx, softmax._formula(dy, y))
+
+    def cross_entropy_forward(constants, scalars, logits, target, maxima, log_sums, logp, checked):
+        h, ignored, valid = logits.float(), target == scalars[2], (target >= 0) & (target < logits.shape[1])
+        of_classes = functional.log_softmax(h, -1)
+        largest = h.argmax(-1, keepdim=True)
+        maxima.copy_(h.gather(1, largest)[:, 0])
+        # There the row's maximum is subtracted from itself.
+        log_sums.copy_(0.0 - of_classes.gather(1, largest)[:, 0])
+        logp.copy_(of_classes.gather(1, torch.where(valid, target, 0)[:, None])[:, 0]).masked_fill_(ignored, 0.0)
+        checked.copy_(torch.where(ignored, -100, torch.where(valid, 0, 1)))
+
+    def cross_entropy_backward(constants, scalars, logits, target, maxima, log_sums, d_loss, count, dx):
+        reduction = "mean" if constants["MEAN"] else "sum"
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            loss = cross_entropy.eager(leaf, target, scalars[2], reduction)
+        write(dx, torch.autograd.grad(loss, leaf, d_loss)[0])
+
     kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
     kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
+    kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     return {each.__name__: each for each in kernels} | {
         "rotary": rotate,
+        "cross_entropy_forward_short": cross_entropy_forward,
         "rms_norm_backward_streamed": rms_norm_backward,
     }
 

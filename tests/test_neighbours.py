@@ -6,19 +6,20 @@ Under `cpu_arithmetic` launches compute what eager does on a CPU, so that everyt
 import ast
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import types
 import warnings
 import weakref
 from pathlib import Path
-from types import MethodType
 
 import pytest
 import torch
 import transformers
 from bits import assert_bits_equal
 from cpu_kernels import cpu_arithmetic
+from graphs import GRAPHS, HIDDEN_SIZE, LAYERS, TOKENS, bound, with_ours
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from places import forget_calls
 from torch import nn
@@ -34,7 +35,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning"),
 ]
-HIDDEN_SIZE = 64
 
 
 @pytest.fixture
@@ -49,12 +49,6 @@ def launched(kernel, module, proof_off):
 @pytest.fixture
 def layers(kernel, launched):
     return kernel.layers
-
-
-def bound(layer, original):
-    """The module with our forward, as `kernelize` leaves it."""
-    original.forward = MethodType(layer.forward, original)
-    return original
 
 
 def class_of(base, source, **namespace):
@@ -115,51 +109,60 @@ def test_an_mlp_computes_what_its_forward_says(layers, launched, chooser):
 # Gradients that are differentiated
 
 
-LAYERS = {
-    "nn.RMSNorm": (lambda: nn.RMSNorm(HIDDEN_SIZE, eps=1e-6), "TorchRMSNorm"),
-    "nn.RMSNorm without weight": (lambda: nn.RMSNorm(HIDDEN_SIZE, elementwise_affine=False), "TorchRMSNorm"),
-    "LlamaRMSNorm": (lambda: modeling_llama.LlamaRMSNorm(HIDDEN_SIZE), "LlamaRMSNorm"),
-    "SiLU": (activations.SiLUActivation, "SiLUActivation"),
-    "GELU": (activations.GELUActivation, "GELUActivation"),
-    "GELUTanh": (activations.GELUTanh, "GELUTanh"),
-    "NewGELU": (activations.NewGELUActivation, "NewGELUActivation"),
-    "FastGELU": (activations.FastGELUActivation, "FastGELUActivation"),
-    "QuickGELU": (activations.QuickGELUActivation, "QuickGELUActivation"),
-    "LlamaMLP": (
-        lambda: modeling_llama.LlamaMLP(modeling_llama.LlamaConfig(hidden_size=HIDDEN_SIZE, intermediate_size=32)),
-        "LlamaMLP",
-    ),
-}
+def test_every_family_is_in_a_graph(kernel):
+    """All layers and all functions that compute, but the tables of positions, which have no gradient."""
+    functions = {name for name in kernel.__all__ if ".ops." in getattr(getattr(kernel, name), "__module__", "")}
+    assert functions > {"softmax", "fused_add_rms_norm"}
+    layers = {
+        name
+        for name, value in vars(kernel.layers).items()
+        if isinstance(value, type) and value.__module__ == kernel.layers.__name__
+    }
+    assert {name for _, name in GRAPHS.values()} == (functions | layers) - {"LlamaRotaryEmbedding"}
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_first_gradients_with_a_graph_of_their_own(layers, name, chooser):
-    """The module once or several times in the graph, hooks on its inputs and weights, with and without `create_graph`."""
-    make, replacement = LAYERS[name]
-    for _ in range(6):
-        original = make()
-        for parameter in original.parameters():
-            nn.init.normal_(parameter)
-        ours = bound(getattr(layers, replacement), copy.deepcopy(original))
+@pytest.mark.parametrize("name", GRAPHS)
+def test_first_gradients_with_a_graph_of_their_own(kernel, launched, name, chooser):
+    """The layer once or several times in the graph, hooks on its inputs and weights, with and without `create_graph`."""
+    make, replacement = GRAPHS[name]
+    for _ in range(8):
+        original, dtype = make(), chooser.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
         between = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE) if chooser.random() < 0.5 else nn.Identity()
+        for parameter in original.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        original, between = original.to(dtype), between.to(dtype)
+        ours = with_ours(kernel, original, replacement)
         times, hooked, create_graph = chooser.randrange(1, 4), chooser.random() < 0.5, chooser.random() < 0.7
-        data, results = torch.randn(4, HIDDEN_SIZE), []
+        data, results = torch.randn(TOKENS, HIDDEN_SIZE, dtype=dtype), []
         for layer in (original, ours):
             x, calls = data.clone().requires_grad_(), []
+
+            def hook(what, factor, gradient, calls=calls):
+                # docs/limits.md: None where another output of a fused operation has a gradient, and eager calls no hook.
+                if gradient is not None:
+                    calls.append(what)
+                    return gradient * factor
+
             h = x * 1.0
             for _ in range(times):
                 if hooked:
-                    h.register_hook(lambda gradient: calls.append("input") or gradient * 2.0)  # noqa: B023
+                    h.register_hook(functools.partial(hook, "input", 2.0))
                 h = layer(between(h))
             for weight in layer.parameters():
                 if hooked:
-                    weight.register_hook(lambda gradient: calls.append("weight") or gradient * 0.5)  # noqa: B023
-            gradients = torch.autograd.grad(h.sin().sum(), (x, *layer.parameters()), create_graph=create_graph)
-            results.append((gradients, calls))
-        (expected, eagers), (found, seen) = results
-        assert seen == eagers, (times, hooked, create_graph)
-        for ours_gradient, eagers_gradient in zip(found, expected):
-            assert_bits_equal(ours_gradient, eagers_gradient, f"{times} times, hooked {hooked}, {create_graph}")
+                    weight.register_hook(functools.partial(hook, "weight", 0.5))
+            inputs = (x, *layer.parameters())
+            gradients = torch.autograd.grad(h.sin().sum(), inputs, create_graph=create_graph, allow_unused=True)
+            results.append((h, gradients, calls))
+        (out, expected, eagers), (our_out, found, seen) = results
+        case = f"{dtype}, {times} times, hooked {hooked}, create_graph {create_graph}"
+        assert seen == eagers, case
+        assert_bits_equal(our_out, out, case)
+        for ours_gradient, eagers_gradient in zip(found, expected, strict=True):
+            assert (ours_gradient is None) == (eagers_gradient is None), case
+            if ours_gradient is not None:
+                assert_bits_equal(ours_gradient, eagers_gradient, case)
+    assert launched
 
 
 # Recognition
