@@ -21,15 +21,15 @@ SIZES = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 32, "num_attention_hea
 
 
 class Around(nn.Module):
-    """What takes other arguments, as a layer of one tensor: `call(f, h, *weights)`."""
+    """What takes other arguments, as a layer of tensors: `call(f, *tensors, *weights)`."""
 
     def __init__(self, f, call=lambda f, h: f(h), *shapes):
         super().__init__()
         self.f, self.call = f, call
-        self.weights = nn.ParameterList(torch.empty(shape) for shape in shapes)
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
 
-    def forward(self, h):
-        return self.call(self.f, h, *self.weights)
+    def forward(self, *tensors):
+        return self.call(self.f, *tensors, *self.weights)
 
 
 def bound(layer, original):
@@ -54,7 +54,7 @@ def _rms_norm(h, weight, eps):
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(h.dtype)
 
 
-def _add_rms_norm(h, residual, weight, eps):
+def add_rms_norm(h, residual, weight, eps):
     total = residual + h
     return _rms_norm(total, weight, eps), total
 
@@ -89,11 +89,11 @@ def _loss(call):
     return lambda f, h, *weights: h.cos() + call(f, h, target, *weights)
 
 
-def _cross_entropy(h, target, reduction="mean"):
+def cross_entropy(h, target, reduction="mean"):
     return F.cross_entropy(h.float(), target, reduction=reduction)
 
 
-def _linear_cross_entropy(h, weight, target, bias):
+def linear_cross_entropy(h, weight, target, bias):
     return F.cross_entropy(F.linear(h, weight, bias).float(), target)
 
 
@@ -134,7 +134,7 @@ GRAPHS = {
     ),
     **{
         f"fused_add_rms_norm, {used}": (
-            lambda used=used: Around(_add_rms_norm, _of_sum(used), HIDDEN_SIZE), "fused_add_rms_norm"
+            lambda used=used: Around(add_rms_norm, _of_sum(used), HIDDEN_SIZE), "fused_add_rms_norm"
         )
         for used in ("normed", "total", "both", "of itself")
     },
@@ -147,11 +147,11 @@ GRAPHS = {
     },
     "softmax": (lambda: Around(F.softmax, lambda f, h: f(h, dim=-1) * h), "softmax"),
     "cross_entropy": (
-        lambda: Around(_cross_entropy, _loss(lambda f, h, target: f(h, target, reduction="sum"))), "cross_entropy"
+        lambda: Around(cross_entropy, _loss(lambda f, h, target: f(h, target, reduction="sum"))), "cross_entropy"
     ),
     "linear_cross_entropy": (
         lambda: Around(
-            _linear_cross_entropy, _loss(lambda f, h, target, w, b: f(h, w, target, b)), (48, HIDDEN_SIZE), 48
+            linear_cross_entropy, _loss(lambda f, h, target, w, b: f(h, w, target, b)), (48, HIDDEN_SIZE), 48
         ),
         "linear_cross_entropy",
     ),

@@ -34,8 +34,10 @@ os.environ.setdefault("LOSSLESS_PROOF", "on")
 
 import cpu_kernels
 import torch
+import torch.nn.functional as F
 import transformers
 from bits import bits_equal
+from graphs import Around, add_rms_norm, cross_entropy, linear_cross_entropy
 from kernels import Mode, get_local_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from torch import nn
 from torch.autograd import forward_ad, graph
@@ -44,6 +46,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 HIDDEN, VOCABULARY = 64, 32
 LEVELS = ("layer", "mlp", "decoder")
@@ -170,6 +173,11 @@ class Decoder(Subject):
             named = {"use_cache": True, "past_key_values": world.cache}
         elif draw.rarely("mask", None, "padding") and tokens > 1:
             named["attention_mask"] = (torch.arange(batch * tokens) > 0).long().view(batch, tokens)
+        if draw.rarely("labels", None, "labels"):
+            labels = draw.tokens(batch, tokens)
+            named["labels"] = labels.masked_fill(labels % 5 == 0, -100)
+            if divisor := draw.pick("num_items_in_batch", None, 3, torch.tensor(7)):
+                named["num_items_in_batch"] = divisor
         if draw.rarely("given", "ids", "embeddings") == "ids":
             return [], [draw.tokens(batch, tokens)], named
         leaf = draw.normal(batch, tokens, HIDDEN, dtype=world.dtype()).requires_grad_()
@@ -187,6 +195,25 @@ class Tied(nn.Module):
     def forward(self, x):
         y = x + self.mlp(self.norm(x))
         return self.norm((self.norm(y) * y + self.act(y)) * 2.0) + x
+
+
+class Function(Around):
+    """A public function of the package, in the place of eager's while the model is kernelized."""
+
+    def __init__(self, name, *arguments):
+        super().__init__(*arguments)
+        self.name, self.eager = name, self.f
+
+
+def of_targets(f, x, *weights):
+    """A loss of rows of x, some of which do not count."""
+    rows = x.reshape(-1, HIDDEN)
+    target = torch.arange(len(rows)) % 7
+    return f(rows, *weights[:1], target.masked_fill(target == 3, -100), *weights[1:])
+
+
+def silu_and_mul(gate, up):
+    return F.silu(gate) * up
 
 
 SUBJECTS = {
@@ -215,9 +242,18 @@ SUBJECTS = {
         name: Subject(lambda name=name: ACT2FN[name])
         for name in ("silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu")
     },
+    "softmax": Subject(lambda: Function("softmax", F.softmax, lambda f, x: f(x, dim=-1))),
+    "silu_and_mul": Subject(lambda: Function("silu_and_mul", silu_and_mul, lambda f, *xs: f(*xs)), inputs=2),
+    "fused_add_rms_norm": Subject(
+        lambda: Function("fused_add_rms_norm", add_rms_norm, lambda f, *given: f(*given, 1e-6), HIDDEN), inputs=2
+    ),
+    "cross_entropy": Subject(lambda: Function("cross_entropy", cross_entropy, of_targets)),
+    "linear_cross_entropy": Subject(
+        lambda: Function("linear_cross_entropy", linear_cross_entropy, of_targets, (VOCABULARY, HIDDEN), VOCABULARY)
+    ),
 }
 # How often each is drawn.
-OFTEN = {"Llama": 7, "Qwen3": 5, "Tied": 3}
+OFTEN = {"Llama": 7, "Qwen3": 5, "Tied": 3, "softmax": 3}
 
 
 # A model in the course of a history
@@ -230,7 +266,7 @@ def rotary_functions():
 
 
 def tensors_of(out):
-    out = getattr(out, "logits", out)
+    out = (out.loss, out.logits) if hasattr(out, "logits") else out
     return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
 
 
@@ -828,7 +864,14 @@ class Runner:
             mapping = self.kernel.kernel_mapping(devices=("cpu",), level="decoder" if level == "decoder" else "layer")
         with use_kernel_mapping(mapping, inherit_mapping=False):
             kernelize(model, mode=mode, device="cpu")
+        # The loss of a causal language model is no layer.
+        if level == "decoder" and any(hasattr(module, "loss_function") for module in model.modules()):
+            self.kernel.attach_loss(model)
         for module in model.modules():
+            if isinstance(module, Function):
+                module.f = module.eager if level is None else getattr(self.kernel, module.name)
+            if level is None and hasattr(module, "loss_function"):
+                module.loss_function = ForCausalLMLoss
             if module in own:
                 module.forward = own[module]
             elif getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
