@@ -187,13 +187,22 @@ def _activation_launches(kernel, machine):
 
 
 def _rotary_calls(module, chooser, given):
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
     rotary, needs_grad = module("rotary"), given.x.requires_grad
     heads = (2, chooser.choice((1, 2)))
     q, k = (torch.randn(2, count, 4, 16).to(given.dtype).requires_grad_(needs_grad) for count in heads)
     cos, sin = torch.randn(2, 2, 4, 16).to(chooser.choice((given.dtype, torch.float32)))
     unsqueeze_dim, sole = chooser.choice((1, -3)), chooser.random() < 0.5
     given.leaves += [q, k]
-    return [*(rotary.replacement(q, k, cos, sin, unsqueeze_dim, rotary.PLAIN.eager, sole) or ())]
+    embedding = LlamaRotaryEmbedding(LlamaConfig(hidden_size=16, num_attention_heads=1))
+    embedding.attention_scaling = chooser.choice((1.0, 0.5, 2, 2.0))
+    positions = torch.arange(chooser.choice((1, 3)))[None].expand(chooser.choice((1, 2)), -1)
+    positions = positions.to(chooser.choice((torch.int64, torch.int32)))
+    return [
+        *(rotary.replacement(q, k, cos, sin, unsqueeze_dim, rotary.PLAIN.eager, sole) or ()),
+        *(module("rotary_embedding").replacement(embedding, given.x, positions, type(embedding)) or ()),
+    ]
 
 
 def _rotary_launches(kernel, machine):

@@ -82,6 +82,23 @@ def test_gradients_lie_as_the_two_operations_leave_them(kernel, seed, dtype, whi
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1, 64), (1, 1, 64)])
+def test_outputs_have_eagers_strides_in_dimensions_of_length_1(kernel, chooser, shape, grad):
+    """The strides that the addends have there are no one's: eager's sum has those of new memory."""
+    formula = python_module(kernel, "variants").LLAMA.eager
+    for _ in range(8):
+        makes = lambda: torch.randn(shape, requires_grad=grad)  # noqa: E731
+        strides = [
+            tuple(chooser.choice((1, 64, 7)) if n == 1 else s for n, s in zip(shape, makes().stride()))
+            for _ in range(2)
+        ]
+        x, residual = (makes().as_strided(shape, each) for each in strides)
+        normed, total = kernel.fused_add_rms_norm(x, residual, torch.rand(64), EPS)
+        expected = residual + x
+        assert (total.stride(), normed.stride()) == (expected.stride(), formula(expected, torch.rand(64), EPS).stride())
+
+
 def test_what_needs_no_gradient_gets_none(kernel, seed):
     x, residual, weight, _, d_normed = make(seed, (4, 128), torch.float32, torch.float32)
     for needs in itertools.product((False, True), repeat=3):

@@ -3,13 +3,17 @@
 All of it runs without a GPU. Without one the kernels that a call reaches run in Triton's interpreter, with proof off.
 """
 
+import ast
+import collections
 import contextlib
 import functools
 import itertools
 import math
 import operator
+import random
 import threading
 import warnings
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 
 import aten_model
@@ -821,40 +825,79 @@ def every_kind_of_call(module, chooser, weights):
     """One call of every op, forward and backward, with arguments at random."""
     arguments = given(chooser, weights)
     with torch.set_grad_enabled(chooser.random() < 0.7):
-        outs = [out for family in FAMILIES for out in family.calls(module, chooser, arguments)]
-    for out in outs:
-        if out is not None and out.requires_grad:
-            leaves = [leaf for leaf in arguments.leaves if leaf.requires_grad]
-            gradient = (
-                torch.randn_like(out) if chooser.random() < 0.5 else torch.ones((), dtype=out.dtype).expand_as(out)
-            )
-            torch.autograd.grad(out, leaves, gradient, retain_graph=True, allow_unused=True)
+        families = [family.calls(module, chooser, arguments) for family in FAMILIES]
+    outs = [[out for out in family if out is not None and out.requires_grad] for family in families]
+    # Each output alone, and all of a family: a sum and its norm, and query and key, have one gradient then.
+    for together in (*([out] for family in outs for out in family), *filter(None, outs)):
+        leaves = [leaf for leaf in arguments.leaves if leaf.requires_grad]
+        gradients = [
+            torch.randn_like(out) if chooser.random() < 0.5 else torch.ones((), dtype=out.dtype).expand_as(out)
+            for out in together
+        ]
+        torch.autograd.grad(together, leaves, gradients, retain_graph=True, allow_unused=True)
+
+
+# Tables that record no call, and why. Each call is found by its key.
+FOUND_BY_KEY = {
+    ("ops.cross_entropy", "_resolve"): "a loss is computed once a step, so that the shortcut would save nothing"
+}
+# Their shortcuts compare facts with `==`, the others with `is`.
+FACTS_BY_VALUE = {("ops.rotary_tables", "_resolve"), ("ops.rotary", "_resolve_gradients")}
+
+
+def tables_in_the_source(package):
+    """How often `Calls(resolve)` stands in each module of the package, by `(module, resolve)`."""
+    root, found = Path(package.__file__).parent, collections.Counter()
+    for path in root.rglob("*.py"):
+        where = ".".join(path.relative_to(root).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Calls":
+                found[where, ast.unparse(node.args[0])] += 1
+    return found
+
+
+def origin(table, package):
+    """A table's module and `resolve`, as `tables_in_the_source` names them."""
+    resolve = table._resolve
+    return resolve.__module__.removeprefix(f"{package.__name__}."), resolve.__name__
 
 
 @pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
 @pytest.mark.skipif(
     not INTERPRETED, reason="on a CPU kernels run in the interpreter only, which a GPU's machine does not use"
 )
-def test_whatever_decides_is_a_fact_or_seen_by_the_guard(module, recognised, proof_off, chooser):
+def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recognised, proof_off, chooser, monkeypatch):
     """In every table: where a call would be recognised by what another left, both have one key."""
+    # Rotary tables leave cos and sin of the interpreter to eager: here their kernel runs, whatever it returns.
+    launch = module("launch")
+    monkeypatch.setattr(module("rotary_embedding"), "launch", SimpleNamespace(INTERPRETED=False, bind=launch.bind))
     # Norms look for what their weight's last call left.
     weights = [torch.randn(64).to(dtype) for dtype in DTYPES[:2]]
     weights.append(torch.randn(64).requires_grad_())
-    for _ in range(40):
-        every_kind_of_call(module, chooser, weights)
-    tables = {id(each) for each in module("calls").Calls.every if each.resolved}
-    without = {id(module("cross_entropy")._calls)}  # A loss is computed once a step: nothing is kept.
-    assert tables - without == {id(table) for table in recognised}
-    compared = 0
+    # Each twice, with others in between: a table then finds by its key what is no longer its last call.
+    draws = [chooser.getrandbits(64) for _ in range(22)]
+    for draw in (*draws, *chooser.sample(draws, len(draws))):
+        every_kind_of_call(module, random.Random(draw), weights)
+    used = [table for table in module("calls").Calls.every if any(table.resolved.values())]
+    exercised, source = collections.Counter(origin(table, kernel) for table in used), tables_in_the_source(kernel)
+    assert len(source) > 8 and not source - exercised, f"no call of these tables: {source - exercised}"
+    assert exercised.keys() == source.keys()
+    for table in used:
+        by_key = origin(table, kernel) in FOUND_BY_KEY
+        assert by_key == (not table.recent) == (table not in recognised), origin(table, kernel)
+    compared = collections.Counter()
     for table, kept in recognised.items():
-        assert len({key for *_, key, _ in kept}) > 1, table._resolve
+        name = origin(table, kernel)
+        same = operator.eq if name in FACTS_BY_VALUE else operator.is_
+        assert len({key for *_, key, _ in kept}) > 1, name
         for (subject, facts, _, key, (guard, *_)), (other, their_facts, tensors, their_key, _) in itertools.product(
             kept, repeat=2
         ):
-            if subject == other and all(map(operator.is_, facts, their_facts)) and guard(*tensors):
-                assert key == their_key, (table._resolve, facts)
-                compared += key is not their_key
-    assert compared > 50, compared
+            if subject == other and all(map(same, facts, their_facts)) and guard(*tensors):
+                assert key == their_key, (name, facts)
+                compared[name] += key is not their_key
+    assert compared.keys() == source.keys() - FOUND_BY_KEY.keys() and min(compared.values()) > 0, compared
+    assert sum(compared.values()) > 50, compared
 
 
 # Proof

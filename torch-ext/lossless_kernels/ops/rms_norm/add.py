@@ -265,9 +265,11 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs):
     if not _proved(*subject, x.device) or (training and not _gradients_proved(*subject, x.device, needs)):
         return None
     out_dtype = variant.output_dtype(x.dtype, weight.dtype)
-    out = Output.of(functools.partial(variant.eager, eps=0.0), x, weight, dtype=out_dtype)
+    # Eager's sum of contiguous tensors, whatever their strides in dimensions of length 1, has these, and so has its norm.
+    strides = contiguous_strides(x.shape)
+    out = Output(strides, out_dtype, allocator(x.shape, strides, out_dtype, x.device))
     launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, x.device, eps, training)
-    empty_total = allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device)
+    empty_total = allocator(x.shape, strides, x.dtype, x.device)
     if not training:
         return _Inference(launch, out, empty_total)
     shape = (*x.shape[:-1], 1)
