@@ -206,6 +206,8 @@ def _listing(repo: Repo, tree: bytes, prefix: str, recursive: bool) -> Iterator[
 
 
 def _routes(repositories: Repositories, trusted: set) -> list[Route]:
+    untrusted: set[str] = set()
+
     def opened(request: Request, to_write: bool = False) -> Repo:
         open_one = repositories.open_to_write if to_write else repositories.open
         return open_one(request.path_params["organisation"], request.path_params["name"])
@@ -233,6 +235,15 @@ def _routes(repositories: Repositories, trusted: set) -> list[Route]:
 
     async def organisation(request):
         name = request.path_params["organisation"]
+        if name not in trusted | untrusted and _NAME.fullmatch(name):
+            # `kernels lock` ends in a traceback that does not say what to do here.
+            untrusted.add(name)
+            print(
+                f"local_hub: {name} is no trusted publisher here, and `kernels lock` locks nothing else: start the Hub "
+                f"with --trust {name}",
+                file=sys.stderr,
+                flush=True,
+            )
         return JSONResponse({"name": name, "fullname": name, "trustedKernelPublisher": name in trusted})
 
     async def validate_yaml(request):

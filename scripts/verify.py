@@ -11,8 +11,8 @@ does not belong, and bytecode, which Python runs in place of the source. (Python
 delete it.)
 
 A build is compared with its own digests, a cache with the listings stored in it; a file that was changed together with its
-digest or listing is not found. --lockfile also checks which commit a version is. --online compares with the Hub, and is the
-only check that finds a commit changed together with its listing.
+digest or listing is not found, nor is a branch that was moved to another listed commit. --lockfile also checks which commit
+a version is. --online compares with the Hub, and is the only check that finds a commit changed together with its listing.
 
 Exit status: 0 if everything was checked and is right; 1 otherwise.
 """
@@ -46,8 +46,8 @@ BYTECODE = "bytecode, which Python runs in place of the source: delete it and ve
 # What a finding was compared with.
 DIGESTS = "the digests beside the files only: a file that was changed together with its digest is not found"
 CACHE = (
-    "the listings and branches in the cache only: a file that was changed together with them is not found "
-    "(--online compares with the Hub, --lockfile with the locked commits)"
+    "the listings and branches in the cache only: a file that was changed together with its listing, and a branch that "
+    "was moved to another listed commit, are not found (--online compares with the Hub, --lockfile with the locked commits)"
 )
 LOCKED = (
     "the lockfile and the listings in the cache: a commit that was changed together with its listing is not found "

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hub import ORGANISATION, Fault, client, local_hub, release_of, upload
@@ -111,6 +112,27 @@ def test_commands_of_kernels(hub, lockfile, published, tmp_path):
     assert {name: status for name, (status, _) in statuses.items()} == dict.fromkeys(statuses, 0), statuses
     assert "Backends: cpu, cuda, rocm" in statuses["info"][1]
     assert "torch-cpu compatible, preferred" in statuses["versions"][1]
+
+
+@pytest.mark.parametrize("trust", [False, True], ids=["plain", "--trust"])
+def test_kernels_lock_on_a_hub_of_your_own(published, tmp_path, trust):
+    """A plain Hub trusts no organisation: `kernels lock` ends in a traceback, and the Hub says what to do."""
+    shutil.copytree(published.root, tmp_path / "hub")
+    (tmp_path / "pyproject.toml").write_text(f'[tool.kernels.dependencies]\n"{REPO_ID}" = 1\n')
+    options = ["--root", tmp_path / "hub", *(["--trust", ORGANISATION] if trust else [])]
+    command = [Path(sys.executable).with_name("kernels"), "lock", tmp_path]
+    done = script(ROOT, "local_hub", *options, *command, KERNELS_CACHE=tmp_path / "cache", HF_HUB_OFFLINE="1")
+    hint = f"local_hub: {ORGANISATION} is no trusted publisher here"
+    assert (done.returncode == 0, hint in done.stderr) == (trust, not trust), done.stderr
+    assert (tmp_path / "kernels.lock").exists() == trust
+    if trust:
+        (locked,) = json.loads((tmp_path / "kernels.lock").read_text())
+        assert len(locked["lock"]["commit"]) == 40
+        assert "Traceback" not in done.stderr
+    else:
+        assert "is not from a trusted publisher" in done.stderr and f"with --trust {ORGANISATION}\n" in done.stderr
+        page = " ".join((ROOT / "docs/hub.md").read_text().split())
+        assert "it ends in a traceback (`is not from a trusted publisher`)" in page and "`--trust ORG`" in page
 
 
 def test_what_is_locked_is_not_checked_before_it_is_here(lockfile, capsys):

@@ -920,6 +920,18 @@ def test_the_branch_of_the_cache_is_that_of_the_hub(tmp_path, capsys):
         assert (status, f"is locked to {case.commit}" in output) == (1, True)
 
 
+def test_a_branch_that_was_moved_is_refused_by_the_lockfile_and_the_hub(vendored, tmp_path, capsys):
+    """Offline and by name nothing else says which commit it is, and the output says so."""
+    case = copy(vendored, tmp_path)
+    move_branch(case)
+    status, output = ask(case, "offline", capsys)
+    assert (status, "a branch that was moved to another listed commit, are not found" in output) == (0, True)
+    for way, message in (("lockfile", f"is locked to {case.commit}"), ("online", NO_COMMIT), ("both", LOCKED)):
+        status, output = ask(case, way, capsys)
+        assert (status, message in output) == (1, True), way
+        assert "a branch that was moved" not in output, way
+
+
 def test_an_incomplete_listing_is_told_by_the_ids_of_its_folders(vendored):
     entries = list(client(vendored.hub).list_repo_tree(REPO_ID, repo_type="kernel", revision="v1", recursive=True))
     assert len(entries) > 10
