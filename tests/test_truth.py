@@ -189,6 +189,20 @@ def test_activation_of_all_16_bit_inputs(kernel, refusals, name, dtype):
     assert_activation_gradients(ours, eagers, x, dy[:, None].expand(x.shape).contiguous(), f"gradient, {dtype}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_silu_gradient_of_all_pairs_of_16_bit_inputs(kernel, refusals, dtype):
+    """2**32 of them: the sigmoid is computed by other instructions than eager's."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(dtype)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for part in every.split(2048):
+        x = part[:, None].expand(-1, 1 << 16).contiguous().requires_grad_()
+        dy = every.expand_as(x).contiguous()
+        found, expected = (torch.autograd.grad(function(x), x, dy)[0] for function in (kernel.silu, functional.silu))
+        unequal = found.view(torch.int16) != expected.view(torch.int16)
+        differing += (unequal & ~(found.isnan() & expected.isnan())).sum()
+    assert not differing.item()
+
+
 @each_activation
 def test_activation_of_all_fp32_inputs(kernel, refusals, name):
     ours, eagers = activation(kernel, name)
