@@ -35,7 +35,7 @@ APPROXIMATE = {
     "rotary_tables": _COS,
 }
 PATHS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
-# Bytes that a thread spills, the most of the seven generations with Triton 3.6.0 and 3.7.1. No other kernel spills any.
+# Bytes that a thread spills on sm_90, the most with Triton 3.6.0 and 3.7.1. No other kernel spills any.
 SPILLED = {
     # With an output of fp32 and the tuned plan of one warp.
     ("rms_norm_forward", "bfloat16", 4096): 22,
@@ -49,11 +49,19 @@ SPILLED = {
     ("rotary_tables", "bfloat16", None): 8,
     ("rotary_tables", "float32", None): 8,
 }
+# The same on the other generations: only rows of 32768 elements spill more there.
+SPILLED_ELSEWHERE = {
+    **SPILLED,
+    ("add_rms_norm_forward", "bfloat16", 32768): 100,
+    ("add_rms_norm_forward", "float32", 32768): 320,
+    ("rms_norm_backward", "float32", 32768): 2400,
+    ("rms_norm_backward_streamed", "bfloat16", 32768): 440,
+}
 EVERY_SIZE = (64, 128, 4096, 8192, 16384, 32768)
 # `make test` compiles for the first, `make test-machines` for all. Two processes take about as long.
 MATRICES = [
     [(90, (4096,) if ONE else EVERY_SIZE)],
-    [(arch, (4096,)) for arch in (75, 80, 86, 89, 100, 120)] if ALL else [],
+    [(arch, (4096, 32768)) for arch in (75, 80, 86, 89, 100, 120)] if ALL else [],
 ]
 ARCHS = [arch for matrix in MATRICES for arch, _ in matrix]
 
@@ -389,7 +397,7 @@ def test_registers_hold_a_row(compiled):
     more = []
     for entry in compiled:
         size = entry["constants"].get("HIDDEN_SIZE", entry["constants"].get("VOCAB"))
-        known = SPILLED.get((entry["kernel"], entry["dtype"], size), 0)
+        known = (SPILLED if entry["arch"] == 90 else SPILLED_ELSEWHERE).get((entry["kernel"], entry["dtype"], size), 0)
         if entry["spilled"] is None or entry["spilled"] > known:
             more.append(f"{entry} spills {entry['spilled']} bytes instead of {known}")
     assert not more, "\n".join(more)

@@ -139,15 +139,19 @@ def _store(
 def _row_statistics(
     x_ptr,
     row_ptr,
+    target_ptr,
     row,
-    ignored,
+    ignore_index,
     VOCAB: tl.constexpr,
     KIND: tl.constexpr,
     DENSE: tl.constexpr,
     SHIFT: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """A row's maximum and logarithm of the sum of exponentials, by the options of `cross_entropy_forward`."""
+    """A row's target, whether it is ignored, its maximum and the logarithm of its sum of exponentials.
+
+    The options are those of `cross_entropy_forward`.
+    """
     # The address of a row decides where ATen's vectors begin.
     HEAD: tl.constexpr = KIND == "loop" and (VOCAB % 4 != 0 or SHIFT != 0)
     rest_ptr = row_ptr
@@ -160,6 +164,7 @@ def _row_statistics(
             rest_ptr = x_ptr + ((SHIFT + row * VOCAB + head) // 4 * 4 - SHIFT)
         else:
             rest_ptr = row_ptr + head
+    target = tl.load(target_ptr + row)
     of_lanes = tl.full([_LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
     of_vectors = tl.full([4 * _LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
     of_lanes, of_vectors = _over_row(
@@ -168,6 +173,7 @@ def _row_statistics(
     first, second, third, fourth = in_vectors(of_vectors, _LANES)
     of_lanes = maximum(of_lanes, maximum(maximum(first, second), maximum(third, fourth))).to(tl.float32)
     largest = tl.max(of_lanes, axis=0)
+    ignored = target == ignore_index
     if ignored:
         # NaN if an element is NaN or +inf, or if all are -inf.
         is_nan = tl.max((of_lanes != of_lanes).to(tl.int32), axis=0) > 0
@@ -176,7 +182,7 @@ def _row_statistics(
         total = tl.zeros([_LANES], tl.float32)
         total, _ = _over_row(row_ptr, rest_ptr, head, total, 0.0, largest, True, HEAD, VOCAB, KIND, UNROLL)
         log_sum = tl.max(log(sum_of_block(total, _LANES)), axis=0)
-    return largest, log_sum
+    return target, ignored, largest, log_sum
 
 
 @triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index"])
@@ -210,9 +216,9 @@ def cross_entropy_forward(
     for index in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)  # The interpreter's loops yield Python integers.
         row_ptr = x_ptr + row * row_stride * UNIT
-        target = tl.load(target_ptr + row)
-        ignored = target == ignore_index
-        largest, log_sum = _row_statistics(x_ptr, row_ptr, row, ignored, VOCAB, KIND, DENSE, SHIFT, UNROLL)
+        target, ignored, largest, log_sum = _row_statistics(
+            x_ptr, row_ptr, target_ptr, row, ignore_index, VOCAB, KIND, DENSE, SHIFT, UNROLL
+        )
         _store(
             row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, True, VOCAB
         )
@@ -340,9 +346,10 @@ def _gradient_in_row(
     ignore_index,
     blocks_per_row,
     VOCAB: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of one of a row's blocks."""
+    """The gradient of one of the rows' blocks."""
     row = block // blocks_per_row
     element = (block - row * blocks_per_row).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     row = row.to(tl.int64)
@@ -350,7 +357,7 @@ def _gradient_in_row(
         target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index
     )
     in_row = element < VOCAB
-    x = tl.load(x_ptr + row * row_stride + element, mask=in_row & (ignored == 0), other=0.0)
+    x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row & (ignored == 0), other=0.0)
     dx = _gradient(x, element == target, ignored, largest, log_sum, of_row, gradient)
     tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
 
@@ -414,10 +421,11 @@ def cross_entropy_backward(
             dx_ptr,
             program,
             gradient,
-            row_stride * UNIT,
+            row_stride,
             ignore_index,
             blocks_per_row,
             VOCAB,
+            UNIT,
             BLOCK,
         )
 
@@ -457,9 +465,9 @@ def cross_entropy_with_gradient(
     for index in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
         row_ptr = x_ptr + row * row_stride * UNIT
-        target = tl.load(target_ptr + row)
-        ignored = target == ignore_index
-        largest, log_sum = _row_statistics(x_ptr, row_ptr, row, ignored, VOCAB, KIND, DENSE, SHIFT, UNROLL)
+        target, ignored, largest, log_sum = _row_statistics(
+            x_ptr, row_ptr, target_ptr, row, ignore_index, VOCAB, KIND, DENSE, SHIFT, UNROLL
+        )
         _store(
             row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, True, VOCAB
         )
@@ -521,9 +529,10 @@ def cross_entropy_corrected_gradient(
                 dx_ptr,
                 tl.cast(index, tl.int64),
                 gradient,
-                row_stride * UNIT,
+                row_stride,
                 ignore_index,
                 blocks_per_row,
                 VOCAB,
+                UNIT,
                 BLOCK,
             )

@@ -524,7 +524,7 @@ def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, devic
     return x.scatter_(1, target[:, None], peaks[:, None]), target
 
 
-def _comparisons(dtype, vocab, dense, unit, shift, device, reduction, early):
+def _comparisons(dtype, vocab, dense, unit, shift, device, reduction, early=False):
     """Compares rows of every alignment, rows without log-probabilities and ignored rows."""
     rows, source = max(min(_PROOF_ROWS, _PROOF_ELEMENTS // vocab), 16), proof.generator(device, vocab)
     row_stride = vocab if dense else vocab + unit
