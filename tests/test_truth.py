@@ -502,16 +502,18 @@ def test_add_rms_norm_beyond_two_to_the_31(kernel, refusals, shape):
         compare_added(kernel, (x, residual, weight, torch.randn_like(x), torch.randn_like(x)), str(shape))
 
 
-def test_rms_norm_gradients(kernel, module, refusals, seed):
+# Six parts, because one process compiles the kernels of all sizes in 400 s and more.
+@pytest.mark.parametrize("part", range(6))
+def test_rms_norm_gradients(kernel, module, refusals, seed, part):
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     forget_calls(module)
 
     def random_like(shape, dtype):
         return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
-    sizes = [*choose.sample(HIDDEN_SIZES, 5), choose.choice((8192, 12288, 16384))]
-    for index in range(240):
-        rows, hidden_size = choose.choice((*ROWS, 9_000, 33_000, 70_000)), choose.choice(sizes)
+    hidden_size = choose.choice((8192, 12288, 16384) if part == 0 else HIDDEN_SIZES)
+    for index in range(40):
+        rows = choose.choice((*ROWS, 9_000, 33_000, 70_000))
         while rows * hidden_size > 1 << 27:
             rows //= 2
         dtype, weight_dtype = choose.choice(DTYPES), choose.choice(DTYPES)
@@ -532,7 +534,7 @@ def test_rms_norm_gradients(kernel, module, refusals, seed):
         label = f"{rows}x{hidden_size} {kind} {dtype} {weight_dtype}{' with residual' if residual is not None else ''}"
         compare_gradients(kernel, x, weight, dy, label, residual)
     found = resolved(module, "rms_norm_backward")
-    assert len(found) > 100 and found.count(None) <= 5
+    assert len(found) > 16 and found.count(None) <= 2
 
 
 @pytest.mark.parametrize("name", ["fp32_product", "one_plus_weight", "fp32_output", "unweighted"])
