@@ -245,6 +245,10 @@ def training(models, options, rows, kernel):
         for each in runs:
             rows.append(row("training", f"{options.training_tokens} tokens", each, times, equal, memory[each]))
     torch.use_deterministic_algorithms(False)
+    for model in models.values():
+        model.gradient_checkpointing_disable()
+        model.eval()
+    kernel.apply(ours)
 
 
 def row(work, size, name, times, equal, memory=None):

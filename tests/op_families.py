@@ -243,10 +243,6 @@ def _cross_entropy_launches(kernel, machine):
         for mean in (True, False):
             backward_of = cross_entropy._backward(logits, -100, mean, plan)
             backward_of(logits, target, a, b, c, c, logits)
-            if cross_entropy._access_unit(logits) * dtype.itemsize == 16 and vocab > 2048:
-                with_loss, corrected = cross_entropy._early(logits, -100, mean, plan)
-                with_loss(logits, target, a, b, c, target, c, logits)
-                corrected(logits, target, a, b, c, c, c, logits)
 
 
 # Softmax

@@ -32,7 +32,6 @@ APPROXIMATE = {
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
     "cross_entropy_forward": {"ex2.approx.ftz.f32"},
-    **dict.fromkeys(("cross_entropy_with_gradient", "cross_entropy_corrected_gradient"), _EXP),
     "rotary_tables": _COS,
 }
 PATHS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
@@ -200,8 +199,8 @@ def test_logits_move_16_bytes_at_a_time(compiled):
     """Of a vocabulary whose rows begin at multiples of 16 bytes; else eager's vectors of four elements do."""
     for entry in compiled:
         constants, size = entry["constants"], entry["itemsize"]
-        if entry["kernel"] in ("cross_entropy_backward", "cross_entropy_corrected_gradient"):
-            assert constants.get("ACROSS_ROWS") or constants["UNIT"] * size == 16, str(entry)
+        if entry["kernel"] == "cross_entropy_backward":
+            assert constants["ACROSS_ROWS"] or constants["UNIT"] * size == 16, str(entry)
             accesses = constants["BLOCK"] * size // (16 * entry.threads)
             for access in ("ld", "st"):
                 assert entry.count(rf"{access}\.global\S*\.v4\.b32") == accesses, str(entry)
@@ -224,8 +223,7 @@ def test_cross_entropy_has_cudas_fmas_and_no_others(compiled):
         constants = entry["constants"]
         # Of a tensor's last block there is code of its own.
         blocks = 1 + constants.get("ACROSS_ROWS", False)
-        expected = blocks * constants["BLOCK"] // entry.threads if "BLOCK" in constants else 0
-        expected += 11 if "forward" in entry["kernel"] or "with_gradient" in entry["kernel"] else 0
+        expected = blocks * constants["BLOCK"] // entry.threads if "BLOCK" in constants else 11
         assert entry.count(r"fma\.rn\.f32") == expected, str(entry)
         assert not entry.count(r"mad\S*\.f32"), str(entry)
         # The mean's gradient is divided once.

@@ -135,56 +135,6 @@ def _store(
     tl.store(checked_ptr + row, tl.where(ignored, -100, tl.where(valid, 0, 1)).to(tl.int64), mask=mask)
 
 
-@triton.jit
-def _row_statistics(
-    x_ptr,
-    row_ptr,
-    target_ptr,
-    row,
-    ignore_index,
-    VOCAB: tl.constexpr,
-    KIND: tl.constexpr,
-    DENSE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """A row's target, whether it is ignored, its maximum and the logarithm of its sum of exponentials.
-
-    The options are those of `cross_entropy_forward`.
-    """
-    # The address of a row decides where ATen's vectors begin.
-    HEAD: tl.constexpr = KIND == "loop" and (VOCAB % 4 != 0 or SHIFT != 0)
-    rest_ptr = row_ptr
-    head = 0
-    if HEAD:
-        before = ((SHIFT + row * VOCAB) % 4).to(tl.int32)
-        head = tl.where(before > 0, _LANES - before, 0)
-        if DENSE:
-            # This form shows the compiler a multiple of four elements.
-            rest_ptr = x_ptr + ((SHIFT + row * VOCAB + head) // 4 * 4 - SHIFT)
-        else:
-            rest_ptr = row_ptr + head
-    target = tl.load(target_ptr + row)
-    of_lanes = tl.full([_LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
-    of_vectors = tl.full([4 * _LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
-    of_lanes, of_vectors = _over_row(
-        row_ptr, rest_ptr, head, of_lanes, of_vectors, 0.0, False, HEAD, VOCAB, KIND, UNROLL
-    )
-    first, second, third, fourth = in_vectors(of_vectors, _LANES)
-    of_lanes = maximum(of_lanes, maximum(maximum(first, second), maximum(third, fourth))).to(tl.float32)
-    largest = tl.max(of_lanes, axis=0)
-    ignored = target == ignore_index
-    if ignored:
-        # NaN if an element is NaN or +inf, or if all are -inf.
-        is_nan = tl.max((of_lanes != of_lanes).to(tl.int32), axis=0) > 0
-        log_sum = tl.where(is_nan, float("nan"), (largest - largest))
-    else:
-        total = tl.zeros([_LANES], tl.float32)
-        total, _ = _over_row(row_ptr, rest_ptr, head, total, 0.0, largest, True, HEAD, VOCAB, KIND, UNROLL)
-        log_sum = tl.max(log(sum_of_block(total, _LANES)), axis=0)
-    return target, ignored, largest, log_sum
-
-
 @triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index"])
 def cross_entropy_forward(
     x_ptr,
@@ -213,12 +163,39 @@ def cross_entropy_forward(
         DENSE: rows follow each other without a gap.
         SHIFT: elements between the last multiple of 16 bytes and eager's first row.
     """
+    # The address of a row decides where ATen's vectors begin.
+    HEAD: tl.constexpr = KIND == "loop" and (VOCAB % 4 != 0 or SHIFT != 0)
     for index in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)  # The interpreter's loops yield Python integers.
         row_ptr = x_ptr + row * row_stride * UNIT
-        target, ignored, largest, log_sum = _row_statistics(
-            x_ptr, row_ptr, target_ptr, row, ignore_index, VOCAB, KIND, DENSE, SHIFT, UNROLL
+        rest_ptr = row_ptr
+        head = 0
+        if HEAD:
+            before = ((SHIFT + row * VOCAB) % 4).to(tl.int32)
+            head = tl.where(before > 0, _LANES - before, 0)
+            if DENSE:
+                # This form shows the compiler a multiple of four elements.
+                rest_ptr = x_ptr + ((SHIFT + row * VOCAB + head) // 4 * 4 - SHIFT)
+            else:
+                rest_ptr = row_ptr + head
+        target = tl.load(target_ptr + row)
+        of_lanes = tl.full([_LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
+        of_vectors = tl.full([4 * _LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
+        of_lanes, of_vectors = _over_row(
+            row_ptr, rest_ptr, head, of_lanes, of_vectors, 0.0, False, HEAD, VOCAB, KIND, UNROLL
         )
+        first, second, third, fourth = in_vectors(of_vectors, _LANES)
+        of_lanes = maximum(of_lanes, maximum(maximum(first, second), maximum(third, fourth))).to(tl.float32)
+        largest = tl.max(of_lanes, axis=0)
+        ignored = target == ignore_index
+        if ignored:
+            # NaN if an element is NaN or +inf, or if all are -inf.
+            is_nan = tl.max((of_lanes != of_lanes).to(tl.int32), axis=0) > 0
+            log_sum = tl.where(is_nan, float("nan"), (largest - largest))
+        else:
+            total = tl.zeros([_LANES], tl.float32)
+            total, _ = _over_row(row_ptr, rest_ptr, head, total, 0.0, largest, True, HEAD, VOCAB, KIND, UNROLL)
+            log_sum = tl.max(log(sum_of_block(total, _LANES)), axis=0)
         _store(
             row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, True, VOCAB
         )
@@ -333,35 +310,6 @@ def _gradient_across_rows(
         tl.store(dx_ptr + first + element, dx.to(dx_ptr.dtype.element_ty))
 
 
-@triton.jit
-def _gradient_in_row(
-    x_ptr,
-    target_ptr,
-    max_ptr,
-    log_sum_ptr,
-    dx_ptr,
-    block,
-    gradient,
-    row_stride,
-    ignore_index,
-    blocks_per_row,
-    VOCAB: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The gradient of one of the rows' blocks."""
-    row = block // blocks_per_row
-    element = (block - row * blocks_per_row).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-    row = row.to(tl.int64)
-    target, ignored, largest, log_sum, of_row = _statistics(
-        target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index
-    )
-    in_row = element < VOCAB
-    x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row & (ignored == 0), other=0.0)
-    dx = _gradient(x, element == target, ignored, largest, log_sum, of_row, gradient)
-    tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
-
-
 @triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index", "blocks_per_row"])
 def cross_entropy_backward(
     x_ptr,
@@ -413,126 +361,13 @@ def cross_entropy_backward(
                 x_ptr, target_ptr, max_ptr, log_sum_ptr, dx_ptr, first, gradient, rows, ignore_index, VOCAB, BLOCK, True
             )
     else:
-        _gradient_in_row(
-            x_ptr,
-            target_ptr,
-            max_ptr,
-            log_sum_ptr,
-            dx_ptr,
-            program,
-            gradient,
-            row_stride,
-            ignore_index,
-            blocks_per_row,
-            VOCAB,
-            UNIT,
-            BLOCK,
+        row = program // blocks_per_row
+        element = (program - row * blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+        row = row.to(tl.int64)
+        target, ignored, largest, log_sum, of_row = _statistics(
+            target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index
         )
-
-
-@triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index"])
-def cross_entropy_with_gradient(
-    x_ptr,
-    target_ptr,
-    max_ptr,
-    log_sum_ptr,
-    logp_ptr,
-    checked_ptr,
-    d_loss_ptr,
-    dx_ptr,
-    rows: tl.int64,
-    row_stride: tl.int64,
-    ignore_index: tl.int64,
-    VOCAB: tl.constexpr,
-    KIND: tl.constexpr,
-    DENSE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    UNIT: tl.constexpr,
-    UNROLL: tl.constexpr,
-    MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """`cross_entropy_forward`, and dx for the expected gradient of the loss, while the row is in the L2.
-
-    Args:
-        d_loss_ptr: the expected gradient.
-        BLOCK: elements of a row whose gradients are computed at once.
-    """
-    gradient = tl.load(d_loss_ptr)
-    if MEAN:
-        gradient = divide(gradient, _number_of_rows(target_ptr, rows, ignore_index))
-    gradient = gradient * -1.0
-    for index in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        row = tl.cast(index, tl.int64)
-        row_ptr = x_ptr + row * row_stride * UNIT
-        target, ignored, largest, log_sum = _row_statistics(
-            x_ptr, row_ptr, target_ptr, row, ignore_index, VOCAB, KIND, DENSE, SHIFT, UNROLL
-        )
-        _store(
-            row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, True, VOCAB
-        )
-        of_row = tl.where(ignored, 0.0, gradient + 0.0)
-        target = target.to(tl.int32)
-        # The sum ended with the row's last elements: they are most likely in the L1.
-        for block in range((VOCAB + BLOCK - 1) // BLOCK):
-            element = ((VOCAB + BLOCK - 1) // BLOCK - 1 - block) * BLOCK + tl.arange(0, BLOCK)
-            in_row = element < VOCAB
-            x = tl.load(row_ptr + element, mask=in_row & (ignored == 0), other=0.0, eviction_policy="evict_first")
-            dx = _gradient(x, element == target, ignored, largest, log_sum, of_row, gradient)
-            dx_row_ptr = dx_ptr + row * VOCAB
-            tl.store(dx_row_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row, eviction_policy="evict_first")
-
-
-@triton.jit
-def _number_of_rows(target_ptr, rows, ignore_index):
-    """The number of rows that count, fp32: exact below 2**24."""
-    count = 0
-    for first in range(0, rows, 1024):
-        row = first + tl.arange(0, 1024)
-        target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
-        count += tl.sum((target != ignore_index).to(tl.int32), axis=0)
-    return tl.cast(count, tl.float32)
-
-
-@triton.jit(do_not_specialize=["rows", "row_stride", "ignore_index", "blocks_per_row"])
-def cross_entropy_corrected_gradient(
-    x_ptr,
-    target_ptr,
-    max_ptr,
-    log_sum_ptr,
-    d_loss_ptr,
-    count_ptr,
-    expected_ptr,
-    dx_ptr,
-    rows: tl.int64,
-    row_stride: tl.int64,
-    ignore_index: tl.int64,
-    blocks_per_row: tl.int32,
-    VOCAB: tl.constexpr,
-    MEAN: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """dx of `cross_entropy_with_gradient` again, unless the loss's gradient is the expected one."""
-    gradient = tl.load(d_loss_ptr)
-    expected = tl.load(expected_ptr)
-    if gradient.to(tl.int32, bitcast=True) != expected.to(tl.int32, bitcast=True):
-        if MEAN:
-            gradient = divide(gradient, tl.load(count_ptr))
-        gradient = gradient * -1.0
-        for index in range(tl.program_id(0).to(tl.int64), rows * blocks_per_row, tl.num_programs(0)):
-            _gradient_in_row(
-                x_ptr,
-                target_ptr,
-                max_ptr,
-                log_sum_ptr,
-                dx_ptr,
-                tl.cast(index, tl.int64),
-                gradient,
-                row_stride,
-                ignore_index,
-                blocks_per_row,
-                VOCAB,
-                UNIT,
-                BLOCK,
-            )
+        in_row = element < VOCAB
+        x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row & (ignored == 0), other=0.0)
+        dx = _gradient(x, element == target, ignored, largest, log_sum, of_row, gradient)
+        tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)

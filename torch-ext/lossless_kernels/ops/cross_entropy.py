@@ -18,20 +18,13 @@ from ..core.domain import (
     are_plain,
     check_floating,
     gradients_apart,
-    is_checkpointed,
     runs_kernels,
 )
 from ..core.softmax import CUDA_ONLY, LOOP, REGISTERS, SHARED, WARP, next_power_of_two, softmax_forward
 from ..core.torch_internals import apply_of, keeps_graph
 
 if launch.AVAILABLE:
-    from ..kernels_src.cross_entropy import (
-        cross_entropy_backward,
-        cross_entropy_corrected_gradient,
-        cross_entropy_forward,
-        cross_entropy_forward_short,
-        cross_entropy_with_gradient,
-    )
+    from ..kernels_src.cross_entropy import cross_entropy_backward, cross_entropy_forward, cross_entropy_forward_short
 
 # As ATen numbers them.
 _REDUCTIONS = {"mean": 1, "sum": 2}
@@ -64,7 +57,8 @@ def cross_entropy(
     """
     check_floating("logits", logits)
     check_reduction(reduction)
-    return _loss(logits, target, ignore_index, reduction)
+    out = replacement(logits, target, ignore_index, reduction)
+    return eager(logits, target, ignore_index, reduction) if out is None else out
 
 
 def check_reduction(reduction: str) -> None:
@@ -100,35 +94,26 @@ def causal_lm_loss(
 
     The kernels run where those of `cross_entropy` do.
     """
-    return _causal_lm_loss(_loss, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+    return _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
 
 
 def eager_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
     """`causal_lm_loss` in torch operations."""
-    return _causal_lm_loss(_eager_loss, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+    return _causal_lm_loss(eager, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
 
 
-def _causal_lm_loss(loss, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels):
+def _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels):
     if shift_labels is None:
         labels = functional.pad(labels, (0, 1), value=ignore_index)
         shift_labels = labels[..., 1:].contiguous()
     target = shift_labels.view(-1).to(logits.device)
     flat = logits.reshape(-1, vocab_size)
+    if num_items_in_batch is None:
+        return cross_entropy(flat, target, ignore_index, "mean")
+    loss = cross_entropy(flat, target, ignore_index, "sum")
     if torch.is_tensor(num_items_in_batch):
-        num_items_in_batch = num_items_in_batch.to(flat.device)
-    return loss(flat, target, ignore_index, "mean" if num_items_in_batch is None else "sum", num_items_in_batch)
-
-
-def _loss(logits, target, ignore_index, reduction, divisor=None):
-    """`cross_entropy`, divided by `divisor`."""
-    check_floating("logits", logits)
-    out = replacement(logits, target, ignore_index, reduction, divisor)
-    return _eager_loss(logits, target, ignore_index, reduction, divisor) if out is None else out
-
-
-def _eager_loss(logits, target, ignore_index, reduction, divisor=None):
-    out = eager(logits, target, ignore_index, reduction)
-    return out if divisor is None else out / divisor
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
 
 
 def eager(logits, target, ignore_index, reduction):
@@ -149,8 +134,6 @@ class CrossEntropyPlan:
             read. None: one program for each row.
         block: elements of a backward program.
         backward_warps: warps of a backward program.
-        early_warps, early_programs: `num_warps` and `programs_per_multiprocessor` where the gradient is computed with
-            the loss.
     """
 
     num_warps: int
@@ -158,8 +141,6 @@ class CrossEntropyPlan:
     programs_per_multiprocessor: Optional[int]
     block: int = 1024
     backward_warps: int = 4
-    early_warps: int = 16
-    early_programs: int = 2
 
 
 # By the least bytes of a row; measured on an H200 with rows of 18 to 512 KB.
@@ -187,8 +168,10 @@ def _alignment(logits) -> int:
 def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch:
     """The launch of the forward kernel. Its tensors: logits, target, maxima, log sums, log-probabilities, checked targets."""
     (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
+    dense = _is_dense(logits)
     unit = _access_unit(logits)
-    softmax = softmax_forward(vocab, torch.float32, aligned=_alignment(logits) == 0)
+    shift = _alignment(logits)
+    softmax = softmax_forward(vocab, torch.float32, aligned=shift == 0)
     dtypes = (logits.dtype, torch.int64, torch.float32, torch.float32, torch.float32, torch.int64)
     scalars = rows, row_stride // unit, ignore_index
     if softmax.kind == WARP:
@@ -203,73 +186,18 @@ def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch
         }
         programs = -(-rows // per_program)
         return launch.bind(cross_entropy_forward_short, constants, _SHORT_WARPS, device, dtypes, programs, *scalars)
-    constants = {**_long_row(logits), "UNROLL": plan.unroll}
+    constants = {
+        "VOCAB": vocab,
+        "KIND": softmax.kind,
+        "DENSE": dense,
+        "SHIFT": shift if softmax.kind == LOOP else 0,
+        "UNIT": unit,
+        "UNROLL": plan.unroll,
+    }
     programs = rows
     if plan.programs_per_multiprocessor is not None:
         programs = min(rows, plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor)
     return launch.bind(cross_entropy_forward, constants, plan.num_warps, device, dtypes, programs, *scalars)
-
-
-def _long_row(logits) -> dict:
-    """The constants of kernels whose programs take one long row at a time."""
-    vocab, shift = logits.shape[1], _alignment(logits)
-    kind = softmax_forward(vocab, torch.float32, aligned=shift == 0).kind
-    shift = shift if kind == LOOP else 0
-    return {
-        "VOCAB": vocab,
-        "KIND": kind,
-        "DENSE": _is_dense(logits),
-        "SHIFT": shift,
-        "UNIT": _access_unit(logits),
-    }
-
-
-# From so many bytes of logits on the gradient is computed with the loss: reading them once less saves more time than two
-# more small launches take.
-_LEAST_BYTES_OF_AN_EARLY_GRADIENT = 128 << 20
-# fp32 counts rows exactly below.
-_MOST_ROWS_OF_AN_EARLY_GRADIENT = 1 << 24
-
-
-def _has_early_gradient(logits) -> bool:
-    """Whether the forward pass computes the gradient too: of many bytes, in rows that move 16 bytes at a time."""
-    rows, vocab = logits.shape
-    return (
-        rows * vocab * logits.element_size() >= _LEAST_BYTES_OF_AN_EARLY_GRADIENT
-        and rows < _MOST_ROWS_OF_AN_EARLY_GRADIENT
-        and _access_unit(logits) * logits.element_size() == 16
-        and _alignment(logits) == 0
-        and softmax_forward(vocab, torch.float32, aligned=True).kind != WARP
-    )
-
-
-_EARLY_BLOCK = 4096
-
-
-def _early(logits, ignore_index: int, mean: bool, plan: CrossEntropyPlan) -> tuple[launch.Launch, launch.Launch]:
-    """The launches of the loss with the gradient, and of the gradient if it was not the expected one.
-
-    Tensors of the first: logits, target, maxima, log sums, log-probabilities, checked targets, the expected d_loss, dx;
-    of the second: logits, target, maxima, log sums, d_loss, number of rows, the expected d_loss, dx.
-    """
-    (rows, vocab), (row_stride, _), device = logits.shape, logits.stride(), logits.device
-    constants = {**_long_row(logits), "UNROLL": plan.unroll, "MEAN": mean, "BLOCK": _EARLY_BLOCK}
-    unit, multiprocessors = constants["UNIT"], plans.gpu(device).multiprocessors
-    fp32, scalars = torch.float32, (rows, row_stride // constants["UNIT"], ignore_index)
-    dtypes = (logits.dtype, torch.int64, fp32, fp32, fp32, torch.int64, fp32, logits.dtype)
-    programs = min(rows, multiprocessors * plan.early_programs)
-    first = launch.bind(cross_entropy_with_gradient, constants, plan.early_warps, device, dtypes, programs, *scalars)
-    block = plan.block
-    blocks_per_row = -(-vocab // block)
-    constants = {"VOCAB": vocab, "MEAN": mean, "UNIT": unit, "BLOCK": block}
-    dtypes = (logits.dtype, torch.int64, *(fp32,) * 5, logits.dtype)
-    # As many programs as run at once, of four or fewer warps.
-    programs = min(rows * blocks_per_row, 16 * multiprocessors)
-    warps = max(min(plan.backward_warps, block // 512), 1)
-    second = launch.bind(
-        cross_entropy_corrected_gradient, constants, warps, device, dtypes, programs, *scalars, blocks_per_row
-    )
-    return first, second
 
 
 def _backward(logits, ignore_index: int, mean: bool, plan: CrossEntropyPlan) -> launch.Launch:
@@ -301,9 +229,9 @@ def _access_unit(logits) -> int:
 class _LossCall:
     """A call, resolved for the logits' layout, dtype and device, and for `ignore_index` and `reduction`."""
 
-    __slots__ = ("forward", "backward", "early", "strides", "reduction", "ignore_index", "statistics", "targets", "dx")
+    __slots__ = ("forward", "backward", "strides", "reduction", "ignore_index", "statistics", "targets", "dx")
 
-    def __init__(self, logits, ignore_index: int, reduction: str, early=False, plan: Optional[CrossEntropyPlan] = None):
+    def __init__(self, logits, ignore_index: int, reduction: str, plan: Optional[CrossEntropyPlan] = None):
         plan = plan or launch_plan(logits.shape[1], logits.element_size())
         self.strides = logits.stride()
         self.reduction = reduction
@@ -314,19 +242,11 @@ class _LossCall:
         self.dx = allocator((rows, vocab), (vocab, 1), logits.dtype, logits.device)
         self.forward = _forward(logits, ignore_index, plan)
         self.backward = _backward(logits, ignore_index, reduction == "mean", plan)
-        self.early = _early(logits, ignore_index, reduction == "mean", plan) if early else None
 
-    def __call__(self, logits, target, expected=None, dx=None):
-        """The loss, and for the gradient maxima, log sums and the number of rows that count.
-
-        Args:
-            expected: the gradient of the loss for which the logits' gradient is written to `dx`.
-        """
+    def __call__(self, logits, target):
+        """The loss, and for the gradient maxima, log sums and the number of rows that count."""
         maxima, log_sums, logp, checked = self.statistics(), self.statistics(), self.statistics(), self.targets()
-        if expected is None:
-            self.forward.call_6(logits, target, maxima, log_sums, logp, checked)
-        else:
-            self.early[0](logits, target, maxima, log_sums, logp, checked, expected, dx)
+        self.forward.call_6(logits, target, maxima, log_sums, logp, checked)
         # ATen's own kernel: its order, which depends on the number of rows alone, differs between versions.
         loss, count = _nll_loss(logp[:, None], checked, None, _REDUCTIONS[self.reduction], -100)
         return loss, maxima, log_sums, count
@@ -338,8 +258,8 @@ class _LossCall:
         return dx
 
 
-def replacement(logits, target, ignore_index: int, reduction: str, divisor=None) -> Optional[torch.Tensor]:
-    """The loss from the kernels, divided by `divisor`; None if eager must compute it."""
+def replacement(logits, target, ignore_index: int, reduction: str) -> Optional[torch.Tensor]:
+    """The loss from the kernels; None if eager must compute it."""
     if is_dynamo_compiling() or not isinstance(target, torch.Tensor):
         return None
     if not are_plain(logits, target):
@@ -347,13 +267,7 @@ def replacement(logits, target, ignore_index: int, reduction: str, divisor=None)
     call = call_of(logits, target, ignore_index, reduction)
     if call is None:
         return None
-    if not (is_grad_enabled() and logits.requires_grad):
-        loss = call(logits, target)[0]
-    elif torch.is_tensor(divisor) and (divisor.requires_grad or divisor.dim() or not are_plain(divisor, divisor)):
-        loss = apply(call, logits, target, False, None)
-    else:
-        return apply(call, logits, target, False, divisor)
-    return loss if divisor is None else loss / divisor
+    return apply(call, logits, target, False) if is_grad_enabled() and logits.requires_grad else call(logits, target)[0]
 
 
 def call_of(logits, target, ignore_index: int, reduction: str) -> Optional["_LossCall"]:
@@ -391,79 +305,39 @@ def _resolve(logits, target, ignore_index, reduction, needs_grad) -> Optional[_L
         raise Outside("logits whose last dimension is not contiguous, or whose rows overlap")
     if rows * -(-vocab // launch_plan(vocab, logits.element_size()).block) > launch.MAX_PROGRAMS:
         raise Outside("too many tokens")
-    early = needs_grad and _has_early_gradient(logits)
-    if not _proved(logits) or (needs_grad and not _proved(logits, reduction, early)):
+    if not _proved(logits) or (needs_grad and not _proved(logits, reduction)):
         return None
-    return _LossCall(logits, ignore_index, reduction, early)
+    return _LossCall(logits, ignore_index, reduction)
 
 
 _calls = Calls(_resolve)
 
 
-# The last gradient of a loss on each device: the one to expect of the next.
-_last_d_loss: dict[torch.device, torch.Tensor] = {}
-
-
-def _expected_d_loss(device, divisor) -> Optional[torch.Tensor]:
-    """What the gradient of the undivided loss will most likely be, 0-dimensional; None if nothing can hold it."""
-    last = _last_d_loss.get(device)
-    if last is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
-        last = _last_d_loss[device] = torch.ones((), dtype=torch.float32, device=device)
-    return last.clone() if divisor is None else last / divisor
-
-
 class CrossEntropy(torch.autograd.Function):
-    """With `owned` no other code holds the logits: the gradient overwrites them. The loss is divided by `divisor`.
-
-    The gradient of many logits is computed with the loss, for the loss's gradient that the last backward pass had (1 at
-    first). Where that is not the gradient, the backward pass computes it again.
-    """
+    """With `owned` no other code holds the logits: the gradient overwrites them."""
 
     @staticmethod
-    def forward(ctx, call, logits, target, owned, divisor):
-        expected = dx = None
-        # In a checkpoint the backward pass has another computation's tensors.
-        if call.early is not None and not owned and not is_checkpointed():
-            expected = _expected_d_loss(logits.device, divisor)
-        if expected is not None:
-            dx = call.dx()
-        loss, *statistics = call(logits, target, expected, dx)
-        ctx.save_for_backward(logits, target, *statistics, divisor if torch.is_tensor(divisor) else None)
+    def forward(ctx, call, logits, target, owned):
+        loss, *statistics = call(logits, target)
+        ctx.save_for_backward(logits, target, *statistics)
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.owned = owned
-        ctx.divisor = divisor
-        ctx.expected, ctx.dx = expected, dx
-        return loss if divisor is None else loss / divisor
+        return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         if d_loss is None:
-            return None, None, None, None, None
-        logits, target, maxima, log_sums, count, divisor = ctx.saved_tensors
+            return None, None, None, None
+        logits, target, maxima, log_sums, count = ctx.saved_tensors
         call = ctx.call
-        divisor = ctx.divisor if divisor is None else divisor
         # Double backward, a dispatch mode, or a saved-tensor hook that returned another layout.
         if is_grad_enabled() or not are_plain(d_loss, logits) or logits.stride() != call.strides:
-            formula = functools.partial(
-                _eager_loss, target=target, ignore_index=call.ignore_index, reduction=call.reduction, divisor=divisor
-            )
-            return None, *gradients_apart(formula, (logits,), d_loss), None, None, None
-        last = _last_d_loss.get(d_loss.device)
-        if call.early is not None and last is not None:
-            last.copy_(d_loss)
-        if divisor is not None:
-            d_loss = d_loss / divisor
-        # Autograd may add to what it gets: another backward pass computes the gradient again.
-        dx, ctx.dx = ctx.dx, None
-        if dx is not None:
-            call.early[1](logits, target, maxima, log_sums, d_loss, count, ctx.expected, dx)
-            return None, dx, None, None, None
+            formula = functools.partial(eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
+            return None, *gradients_apart(formula, (logits,), d_loss), None, None
         # Another backward pass would read the logits again.
         dx = logits.detach() if ctx.owned and not keeps_graph() else None
-        return None, call.gradient(logits, target, maxima, log_sums, d_loss, count, dx), None, None, None
+        return None, call.gradient(logits, target, maxima, log_sums, d_loss, count, dx), None, None
 
 
 apply = apply_of(CrossEntropy)
@@ -472,18 +346,14 @@ apply = apply_of(CrossEntropy)
 # Proof
 
 
-def _proved(logits, reduction: Optional[str] = None, early=False) -> bool:
-    """Whether the kernels for this vocabulary and memory layout are proved; with `reduction` for loss and gradient.
-
-    Args:
-        early: whether the gradient is computed with the loss.
-    """
+def _proved(logits, reduction: Optional[str] = None) -> bool:
+    """Whether the kernels for this vocabulary and memory layout are proved; with `reduction` for loss and gradient."""
     dense, unit, shift, vocab = _is_dense(logits), _access_unit(logits), _alignment(logits), logits.shape[1]
     what = "log-probabilities" if reduction is None else f"{reduction} and gradient"
     return proof.kernel_is_proved(
-        ("cross entropy", reduction, logits.dtype, vocab, dense, unit, shift, early, logits.device),
+        ("cross entropy", reduction, logits.dtype, vocab, dense, unit, shift, logits.device),
         proof.Subject(functional.cross_entropy, logits.device, f"{logits.dtype}, {vocab} classes, {what}"),
-        functools.partial(_comparisons, logits.dtype, vocab, dense, unit, shift, logits.device, reduction, early),
+        functools.partial(_comparisons, logits.dtype, vocab, dense, unit, shift, logits.device, reduction),
     )
 
 
@@ -524,7 +394,7 @@ def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, devic
     return x.scatter_(1, target[:, None], peaks[:, None]), target
 
 
-def _comparisons(dtype, vocab, dense, unit, shift, device, reduction, early=False):
+def _comparisons(dtype, vocab, dense, unit, shift, device, reduction):
     """Compares rows of every alignment, rows without log-probabilities and ignored rows."""
     rows, source = max(min(_PROOF_ROWS, _PROOF_ELEMENTS // vocab), 16), proof.generator(device, vocab)
     row_stride = vocab if dense else vocab + unit
@@ -536,7 +406,7 @@ def _comparisons(dtype, vocab, dense, unit, shift, device, reduction, early=Fals
     logits[-1, 0], logits[-2, vocab - 1], logits[-3], logits[-4] = math.nan, math.inf, -math.inf, -math.inf
     # The loss would be NaN with them.
     target[-6:], target[rows // 4] = -100, -100
-    call = _LossCall(logits, -100, reduction or "mean", early)
+    call = _LossCall(logits, -100, reduction or "mean")
     if reduction is None:
         _, maxima, log_sums, _ = call(logits, torch.where(target < 0, 0, target))
         h = logits.float()
@@ -551,12 +421,4 @@ def _comparisons(dtype, vocab, dense, unit, shift, device, reduction, early=Fals
         d_loss = torch.full((), 0.7, device=device)
         (gradient,) = torch.autograd.grad(expected, logits, d_loss)
     yield "the loss", loss, expected.detach()
-    logits = logits.detach()
-    yield "the gradient", call.gradient(logits, target, maxima, log_sums, d_loss, count), gradient
-    for guess in (0.7, -0.0) if early else ():
-        dx, expected_d_loss = call.dx().fill_(math.nan), torch.full((), guess, device=device)
-        early_loss, *statistics = call(logits, target, expected_d_loss, dx)
-        yield "the loss computed with the gradient", early_loss, loss
-        maxima, log_sums, count = statistics
-        call.early[1](logits, target, maxima, log_sums, d_loss, count, expected_d_loss, dx)
-        yield "the gradient computed with the loss", dx, gradient
+    yield "the gradient", call.gradient(logits.detach(), target, maxima, log_sums, d_loss, count), gradient

@@ -57,7 +57,7 @@ def linear_cross_entropy(
     call = call_of(logits, target, ignore_index, reduction)
     if call is None:
         return eager(logits, target, ignore_index, reduction)
-    return apply(call, logits, target, True, None)
+    return apply(call, logits, target, True)
 
 
 def _is_visible(logits, target) -> bool:
