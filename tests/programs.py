@@ -10,6 +10,20 @@ import kernels
 import torch
 
 CONTINUES = "# Continues the first program"
+# What a document's first program takes for granted: it runs before that program, with the same names.
+PRELUDES = {
+    "README.md": """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 256}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2)).to(device, torch.bfloat16).eval()
+tokens = torch.randint(256, (1, 118), device=device)
+with torch.no_grad():
+    expected = model(tokens).logits
+"""
+}
 
 
 def look_up(tree, names, place):
@@ -56,7 +70,11 @@ def main(path):
         if looked_up:
             look_up(tree, dict(names), document)
             continue
+        if document in PRELUDES and document not in first:
+            exec(compile(PRELUDES[document], f"prelude of {document}", "exec"), names)
         exec(compile(tree, document, "exec"), names)
+        if "expected" in names and "logits" in names and document in PRELUDES and document not in first:
+            assert torch.equal(names["logits"], names["expected"]), document
         first.setdefault(document, names)
         loaded += load({name: value for name, value in names.items() if name != "__builtins__"})
     kernel = next(names["kernel"] for names in first.values() if "kernel" in names)

@@ -140,6 +140,26 @@ def test_every_public_name_is_in_the_reference():
         assert re.search(rf"^::: lossless_kernels\.{name}$", text, re.MULTILINE), name
 
 
+def test_the_repositorys_address_has_one_home():
+    """`source` in build.toml; the pages say that there is none yet as long as there is none."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed, so CITATION.cff cannot be read")
+    text = (ROOT / "build.toml").read_text(encoding="utf-8")
+    found = re.search(r'^source = "(https://[^"]+)"$', text, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation.get("repository-code") == (found and found[1])
+    for name in ("README.md", "docs/install.md"):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert 'git clone "$REPOSITORY"' in page and "build.toml" in page
+        assert bool(re.search(r"(?:is|\*\*not) published yet", page)) == (found is None), name
+
+
+def test_how_lossless_works_in_sixty_lines():
+    text = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(program.splitlines()) <= 60 and max(map(len, program.splitlines())) <= 120
+    assert re.findall(r"^import .*|^from .*", program, re.MULTILINE) == ["import torch"], "it needs torch alone"
+
+
 # Pictures
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import PRELUDES
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATIONS = ["baseline", "only RMSNorm", "only SiLU", "both", "all"]
@@ -141,9 +142,10 @@ def test_an_example_that_is_terminated_leaves_nothing(build, tmp_path):
 
 @pytest.mark.gpu
 def test_the_first_program_of_the_readme(build, run_python):
-    """As it stands there; test_programs.py runs them all on a CPU."""
+    """As it stands there, and the report; test_programs.py runs them all on a CPU."""
     _, program, *_ = (ROOT / "README.md").read_text().split("```python\n")
-    done = run_python(program.split("```")[0])
+    report = "assert torch.equal(logits, expected)\nkernel.replacement_report(model)\n"
+    done = run_python(PRELUDES["README.md"] + program.split("```")[0] + report)
     assert "LlamaRMSNorm" in done.stdout and "proofs in this process" in done.stdout
 
 
