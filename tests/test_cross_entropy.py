@@ -124,6 +124,92 @@ def test_kernels_equal_the_model_for_vocabularies_at_random(module, seed):
 
 
 @interpreted
+@pytest.mark.parametrize("vocab", SHORT + LONG)
+def test_special_rows_and_their_gradients(module, seed, vocab):
+    """NaN, +inf and -inf at the target or everywhere, counted and ignored; then four of these rows, all ignored."""
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    cases = [*itertools.product((math.nan, math.inf, -math.inf), ("one", "all"), (False, True))]
+    if vocab in LONG:  # The interpreter takes long for long rows.
+        cases = [case for case in cases if case[1] == "one" or case[0] == -math.inf]
+    for dtype in (torch.float32, torch.float16):
+        x = torch.randn(len(cases), vocab, generator=generator).to(dtype)
+        target = torch.randint(vocab, (len(cases),), generator=generator)
+        for row, (value, where, ignored) in enumerate(cases):
+            x[row, slice(None) if where == "all" else target[row]] = value
+            target[row] = IGNORE if ignored else target[row]
+        reduction, d_loss = choose.choice(("mean", "sum")), torch.randn((), generator=generator)
+        check(module, x, target, reduction, d_loss, label=f"special rows of {vocab} {dtype} {reduction}")
+        all_ignored = torch.full_like(target[:4], IGNORE)
+        check(module, x[:4], all_ignored, reduction, d_loss, label=f"ignored rows of {vocab} {dtype} {reduction}")
+
+
+@interpreted
+@pytest.mark.parametrize("vocab", [33, 1025, 4100, 9217])
+def test_the_gradient_does_not_depend_on_logits_of_ignored_rows(module, seed, vocab):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6, vocab, generator=generator)
+    target = torch.randint(vocab, (6,), generator=generator)
+    target[torch.randperm(6, generator=generator)[:3]] = IGNORE
+    call = module("cross_entropy")._LossCall(x, IGNORE, "mean")
+    _, maxima, log_sums, count = call(x, target)
+    gradients = []
+    for value in (None, math.nan):
+        if value is not None:
+            x[target == IGNORE] = value
+        gradients.append(call.gradient(x, target, maxima, log_sums, torch.tensor(0.7), count))
+    assert_bits_equal(gradients[1], gradients[0], "gradient with NaN in ignored rows")
+    assert not gradients[0][target == IGNORE].any() and gradients[0][target != IGNORE].any(1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["weight", "smoothing", "both", "probabilities"])
+def test_weights_smoothing_and_probabilities_are_eager_s(module, seed, dtype, reduction, kind):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 17, generator=generator).to(dtype)
+    target = torch.randint(17, (5,), generator=generator)
+    target[1] = IGNORE
+    if kind == "probabilities":
+        target = torch.rand(5, 17, generator=generator).softmax(1)
+    arguments = {}
+    if kind in ("weight", "both"):
+        arguments["weight"] = torch.rand(17, generator=generator)
+    if kind in ("smoothing", "both"):
+        arguments["label_smoothing"] = 0.1
+    results = []
+    for compute in (
+        module("cross_entropy").cross_entropy,
+        lambda x, *a, **k: functional.cross_entropy(x.float(), *a, **k),
+    ):
+        leaf = logits.clone().requires_grad_()
+        loss = compute(leaf, target, ignore_index=IGNORE, reduction=reduction, **arguments)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
+    assert_bits_equal(results[0][0], results[1][0], "loss")
+    assert_bits_equal(results[0][1], results[1][1], "gradient")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"target": torch.zeros(4, dtype=torch.int64)},
+        {"target": torch.zeros(5, dtype=torch.int32)},
+        {"target": torch.zeros(5, dtype=torch.int16)},
+        {"target": torch.zeros(5, 16)},
+        {"target": torch.zeros(5, dtype=torch.int64), "weight": torch.ones(16)},
+        {"target": torch.zeros(5, dtype=torch.int64), "label_smoothing": 1.5},
+    ],
+    ids=["length", "int32", "int16", "probabilities", "weight", "smoothing"],
+)
+def test_bad_input_raises_eager_s_error(module, arguments):
+    logits = torch.zeros(5, 17)
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as expected:
+        functional.cross_entropy(logits, **arguments)
+    with pytest.raises(expected.type) as found:
+        module("cross_entropy").cross_entropy(logits, **arguments)
+    assert str(found.value) == str(expected.value)
+
+
+@interpreted
 @pytest.mark.parametrize("vocab", [100, 9217, 9220, 12256])
 def test_fp32_rows_are_added_up_by_where_they_lie(module, seed, vocab):
     """Eager reads them in place if they are dense, and a copy otherwise; of 16 bits it always makes one."""

@@ -32,7 +32,12 @@ _nll_loss = torch.ops.aten.nll_loss_forward.default
 
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, reduction: str = "mean"
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: Optional[torch.Tensor] = None,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Cross-entropy loss: bit for bit what `F.cross_entropy(logits.float(), target, ...)` returns, in fp32.
 
@@ -44,19 +49,25 @@ def cross_entropy(
         target: [tokens], int64, classes.
         ignore_index: rows with this target do not count; their gradient is zero.
         reduction: "mean", "sum" or "none". Eager computes "none".
+        weight: [vocabulary], fp32, the weight of each class. Eager computes weighted losses.
+        label_smoothing: from 0 to 1. Eager computes smoothed losses.
 
     Returns:
-        The loss, fp32, 0-dimensional.
+        The loss, fp32, 0-dimensional; [tokens] if `reduction` is "none".
 
     Raises:
         TypeError: `logits` is no tensor or not of a real floating dtype.
         ValueError: `reduction` is none of the three.
+
+    Targets that `F.cross_entropy` rejects raise its error; probabilities as targets, [tokens, vocabulary], are eager's.
 
     The kernels run for fp32, fp16 and bf16 logits of at least 2 classes on CUDA with a contiguous last dimension. Eager
     computes everything else. The backward pass reads the logits again: do not write to them in between.
     """
     check_floating("logits", logits)
     check_reduction(reduction)
+    if weight is not None or label_smoothing != 0.0:
+        return eager(logits, target, ignore_index, reduction, weight, label_smoothing)
     out = replacement(logits, target, ignore_index, reduction)
     return eager(logits, target, ignore_index, reduction) if out is None else out
 
@@ -116,8 +127,10 @@ def _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batc
     return loss / num_items_in_batch
 
 
-def eager(logits, target, ignore_index, reduction):
-    return torch.nn.functional.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction=reduction)
+def eager(logits, target, ignore_index, reduction, weight=None, label_smoothing=0.0):
+    return functional.cross_entropy(
+        logits.float(), target, weight, None, ignore_index, None, reduction, label_smoothing
+    )
 
 
 # Calls
