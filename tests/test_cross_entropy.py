@@ -124,7 +124,8 @@ def test_kernels_equal_the_model_for_vocabularies_at_random(module, seed):
 
 
 @interpreted
-@pytest.mark.parametrize("vocab", SHORT + LONG)
+# The longest take most of a minute.
+@pytest.mark.parametrize("vocab", [*SHORT, *(pytest.param(size, marks=pytest.mark.long) for size in LONG)])
 def test_special_rows_and_their_gradients(module, seed, vocab):
     """NaN, +inf and -inf at the target or everywhere, counted and ignored; then four of these rows, all ignored."""
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
