@@ -245,7 +245,11 @@ SUBJECTS = {
     "softmax": Subject(lambda: Function("softmax", F.softmax, lambda f, x: f(x, dim=-1))),
     "silu_and_mul": Subject(lambda: Function("silu_and_mul", silu_and_mul, lambda f, *xs: f(*xs)), inputs=2),
     "fused_add_rms_norm": Subject(
-        lambda: Function("fused_add_rms_norm", add_rms_norm, lambda f, *given: f(*given, 1e-6), HIDDEN), inputs=2
+        # Products have the outputs' strides and gradients of their own: that of the sum itself lacks a part (docs/limits.md).
+        lambda: Function(
+            "fused_add_rms_norm", add_rms_norm, lambda f, *given: tuple(1.0 * out for out in f(*given, 1e-6)), HIDDEN
+        ),
+        inputs=2,
     ),
     "cross_entropy": Subject(lambda: Function("cross_entropy", cross_entropy, of_targets)),
     "linear_cross_entropy": Subject(

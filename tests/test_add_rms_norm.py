@@ -99,6 +99,17 @@ def test_outputs_have_eagers_strides_in_dimensions_of_length_1(kernel, chooser, 
         assert (total.stride(), normed.stride()) == (expected.stride(), formula(expected, torch.rand(64), EPS).stride())
 
 
+def test_the_gradient_of_the_sum_is_that_of_its_other_consumers(kernel, seed):
+    """docs/limits.md: the part through the norm goes straight to the inputs."""
+    x, residual, weight, d_total, d_normed = make(seed, (3, 64), torch.float32, torch.float32)
+    leaves = [tensor.requires_grad_() for tensor in (x, residual, weight)]
+    normed, total = kernel.fused_add_rms_norm(*leaves, EPS)
+    of_total, of_x, of_residual = torch.autograd.grad((normed, total * 1.0), (total, x, residual), (d_normed, d_total))
+    assert_bits_equal(of_total, d_total)
+    assert_bits_equal(of_x, of_residual)
+    assert not torch.equal(of_x, d_total)
+
+
 def test_what_needs_no_gradient_gets_none(kernel, seed):
     x, residual, weight, _, d_normed = make(seed, (4, 128), torch.float32, torch.float32)
     for needs in itertools.product((False, True), repeat=3):

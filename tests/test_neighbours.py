@@ -292,6 +292,79 @@ def test_what_an_mlp_or_a_rotary_embedding_calls_may_be_replaced(layers, module,
         assert rotary.replacement(q, k, cos, sin, 1, apply) is None
 
 
+HELPERS = """
+def mean_of_squares(h): return h.pow(2).mean(-1, keepdim=True)
+def variance(h): return mean_of_squares(h)
+def _scale(self, h): return torch.rsqrt(variance(h) + self.variance_epsilon)
+def _norm(self, h): return h * self._scale(h)
+def forward(self, x): return self.weight * self._norm(x.float()).to(x.dtype)
+"""
+MLP_HELPERS = """
+def times(gate, up): return gate * up
+def _product(self, gate, up): return times(self.act_fn(gate), up)
+def forward(self, x): return self.down_proj(self._product(self.gate_proj(x), self.up_proj(x)))
+"""
+
+
+def _double(owner, name, modules, where):
+    """Replaces a helper by one that returns twice as much."""
+    if where == "the file":
+        names, original = owner.forward.__globals__, owner.forward.__globals__[name]
+        names[name] = lambda *given: 2.0 * original(*given)
+        return
+    original = getattr(owner, name)
+    if where == "the module":
+        for module in modules:
+            setattr(module, name, lambda *given, module=module: 2.0 * original(module, *given))
+    else:
+        setattr(
+            owner.__mro__[1] if where == "the base" else owner, name, lambda self, *given: 2.0 * original(self, *given)
+        )
+
+
+def test_helpers_replaced_at_random(kernel, launched, chooser):
+    """A method or function at any depth below a forward, replaced in any place, at every level, for seen and new lengths."""
+    config = modeling_llama.LlamaConfig(
+        hidden_size=HIDDEN_SIZE, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=31
+    )
+    for _ in range(14):
+        level, seen = chooser.choice(("layer", "mlp", "decoder")), chooser.sample(range(2, 7), 2)
+        original = transformers.LlamaForCausalLM(config).eval()
+        norm = type("Norm", (class_of(modeling_llama.LlamaRMSNorm, HELPERS),), {"kernel_layer_name": "RMSNorm"})
+        mlp = type("MLP", (class_of(modeling_llama.LlamaMLP, MLP_HELPERS),), {"kernel_layer_name": "SwiGLUMLP"})
+        layer = original.model.layers[0]
+        layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = norm
+        layer.mlp.__class__ = mlp
+        ours = copy.deepcopy(original)
+        mapping = kernel.kernel_mapping(devices=("cpu",), level="decoder" if level == "decoder" else "layer")
+        if level == "layer":
+            del mapping["SwiGLUMLP"]
+        elif level == "decoder":
+            kernel.name_layers(ours)
+        with use_kernel_mapping(mapping, inherit_mapping=False):
+            kernelize(ours, mode=Mode.TRAINING, device="cpu")
+
+        def same(lengths, what):
+            for length in lengths:
+                ids = torch.randint(31, (1, length))
+                with torch.set_grad_enabled(chooser.random() < 0.5):
+                    found, expected = (m(ids, use_cache=False).logits for m in (ours, original))  # noqa: B023
+                assert_bits_equal(found, expected, f"level {level}, {what}, {length} tokens")  # noqa: B023
+
+        same(seen * 2, "before")
+        owner, names = chooser.choice(
+            ((norm, ("_scale", "_norm", "variance", "mean_of_squares")), (mlp, ("_product", "times")))
+        )
+        name = chooser.choice(names)
+        where = chooser.choice(("the class", "the base", "the module")) if name.startswith("_") else "the file"
+        modules = [m for model in (ours, original) for m in model.modules() if type(m) is owner]
+        before = original(torch.arange(3)[None], use_cache=False).logits
+        _double(owner, name, modules, where)
+        assert not torch.equal(original(torch.arange(3)[None], use_cache=False).logits, before)
+        same(seen + [7, 8], f"{name} of {where}")
+    assert {"rms_norm_forward", "gated_activation_forward"} <= {*launched}
+
+
 # Checkpoints
 
 
@@ -523,6 +596,21 @@ def test_reasons_and_verdicts_do_not_grow(layers, module, monkeypatch):
     for key in range(7):
         assert proof.kernel_is_proved(key, subject, lambda: iter([("the output", torch.ones(2), torch.ones(2))]))
     assert [*proof._verdicts] == [4, 5, 6]
+
+
+def test_launchers_are_bounded(kernel, module, monkeypatch):
+    """As docs/limits.md says: the oldest go."""
+    launch = module("launch")
+    most = launch._launcher.cache_info().maxsize
+    page = Path(__file__).parent.parent / "docs/limits.md"
+    assert f"the last {most} launchers" in " ".join(page.read_text(encoding="utf-8").split())
+    monkeypatch.setattr(launch, "_launcher", functools.lru_cache(most)(launch._launcher.__wrapped__))
+    function = type("Kernel", (), {"arg_names": ["x_ptr", "SIZE"], "__name__": "kernel"})()
+    owned = []
+    for size in range(most + 50):
+        bound_launch = launch.bind(function, {"SIZE": size}, 4, torch.device("cpu"), (torch.float32,), 1)
+        owned.append(bound_launch._launcher.constants["SIZE"])
+    assert launch._launcher.cache_info().currsize == most and len({*owned}) == most + 50
 
 
 # Silence
