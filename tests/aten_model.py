@@ -253,6 +253,66 @@ def column_sum(
     return total
 
 
+def full_tree(elements: int, vector: int, device: Device = H200) -> Tree:
+    """The tree of a sum over all of a contiguous tensor, which ATen reads in vectors of `vector` elements from 128 on."""
+    width, height = _block_shape(elements // vector if elements >= 128 else elements, 1, 512, device)
+    return _tree(width, height, elements, width, 1, 1, device)
+
+
+def _full_sum_of_part(values: Tensor, vector: int, misaligned: int, device: Device) -> Tensor:
+    tree = full_tree(len(values), vector, device)
+    lanes = tree.width * tree.warps * tree.ctas
+    if len(values) < 128:
+        sums = _combine_accumulators(_chain_sums(values, ACCUMULATORS * lanes, dim=0).view(ACCUMULATORS, lanes), dim=0)
+    else:
+        accumulators = torch.zeros(lanes, vector, device=values.device)
+        if misaligned:
+            # Threads from `misaligned` on take the elements before the first vector.
+            accumulators[misaligned:vector, 0] += values[: vector - misaligned].float()
+            values = values[vector - misaligned :]
+        end = len(values) // vector * vector
+        for step in values[:end].float().view(-1, vector).split(lanes):
+            accumulators[: len(step)] += step
+        # The first threads take the elements after the last vector.
+        accumulators[: len(values) - end, 0] += values[end:].float()
+        sums = accumulators[:, 0]
+        for accumulator in accumulators.unbind(1)[1:]:
+            sums = sums + accumulator
+    blocks = _sum_along_x(sums.view(tree.ctas, tree.width), device)
+    if tree.ctas == 1:
+        return blocks.view(())
+    return _sum_along_x(_chain_sums(blocks, tree.width, dim=0), device)
+
+
+def full_sum(
+    values: Tensor,
+    device: Device = H200,
+    element_size: Optional[int] = None,
+    indexing_limit: int = INT32_MAX,
+) -> Tensor:
+    """`values.sum(dtype=torch.float32)` of a contiguous tensor that begins at a multiple of 16 bytes.
+
+    Vectors have 16 bytes. Above `indexing_limit` bytes ATen halves the tensor, and adds the parts' sums in order.
+    `element_size` is that of the numbers that ATen reads, where `values` is a widened copy of them.
+    """
+    values = values.reshape(-1)
+    element_size = values.element_size() if element_size is None else element_size
+    total, vector = None, 16 // element_size
+
+    def parts(begin: int, end: int):
+        if _fits_32bit_indexing(1, end - begin, element_size, indexing_limit):
+            yield begin, end
+        else:
+            half = begin + (end - begin) // 2
+            yield from parts(begin, half)
+            yield from parts(half, end)
+
+    for begin, end in parts(0, len(values)):
+        part = _full_sum_of_part(values[begin:end], vector, begin % vector, device)
+        total = part if total is None else total + part
+    return total
+
+
 def mean_factor(rows: int, hidden_size: int) -> Tensor:
     """The fp32 factor that turns a row's sum into its mean: float(rows) / float(rows * hidden_size).
 
@@ -761,3 +821,90 @@ def cross_entropy_backward(
     d_logp[counts.nonzero()[:, 0], target[counts]] = gradient
     total = torch.where(counts, 0.0 + gradient, 0.0)[:, None]
     return fma(-total.expand_as(logp), exp(logp), d_logp)
+
+
+# Kullback-Leibler divergence (ATen/native/Loss.cpp) and total variation distance: operations of ATen, one after the other,
+# each rounded to its dtype; then a full sum.
+
+Cast = Callable[[Tensor, torch.dtype], Tensor]
+
+
+def xlogy(x: Tensor, y: Tensor, log: Function = torch.log) -> Tensor:
+    """x * log(y) in fp32; 0 where x is zero and y is a number."""
+    return torch.where((x == 0) & ~y.isnan(), 0.0, x.float() * log(y.float()))
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    log_target: bool,
+    exp: Function = torch.exp,
+    log: Function = torch.log,
+    cast: Cast = Tensor.to,
+) -> Tensor:
+    """`F.kl_div(input, target, reduction="none", log_target=log_target)`."""
+    out, of_target = torch.promote_types(input.dtype, target.dtype), target.dtype
+    x, t = input.float(), target.float()
+    if log_target:
+        probability, difference = cast(exp(t), of_target), cast(t - x, out)
+        return cast(probability.float() * difference.float(), out)
+    return cast(cast(xlogy(t, t, log), of_target).float() - cast(t * x, out).float(), out)
+
+
+def kl_div_backward(
+    dy: Tensor,
+    input: Tensor,
+    target: Tensor,
+    log_target: bool,
+    exp: Function = torch.exp,
+    log: Function = torch.log,
+    cast: Cast = Tensor.to,
+) -> tuple[Tensor, ...]:
+    """The gradient of input, then those of the target in their order of arrival; dy is of every element's divergence."""
+    out, of_target = torch.promote_types(input.dtype, target.dtype), target.dtype
+    dy, x, t = dy.float().expand(input.shape), input.float(), target.float()
+    if log_target:
+        probability = cast(exp(t), of_target).float()
+        product = cast(dy * probability, out)
+        d_exp = cast(cast(dy * cast(t - x, out).float(), out).float(), of_target)
+        return (
+            cast(-product.float(), input.dtype),
+            cast(product.float(), of_target),
+            cast(d_exp.float() * probability, of_target),
+        )
+    dy_target = cast(dy, of_target).float()
+    d_factor = torch.where(t == 0, 0.0, xlogy(dy_target, t, log))
+    return (
+        cast(cast(-dy * t, out).float(), input.dtype),
+        cast(d_factor, of_target),
+        cast(cast(dy_target * t, of_target).float() / t, of_target),
+        cast(cast(-dy * x, out).float(), of_target),
+    )
+
+
+def total_variation(p: Tensor, q: Tensor, counts: Optional[Tensor] = None, cast: Cast = Tensor.to) -> Tensor:
+    """`abs(p - q) / 2`, zero in rows that do not count."""
+    out = torch.promote_types(p.dtype, q.dtype)
+    distance = cast(cast(p.float() - q.float(), out).float().abs() * 0.5, out)
+    return distance if counts is None else torch.where(counts[:, None], distance, 0.0)
+
+
+def total_variation_backward(
+    dy: Tensor, p: Tensor, q: Tensor, counts: Optional[Tensor] = None, cast: Cast = Tensor.to
+) -> tuple[Tensor, Tensor]:
+    """The gradients of p and q; dy is of every element's distance."""
+    out = torch.promote_types(p.dtype, q.dtype)
+    dy = dy.float().expand(p.shape)
+    dy = dy if counts is None else torch.where(counts[:, None], dy, 0.0)
+    difference = cast(p.float() - q.float(), out).float()
+    # 0 for NaN.
+    sign = (difference > 0).float() - (difference < 0).float()
+    dp = cast(cast(dy * 0.5, out).float() * sign, out)
+    return cast(dp.float(), p.dtype), cast(-dp.float(), q.dtype)
+
+
+def reduced(terms: Tensor, reduction: str, divisor: Optional[int], total: Tensor, cast: Cast = Tensor.to) -> Tensor:
+    """A loss from its full sum in fp32. `divisor` of a mean by ATen's own kernel ("mean"), or of a division after the sum."""
+    if reduction != "mean":
+        total = cast(total, terms.dtype).float()
+    return cast(total if divisor is None else total * mean_factor(1, divisor), terms.dtype)

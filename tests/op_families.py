@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable
@@ -260,10 +261,34 @@ def _softmax_launches(kernel, machine):
         softmax.gradient(x, softmax.softmax(x))
 
 
+# Divergences
+
+
+def _divergence_calls(module, chooser, given):
+    divergences = module("ops.divergences")
+    form, reduction = chooser.choice(list(divergences._DIVERGENCES.values())), chooser.choice(("none", "mean"))
+    return [divergences.replacement(form, given.x, given.residual, None, -100, reduction)]
+
+
+def _divergence_launches(kernel, machine):
+    """Sums without vectors, of a block of less than a warp, with single elements, and of full blocks; dtypes that differ."""
+    divergences = machine.module("ops.divergences")
+    shapes = ((5, 3), (5, 40), (5, 1001), (512, 1001), (512, 1000)) if machine.every_case else ((512, 1000),)
+    forms = divergences._DIVERGENCES.values()
+    dtypes = {machine.dtype, torch.float32}
+    for form, shape, other, reduction in itertools.product(forms, shapes, dtypes, ("none", "mean")):
+        first, second = machine.empty(*shape), torch.empty(shape, dtype=other)
+        labels = torch.empty(shape[0], dtype=torch.int64) if form.name == "variation" else None
+        call = divergences._Call(form, shape, (first.dtype, other), first.device, reduction, labels is not None)
+        out = call(first, second, labels, -100, 5)
+        call.gradients(out, first, second, labels, -100, 5, True, True)
+
+
 FAMILIES = (
     Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches),
     Family(("activation",), _activation_calls, _activation_launches),
     Family(("rotary",), _rotary_calls, _rotary_launches),
     Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
     Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False),
+    Family(("divergences", "full_sum"), _divergence_calls, _divergence_launches, rocm=False),
 )

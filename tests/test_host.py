@@ -839,7 +839,8 @@ def every_kind_of_call(module, chooser, weights):
 
 # Tables that record no call, and why. Each call is found by its key.
 FOUND_BY_KEY = {
-    ("ops.cross_entropy", "_resolve"): "a loss is computed once a step, so that the shortcut would save nothing"
+    ("ops.cross_entropy", "_resolve"): "a loss is computed once a step, so that the shortcut would save nothing",
+    ("ops.divergences", "_resolve"): "as the loss",
 }
 # Their shortcuts compare facts with `==`, the others with `is`.
 FACTS_BY_VALUE = {("ops.rotary_tables", "_resolve"), ("ops.rotary", "_resolve_gradients")}

@@ -31,6 +31,7 @@ APPROXIMATE = {
     **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
+    **dict.fromkeys(("divergence_blocks", "divergence_forward", "divergence_backward"), _EXP),
     "cross_entropy_forward": {"ex2.approx.ftz.f32"},
     "rotary_tables": _COS,
 }
@@ -261,6 +262,47 @@ def test_softmax_has_cudas_fmas_and_no_others(compiled):
         assert entry.count(r"fma\.rn\.f32") == entry.count(r"(?:fma|mad)\S*\.f32") == elements, str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
         assert_only_trivial_fmas_of_bf16(entry)
+
+
+def divergences(compiled, kernel):
+    """Every kernel of divergences of one dtype without single elements, and how many elements a thread has."""
+    for entry in compiled:
+        if entry["kernel"] == f"divergence_{kernel}":
+            constants, (first, second) = entry["constants"], entry["dtypes"][kernel == "backward" :][:2]
+            elements = constants["WIDTH"] * constants["VECTOR"] if kernel == "blocks" else constants["BLOCK"]
+            if first == second and not constants.get("TAIL"):
+                yield entry, max(elements // entry.threads, 1)
+
+
+def test_divergences_move_16_bytes_at_a_time(compiled):
+    """Labels apart; a sum's vectors have 16 bytes, as ATen's have."""
+    moved = {"blocks": (2, 0), "forward": (2, 1), "backward": (3, 4)}
+    for kernel, (read, written) in moved.items():
+        wide = set()
+        for entry, elements in divergences(compiled, kernel):
+            constants = entry["constants"]
+            if constants.get("WIDTH", 512) != 512 or constants.get("UNIT", 8) != 8:
+                continue
+            wide.add(entry["arch"])
+            accesses = elements * entry["itemsize"] // 16
+            reads = read - constants.get("REDUCED", False)
+            writes = min(written, {"target": 4, "log_target": 3, "variation": 2}[constants["FORM"]])
+            assert entry.count(r"ld\.global\S*\.v4\.b32") == reads * accesses, str(entry)
+            assert entry.count(r"st\.global\S*\.v4\.b32") == writes * accesses, str(entry)
+            assert not entry.count(r"(?:ld|st)\.global\S*\.v2"), str(entry)
+        assert wide == set(ARCHS)
+
+
+def test_divergences_have_cudas_fmas_and_no_others(compiled):
+    """Four of an exponential, eleven of a logarithm, of which one has a part in each; sums and products stay apart."""
+    for kernel in ("blocks", "forward"):
+        for entry, elements in divergences(compiled, kernel):
+            form = entry["constants"]["FORM"]
+            assert entry.count(r"fma\.r[nm]\.ftz\.f32") == (4 * elements if form == "log_target" else 0), str(entry)
+            assert (
+                entry.count(r"(?:fma|mad)\S*\.f32") == {"log_target": 4, "target": 11, "variation": 0}[form] * elements
+            )
+            assert_only_trivial_fmas_of_bf16(entry)
 
 
 def test_ptxas_contracts_nothing(compiled):

@@ -1,6 +1,7 @@
 """The reduction orders of ATen's reductions on CUDA and ROCm (`setReduceConfig` in ATen/native/cuda/Reduce.cuh), which
 `kernels_src/summation.py` implements."""
 
+import struct
 from dataclasses import dataclass
 
 _MAX_THREADS = 512
@@ -149,3 +150,61 @@ def split_rows(rows: int, hidden_size: int, element_size: int) -> list[tuple[int
     half = rows // 2
     second = split_rows(rows - half, hidden_size, element_size)
     return split_rows(half, hidden_size, element_size) + [(half + first, count) for first, count in second]
+
+
+# Bytes of a vector that ATen loads. The row and column sums above are of fp32 numbers or of four elements at a time.
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FullReduction:
+    """A sum over the elements `[begin, end)` of a contiguous tensor.
+
+    Each of `blocks` blocks has `width` threads, and a thread has `vector` accumulators, one for each element of an aligned
+    vector: block b's thread t takes the vectors b * width + t + k * width * blocks for k = 0, 1, ... Threads of the first
+    block add the elements before the first vector and after the last one to their first accumulators. Halving trees sum
+    a block's threads. Of several blocks the last one sums their results: its thread t those of the blocks t, t + width, ...
+
+    Attributes:
+        vector: elements of a vector; 1 below 128 elements, where a thread has at most two elements.
+    """
+
+    begin: int
+    end: int
+    vector: int
+    width: int
+    blocks: int
+
+
+def full_reduction(
+    elements: int, element_size: int, multiprocessors: int, threads_per_multiprocessor: int
+) -> list[FullReduction]:
+    """CUDA's reduction order for the sum of a contiguous tensor that begins at a multiple of 16 bytes.
+
+    Parts of at most 2 GiB are summed one after the other: each adds its sum to that of the parts before it.
+    """
+    return [
+        _full_reduction(first, first + count, element_size, multiprocessors, threads_per_multiprocessor)
+        for first, count in split_rows(elements, 1, element_size)
+    ]
+
+
+def _full_reduction(begin, end, element_size, multiprocessors, threads_per_multiprocessor) -> FullReduction:
+    elements = end - begin
+    vector = _VECTOR_BYTES // element_size if elements >= _MIN_VECTORIZED else 1
+    width = min(last_power_of_two(elements // vector), _MAX_THREADS)
+    values_per_thread = -(-elements // width)
+    blocks = 1
+    if values_per_thread >= _MAX_VALUES_PER_THREAD:
+        at_once = multiprocessors * (threads_per_multiprocessor // width)
+        at_most = -(-values_per_thread // CUDA.min_values_per_thread)
+        at_least = -(-values_per_thread // _MAX_VALUES_PER_THREAD)
+        blocks = max(min(at_once, at_most), at_least)
+    return FullReduction(begin, end, vector, width, blocks)
+
+
+def reciprocal(number: int) -> float:
+    """fp32(1) / fp32(number), by which ATen multiplies where a tensor is divided by a number."""
+    (divisor,) = struct.unpack("f", struct.pack("f", number))
+    (quotient,) = struct.unpack("f", struct.pack("f", 1.0 / divisor))
+    return quotient

@@ -16,6 +16,7 @@ from .primitives import (
     erf,
     exp,
     reciprocal,
+    rounded,
     tanh,
 )
 
@@ -25,11 +26,6 @@ _SQRT_2_PI = tl.constexpr(0.7978846)
 _DENSITY_AT_0 = tl.constexpr(0.3989423)
 _CUBIC = tl.constexpr(0.044715)
 _THREE_CUBIC = tl.constexpr(0.13414499)
-
-
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    return x.to(DTYPE).to(tl.float32)
 
 
 # -log2(e) minus one unit in the last place; bf16 SiLU has eager's bits from 5 units less to 2 units more (H200).
@@ -83,28 +79,28 @@ def _gelu_tanh(x):
 @triton.jit
 def _new_gelu_tanh(x, DTYPE: tl.constexpr):
     """tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)), each operation rounded; the cube is two operations."""
-    cube = _rounded(_rounded(x * x, DTYPE) * x, DTYPE)
-    inner = _rounded(x + _rounded(cube * _CUBIC, DTYPE), DTYPE)
-    return _rounded(tanh(_rounded(inner * _SQRT_2_PI, DTYPE)), DTYPE)
+    cube = rounded(rounded(x * x, DTYPE) * x, DTYPE)
+    inner = rounded(x + rounded(cube * _CUBIC, DTYPE), DTYPE)
+    return rounded(tanh(rounded(inner * _SQRT_2_PI, DTYPE)), DTYPE)
 
 
 @triton.jit
 def _fast_gelu_terms(x, DTYPE: tl.constexpr):
     """scaled, linear, slope and tanh(scaled * slope) with scaled = x * sqrt(2 / pi) and slope = 1 + linear * x."""
-    scaled = _rounded(x * _SQRT_2_PI, DTYPE)
-    linear = _rounded(x * _CUBIC, DTYPE)
-    slope = _rounded(_rounded(linear * x, DTYPE) + 1.0, DTYPE)
-    return scaled, linear, slope, _rounded(tanh(_rounded(scaled * slope, DTYPE)), DTYPE)
+    scaled = rounded(x * _SQRT_2_PI, DTYPE)
+    linear = rounded(x * _CUBIC, DTYPE)
+    slope = rounded(rounded(linear * x, DTYPE) + 1.0, DTYPE)
+    return scaled, linear, slope, rounded(tanh(rounded(scaled * slope, DTYPE)), DTYPE)
 
 
 @triton.jit
 def _quick_gelu_sigmoid(x, DTYPE: tl.constexpr):
-    return _rounded(reciprocal(1.0 + exp(-_rounded(x * 1.702, DTYPE))), DTYPE)
+    return rounded(reciprocal(1.0 + exp(-rounded(x * 1.702, DTYPE))), DTYPE)
 
 
 @triton.jit
 def _times_half_x(one_plus, x, DTYPE: tl.constexpr):
-    return _rounded(x * 0.5, DTYPE) * _rounded(one_plus + 1.0, DTYPE)
+    return rounded(x * 0.5, DTYPE) * rounded(one_plus + 1.0, DTYPE)
 
 
 @triton.jit
@@ -131,13 +127,13 @@ def _tanh_gradient(dy, y, DTYPE: tl.constexpr):
     if DTYPE == tl.float32:
         return dy * tl.fma(-y, y, 1.0)
     else:
-        return _rounded(dy * _rounded(1.0 - _rounded(y * y, DTYPE), DTYPE), DTYPE)
+        return rounded(dy * rounded(1.0 - rounded(y * y, DTYPE), DTYPE), DTYPE)
 
 
 @triton.jit
 def _sigmoid_gradient(dy, y, DTYPE: tl.constexpr):
     """ATen's sigmoid_backward, which computes in the activations' dtype."""
-    return _rounded(_rounded(dy * _rounded(1.0 - y, DTYPE), DTYPE) * y, DTYPE)
+    return rounded(rounded(dy * rounded(1.0 - y, DTYPE), DTYPE) * y, DTYPE)
 
 
 @triton.jit
@@ -155,24 +151,24 @@ def _gradients(dy, x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
         return (dy * tl.fma(tanh_ + 1.0, 0.5, ((x * 0.5) * tl.fma(-tanh_, tanh_, 1.0)) * d_inner),)
     elif ACTIVATION == "new_gelu":
         tanh_ = _new_gelu_tanh(x, DTYPE)
-        d_half = _rounded(dy * _rounded(tanh_ + 1.0, DTYPE), DTYPE)
-        d_tanh = _rounded(dy * _rounded(x * 0.5, DTYPE), DTYPE)
-        d_inner = _rounded(_tanh_gradient(d_tanh, tanh_, DTYPE) * _SQRT_2_PI, DTYPE)
-        d_cube = _rounded(d_inner * _CUBIC, DTYPE)
-        return d_inner, d_cube * _rounded(_rounded(x * x, DTYPE) * 3.0, DTYPE), d_half * 0.5
+        d_half = rounded(dy * rounded(tanh_ + 1.0, DTYPE), DTYPE)
+        d_tanh = rounded(dy * rounded(x * 0.5, DTYPE), DTYPE)
+        d_inner = rounded(_tanh_gradient(d_tanh, tanh_, DTYPE) * _SQRT_2_PI, DTYPE)
+        d_cube = rounded(d_inner * _CUBIC, DTYPE)
+        return d_inner, d_cube * rounded(rounded(x * x, DTYPE) * 3.0, DTYPE), d_half * 0.5
     elif ACTIVATION == "fast_gelu":
         scaled, linear, slope, tanh_ = _fast_gelu_terms(x, DTYPE)
-        d_half = _rounded(dy * _rounded(tanh_ + 1.0, DTYPE), DTYPE)
-        d_tanh = _rounded(dy * _rounded(x * 0.5, DTYPE), DTYPE)
+        d_half = rounded(dy * rounded(tanh_ + 1.0, DTYPE), DTYPE)
+        d_tanh = rounded(dy * rounded(x * 0.5, DTYPE), DTYPE)
         d_inner = _tanh_gradient(d_tanh, tanh_, DTYPE)
-        d_slope = _rounded(d_inner * scaled, DTYPE)
-        d_linear = _rounded(d_slope * x, DTYPE)
-        d_scaled = _rounded(d_inner * slope, DTYPE)
+        d_slope = rounded(d_inner * scaled, DTYPE)
+        d_linear = rounded(d_slope * x, DTYPE)
+        d_scaled = rounded(d_inner * slope, DTYPE)
         return d_slope * linear, d_linear * _CUBIC, d_scaled * _SQRT_2_PI, d_half * 0.5
     else:
         tl.static_assert(ACTIVATION == "quick_gelu")
         sigmoid = _quick_gelu_sigmoid(x, DTYPE)
-        return dy * sigmoid, _sigmoid_gradient(_rounded(dy * x, DTYPE), sigmoid, DTYPE) * 1.702
+        return dy * sigmoid, _sigmoid_gradient(rounded(dy * x, DTYPE), sigmoid, DTYPE) * 1.702
 
 
 @triton.jit
@@ -278,7 +274,7 @@ def gated_activation_forward(
         up_ptr = gate_ptr + column_units * UNIT
     gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    activated = _rounded(_activation(gate, ACTIVATION, gate_ptr.dtype.element_ty), gate_ptr.dtype.element_ty)
+    activated = rounded(_activation(gate, ACTIVATION, gate_ptr.dtype.element_ty), gate_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset, (activated * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -314,7 +310,7 @@ def gated_activation_backward(
     dy = tl.load(dy_ptr + dy_offset, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    d_gate = _rounded(_gradients(_rounded(dy * up, DTYPE), gate, ACTIVATION, DTYPE)[0], DTYPE)
+    d_gate = rounded(_gradients(rounded(dy * up, DTYPE), gate, ACTIVATION, DTYPE)[0], DTYPE)
     if PACKED:
         d_gate += 0.0
     tl.store(d_gate_ptr + gradient_offset, d_gate.to(DTYPE), mask=mask)
@@ -324,7 +320,7 @@ def gated_activation_backward(
             activated = gate * _sigmoid(gate, DTYPE)
         else:
             activated = _activation(gate, ACTIVATION, DTYPE)
-        d_up = _rounded(dy * _rounded(activated, DTYPE), DTYPE)
+        d_up = rounded(dy * rounded(activated, DTYPE), DTYPE)
         if PACKED:
             d_up += 0.0
         tl.store(d_up_ptr + gradient_offset, d_up.to(DTYPE), mask=mask)

@@ -17,6 +17,12 @@ PTX = tl.constexpr(torch.version.hip is None)
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """x, rounded to DTYPE, in fp32."""
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def exp(x):
     """e**x in fp32, as CUDA's `expf` (libdevice) rounds it, subnormal results kept; `tl.exp` is an approximation."""
     if INTERPRETED:
@@ -81,6 +87,12 @@ def log(x):
         return tl.where(x == 0.0, float("-inf"), result)
     else:
         return libdevice.log(x)
+
+
+@triton.jit
+def xlogy(x, y):
+    """x * log(y) in fp32; 0 if x is zero and y a number."""
+    return tl.where((x == 0.0) & (y == y), 0.0, x * log(y))
 
 
 @triton.jit

@@ -273,3 +273,37 @@ def sum_of_block(lanes, LANES: tl.constexpr):
     """[LANES] -> [1]: halving trees over each warp's lanes, then over the warps (`BlockReduce`, block_reduce.cuh)."""
     WIDTH: tl.constexpr = LANES if LANES < 32 else 32
     return _sum_of_lanes(tl.reshape(lanes, [1, LANES]), 1, WIDTH, LANES // WIDTH, EXCHANGE_ONCE=False)
+
+
+@triton.jit
+def vectors_of_step(step, first_vector, end_vector, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """The vectors of this block in a step of a full sum: their first element, and the mask [WIDTH * VECTOR] of elements.
+
+    A block is a program. It takes WIDTH neighbouring vectors, one for each thread; the other blocks take those after them.
+    """
+    blocks_before = tl.cast(step, tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    first = first_vector + blocks_before * WIDTH
+    # In this form the compiler sees that a vector is masked as a whole.
+    return first * VECTOR, tl.arange(0, WIDTH * VECTOR) // VECTOR < end_vector - first
+
+
+@triton.jit
+def singles_of_sum(first, count, first_thread, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """The elements of a full sum before or after its vectors: their indices and mask, [WIDTH * VECTOR].
+
+    The first block's threads from `first_thread` on take one each, into their first accumulators.
+    """
+    accumulator = tl.arange(0, WIDTH * VECTOR)
+    index = accumulator // VECTOR - first_thread
+    taken = (accumulator % VECTOR == 0) & (index >= 0) & (index < tl.where(tl.program_id(0) == 0, count, 0))
+    return first + index, taken
+
+
+@triton.jit
+def sum_of_threads(chains, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """[WIDTH * VECTOR] -> [1]: each thread's VECTOR accumulators in sequence, then a halving tree over the threads."""
+    LOG2_VECTOR: tl.constexpr = VECTOR.bit_length() - 1
+    by_accumulator = tl.permute(tl.reshape(chains, [1, WIDTH, VECTOR]), [0, 2, 1])
+    # An accumulator that started from +0 is never -0.
+    threads = _sum_in_sequence(tl.zeros([1, WIDTH], tl.float32), by_accumulator, 1, LOG2_VECTOR, WIDTH)
+    return _sum_of_lanes(threads, 1, WIDTH, 1, EXCHANGE_ONCE=False)
