@@ -8,6 +8,7 @@ from .mapping import kernel_mapping, name_layers
 from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
 from .ops.cross_entropy import causal_lm_loss, cross_entropy
 from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
@@ -33,6 +34,7 @@ __all__ = [
     "gelu",
     "gelu_tanh_and_mul",
     "kernel_mapping",
+    "layer_norm",
     "layers",
     "linear_cross_entropy",
     "name_layers",
