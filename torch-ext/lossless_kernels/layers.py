@@ -486,9 +486,7 @@ _FORMULAS = {
     LlamaRMSNorm: EAGER[LLAMA].forward,
     RMSNormZeroCentered: lambda self, x: ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps),
     TorchRMSNorm: lambda self, x: F.rms_norm(x, self.normalized_shape, self.weight, self.eps),
-    TorchLayerNorm: lambda self, input: F.layer_norm(
-        input, self.normalized_shape, self.weight, self.bias, self.eps
-    ),
+    TorchLayerNorm: lambda self, input: F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps),
     RMSNormGated: lambda self, hidden_states, gate=None: gated_eager(
         LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon
     ),

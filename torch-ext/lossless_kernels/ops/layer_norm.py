@@ -74,7 +74,9 @@ def _checked(input, normalized_shape, weight, bias, eps) -> tuple[int, ...]:
     check_floating("input", input)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        raise ValueError(f"normalized_shape: expected the last dimensions of input {list(input.shape)}, found {list(shape)}")
+        raise ValueError(
+            f"normalized_shape: expected the last dimensions of input {list(input.shape)}, found {list(shape)}"
+        )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_floating(name, tensor)
@@ -366,6 +368,8 @@ def _proved(kind: Kind, device) -> bool:
 # The statistics are compared in fp32, where another order of additions shows in many rows.
 _PROOF_ROWS = 128
 _PROOF_EPS = 1e-5
+# Of 16 bits so many show whether the last product and sum round once: one of about 100 tells.
+_CANCELLED_ELEMENTS = 4096
 
 
 def _comparisons(kind, device):
@@ -373,20 +377,30 @@ def _comparisons(kind, device):
     shape, row_stride = (_PROOF_ROWS, kind.size), kind.size + kind.unit
     normal, spread = (torch.randn(*each, device=device, generator=source) for each in (shape, (_PROOF_ROWS, 1)))
     # Rows of all scales, and with means of up to 64 times the deviation.
-    values = (normal + 8.0 * spread * spread.abs()) * torch.exp2(torch.arange(_PROOF_ROWS, device=device) % 16 - 8.0)[:, None]
+    values = (normal + 8.0 * spread * spread.abs()) * torch.exp2(torch.arange(_PROOF_ROWS, device=device) % 16 - 8.0)[
+        :, None
+    ]
     values[0], values[1], values[2], values[3, 0], values[4, -1] = 0.0, -0.0, 3.0, math.nan, math.inf
     values[5, ::2], values[6], values[7, 0] = 6e4, -math.inf, 6e4
     x = torch.zeros(_PROOF_ROWS, row_stride, dtype=kind.dtype, device=device)[:, : kind.size].copy_(values)
-    weight, bias = (
-        torch.randn(kind.size, device=device, generator=source).to(kind.dtype) if given else None
-        for given in (kind.weight, kind.bias)
-    )
-    out = torch.full(shape, math.nan, dtype=kind.dtype, device=device)
-    mean, rstd = torch.full((2, _PROOF_ROWS, 1), math.nan, device=device).unbind()
+    weight = torch.randn(kind.size, device=device, generator=source).to(kind.dtype) if kind.weight else None
     launched = kind.launch(_PROOF_ROWS, row_stride, device, _PROOF_EPS, True)
-    launched(x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd)
-    expected = torch.native_layer_norm(x, (kind.size,), weight, bias, _PROOF_EPS)
-    yield from zip(("the output", "the mean", "rstd"), (out, mean, rstd), expected)
+    for bias in _biases(kind, x, weight, source):
+        out = torch.full(shape, math.nan, dtype=kind.dtype, device=device)
+        mean, rstd = torch.full((2, _PROOF_ROWS, 1), math.nan, device=device).unbind()
+        launched(x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd)
+        expected = torch.native_layer_norm(x, (kind.size,), weight, bias, _PROOF_EPS)
+        yield from zip(("the output", "the mean", "rstd"), (out, mean, rstd), expected)
+
+
+def _biases(kind, x, weight, source):
+    """None, or a bias at random and others that cancel the products of one row: their sums show how products round."""
+    if not kind.bias:
+        return [None]
+    products = torch.native_layer_norm(x, (kind.size,), weight, None, _PROOF_EPS)[0]
+    # The first rows have infinities and NaN.
+    cancelling = (-products[8 + row] for row in range(_CANCELLED_ELEMENTS // kind.size + 1))
+    return [torch.randn(kind.size, device=x.device, generator=source).to(kind.dtype), *cancelling]
 
 
 def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:
