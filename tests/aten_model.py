@@ -512,6 +512,84 @@ def fused_rms_norm_given_rstd(x: Tensor, weight: Optional[Tensor], rstd: Tensor)
     return (normalized if weight is None else weight.float() * normalized).to(x.dtype)
 
 
+class Moments(NamedTuple):
+    """Of rows [R, N], fp32 [R]: the mean and the mean of squared differences from it."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+def layer_norm_combine(below, above, fma):
+    """`cuWelfordCombine(dataB=below, dataA=above)` of (mean, M2, count); nvcc makes FMAs of the last products."""
+    (mean_b, m2_b, count_b), (mean_a, m2_a, count_a) = below, above
+    delta, count = mean_b - mean_a, count_a + count_b
+    factor = torch.where(count > 0, 1.0 / count.clamp(min=1.0), 0.0)
+    n_a, n_b = (count_a * factor).expand_as(mean_a), (count_b * factor).expand_as(mean_b)
+    mean = fma(mean_a, n_a, n_b * mean_b)
+    m2 = fma(n_b, count_a * (delta * delta), m2_a + m2_b)
+    some = count > 0
+    return torch.where(some, mean, 0.0), torch.where(some, m2, 0.0), count
+
+
+def layer_norm_moments(
+    x: Tensor,
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    combine: Callable = layer_norm_combine,
+    threads: int = 128,
+) -> Moments:
+    """Of rows [R, N] as `F.layer_norm` finds them, N a multiple of 4 (layer_norm_kernel.cu, `compute_stats`).
+
+    Thread t of 128 takes the elements 4t .. 4t+3 of every 512 in memory order. For each of them (`cuWelfordOnlineSum`) it
+    counts, and moves its mean by an FMA with the correctly rounded reciprocal of the count, and M2 by another. Warps combine
+    their lanes by halves, lane l with lane l + 16, and the block its 4 warps.
+    """
+    rows, size = x.shape
+    h = x.float()
+    mean, m2, count = torch.zeros(rows, threads), torch.zeros(rows, threads), torch.zeros(threads)
+    for start in range(0, size, 4 * threads):
+        vectors = h[:, start : start + 4 * threads].unflatten(1, (-1, 4))
+        active = vectors.shape[1]
+        for value in vectors.unbind(2):
+            count[:active] += 1
+            delta = value - mean[:, :active]
+            reciprocal = (1.0 / count[:active]).expand_as(delta)
+            mean[:, :active] = fma(delta, reciprocal, mean[:, :active].clone())
+            m2[:, :active] = fma(delta, value - mean[:, :active], m2[:, :active].clone())
+    moments = [each.view(-1, threads // 32, 32) for each in (mean, m2, count.expand(rows, -1))]
+    while moments[0].shape[2] > 1:
+        moments = combine(*zip(*(each.chunk(2, 2) for each in moments)), fma)
+    moments = [each[..., 0] for each in moments]
+    while moments[0].shape[1] > 1:
+        moments = combine(*zip(*(each.chunk(2, 1) for each in moments)), fma)
+    return Moments(moments[0][:, 0], moments[1][:, 0] / torch.tensor(float(size)))
+
+
+class LayerNorm(NamedTuple):
+    out: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    rsqrt: Callable[[Tensor], Tensor] = torch.rsqrt,
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    moments: Callable[..., Moments] = layer_norm_moments,
+) -> LayerNorm:
+    """`native_layer_norm` of rows [R, N] in one dtype, by ATen's vectorised kernel; not with a bias alone."""
+    mean, variance = moments(x, fma)
+    rstd = rsqrt(variance + torch.tensor(eps, dtype=torch.float32))
+    out = rstd[:, None] * (x.float() - mean[:, None])
+    if weight is not None:
+        factor = weight.float().expand_as(out)
+        out = factor * out if bias is None else fma(factor, out, bias.float().expand_as(out))
+    return LayerNorm(cast(out, x.dtype), mean[:, None], rstd[:, None])
+
+
 def silu(x: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
     """x / (1 + exp(-x)) in fp32, rounded to the dtype of x. `exp` is called once, with -x in fp32."""
     x_fp32 = x.float()

@@ -284,11 +284,29 @@ def _divergence_launches(kernel, machine):
         call.gradients(out, first, second, labels, -100, 5, True, True)
 
 
+# LayerNorm
+
+
+def _layer_norm_calls(module, chooser, given):
+    weight = given.weight.detach().to(given.dtype) if given.weight is not None else None
+    eps = chooser.choice(EPS_OF_CALLS)
+    return [module("ops.layer_norm").replacement(given.x, (64,), weight, chooser.choice((weight, None)), eps)]
+
+
+def _layer_norm_launches(kernel, machine):
+    # Less than a step of all threads, whole steps, a part of one, and rows that are read twice.
+    for size, gap in ((64, 0), (768, 0), (1024, 2), (4096, 0), (16384, 0)) if machine.every_case else ((4096, 0),):
+        x, weight, bias = machine.empty(3, size + gap)[:, :size], machine.empty(size), machine.empty(size)
+        for vectors in ((weight, bias), (weight, None), (None, None)):
+            kernel.layer_norm(x, size, *vectors)
+
+
 FAMILIES = (
     Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches),
     Family(("activation",), _activation_calls, _activation_launches),
     Family(("rotary",), _rotary_calls, _rotary_launches),
     Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
+    Family(("layer_norm",), _layer_norm_calls, _layer_norm_launches, rocm=False),
     Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False),
     Family(("divergences", "full_sum"), _divergence_calls, _divergence_launches, rocm=False),
 )

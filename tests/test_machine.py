@@ -27,7 +27,7 @@ FMAS = {
 _EXP = {"cvt.ftz.sat.f32.f32", "ex2.approx.ftz.f32", "fma.rm.ftz.f32", "fma.rn.ftz.f32"}
 _COS = {"abs.ftz.f32", "cvt.rni.ftz.s32.f32", "fma.rn.ftz.f32", "mul.rn.ftz.f32"}
 APPROXIMATE = {
-    **dict.fromkeys(("rms_norm_forward", "add_rms_norm_forward"), {"rsqrt.approx.f32"}),
+    **dict.fromkeys(("rms_norm_forward", "add_rms_norm_forward", "layer_norm_forward"), {"rsqrt.approx.f32"}),
     **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
@@ -230,6 +230,26 @@ def test_cross_entropy_has_cudas_fmas_and_no_others(compiled):
         # The mean's gradient is divided once.
         divisions = constants.get("MEAN", False)
         assert entry.count(r"\{? ?div\.rn\.f32") == entry.count(r"\{? ?(div|rcp)\S*\.f32") == divisions, str(entry)
+
+
+def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
+    """Two for each element's mean and M2 (one is trivial for a lane's first), two for each of the seven levels that combine
+    them, and that of the bias."""
+    for entry in compiled:
+        if entry["kernel"] != "layer_norm_forward":
+            continue
+        constants = entry["constants"]
+        steps = -(-constants["SIZE"] // 512)
+        reads = (steps * (1 + constants["STREAMED"])) if constants["STRIDE_UNIT"] * entry["itemsize"] == 16 else 0
+        vectors = steps * (constants["WEIGHT"] + constants["BIAS"])
+        assert entry.count(r"ld\.global\S*\.v4\.b32") == reads + vectors, str(entry)
+        assert entry.count(r"st\.global\S*\.v4\.b32") == steps, str(entry)
+        of_outputs = constants["BIAS"] * steps * 16 // entry["itemsize"]
+        elements = steps * 16 // entry["itemsize"]
+        lanes = 4 // entry["itemsize"]
+        assert entry.count(r"fma\.rn\.f32") >= of_outputs + 2 * elements - lanes + 14, str(entry)
+        assert entry.count(r"(?:fma|mad)\S*\.f32") == entry.count(r"fma\.rn\.f32"), str(entry)
+        assert not entry.count(r"\S*\.ftz"), str(entry)
 
 
 def softmaxes(compiled, direction):

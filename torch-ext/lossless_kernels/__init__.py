@@ -9,6 +9,7 @@ from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
 from .ops.cross_entropy import causal_lm_loss, cross_entropy
 from .ops.divergences import kl_div, tvd
 from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
@@ -35,6 +36,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "kernel_mapping",
     "kl_div",
+    "layer_norm",
     "layers",
     "linear_cross_entropy",
     "name_layers",

@@ -22,6 +22,7 @@ from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SI
 from .ops.activation import replacement as activation_replacement
 from .ops.gated_activation import product as product_again
 from .ops.gated_activation import replacement as product_replacement
+from .ops.layer_norm import layer_replacement as layer_norm_replacement
 from .ops.rms_norm.formulas import EAGER, LLAMA, ONE_PLUS_WEIGHT
 from .ops.rms_norm.function import replacement as rms_norm_replacement
 from .ops.rms_norm.gated import eager as gated_eager
@@ -157,6 +158,24 @@ def _fused(x, weight, normalized_shape) -> bool:
         return False
     fp32 = x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32)
     return fp32 or not is_autocast(x.device)
+
+
+class TorchLayerNorm(nn.Module):
+    """LayerNorm as `F.layer_norm` computes it, with `normalized_shape`, `weight` and `bias` (or None) and `eps`.
+
+    Given the layer name, it replaces `torch.nn.LayerNorm`. ATen's own operator computes the gradients. A layer with a bias
+    and no weight keeps its forward.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    @torch.jit.ignore
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
+        out = layer_norm_replacement(self, input)
+        return _original(self, TorchLayerNorm, input) if out is None else out
 
 
 class RMSNormGated(nn.Module):
@@ -467,6 +486,7 @@ _FORMULAS = {
     LlamaRMSNorm: EAGER[LLAMA].forward,
     RMSNormZeroCentered: lambda self, x: ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps),
     TorchRMSNorm: lambda self, x: F.rms_norm(x, self.normalized_shape, self.weight, self.eps),
+    TorchLayerNorm: lambda self, input: F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps),
     RMSNormGated: lambda self, hidden_states, gate=None: gated_eager(
         LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon
     ),

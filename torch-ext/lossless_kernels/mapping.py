@@ -37,6 +37,7 @@ LAYERS = {
     "GeGLUMLP": "GeGLUMLP",
     "Phi3MLP": "Phi3MLP",
     "TorchRMSNorm": "TorchRMSNorm",
+    "TorchLayerNorm": "TorchLayerNorm",
 }
 # Names of level "decoder" alone. No class of transformers has these names before `name_layers`.
 DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer", "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}

@@ -50,7 +50,12 @@ _STEPS_BY_WORD = (
     ("C compiler", "install a C compiler, which Triton needs: apt install gcc, or set CC"),
 )
 # Classes of torch that a kernel may replace. `name_layers` leaves them alone: all models share them.
-RECIPES = {torch.nn.SiLU: "SiLU", torch.nn.GELU: "GeLU", torch.nn.RMSNorm: "TorchRMSNorm"}
+RECIPES = {
+    torch.nn.SiLU: "SiLU",
+    torch.nn.GELU: "GeLU",
+    torch.nn.RMSNorm: "TorchRMSNorm",
+    torch.nn.LayerNorm: "TorchLayerNorm",
+}
 
 
 class Reason(str):

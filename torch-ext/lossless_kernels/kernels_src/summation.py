@@ -8,7 +8,7 @@ of length two. NEIGHBOURS is `RowReduction.neighbours`: ROCm's warps of so many 
 import triton
 import triton.language as tl
 
-from .primitives import exp_add
+from .primitives import exp_add, reciprocal
 
 
 @triton.jit
@@ -307,3 +307,49 @@ def sum_of_threads(chains, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
     # An accumulator that started from +0 is never -0.
     threads = _sum_in_sequence(tl.zeros([1, WIDTH], tl.float32), by_accumulator, 1, LOG2_VECTOR, WIDTH)
     return _sum_of_lanes(threads, 1, WIDTH, 1, EXCHANGE_ONCE=False)
+
+
+# Welford's algorithm: a mean and the sum M2 of squared differences from it, element by element
+
+
+@triton.jit
+def welford_step(mean, m2, value, FACTOR: tl.constexpr):
+    """The mean and M2 with another value, FACTOR the reciprocal of how many there are then (`cuWelfordOnlineSum`)."""
+    delta = value - mean
+    mean = tl.fma(delta, tl.full(delta.shape, FACTOR, tl.float32), mean)
+    return mean, tl.fma(delta, value - mean, m2)
+
+
+@triton.jit
+def _halves(values, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """[GROUPS * 2 * HALF] -> the lower and the upper half of each group: [GROUPS * HALF] each."""
+    lower, upper = tl.split(tl.permute(tl.reshape(values, [GROUPS, 2, HALF]), [0, 2, 1]))
+    return tl.reshape(lower, [GROUPS * HALF]), tl.reshape(upper, [GROUPS * HALF])
+
+
+@triton.jit
+def _welford_of_halves(mean, m2, count, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """Lane i of each group combines its moments with those of lane i + HALF (`cuWelfordCombine`)."""
+    mean_b, mean_a = _halves(mean, GROUPS, HALF)
+    m2_b, m2_a = _halves(m2, GROUPS, HALF)
+    count_b, count_a = _halves(count, GROUPS, HALF)
+    delta = mean_b - mean_a
+    count = count_a + count_b
+    factor = reciprocal(count)
+    n_a, n_b = count_a * factor, count_b * factor
+    mean = tl.fma(mean_a, n_a, n_b * mean_b)
+    m2 = tl.fma(n_b, count_a * (delta * delta), m2_a + m2_b)
+    return tl.where(count > 0.0, mean, 0.0), tl.where(count > 0.0, m2, 0.0), count
+
+
+@triton.jit
+def welford_of_block(mean, m2, count, LANES: tl.constexpr):
+    """Each lane's mean, M2 and count [LANES] -> mean and M2 [1] of all, by halving trees over each warp's lanes, then
+    over the warps."""
+    WARPS: tl.constexpr = LANES // 32
+    for level in tl.static_range(5):
+        mean, m2, count = _welford_of_halves(mean, m2, count, WARPS, 16 >> level)
+    for level in tl.static_range(5):
+        if (WARPS >> level) > 1:
+            mean, m2, count = _welford_of_halves(mean, m2, count, 1, WARPS >> (level + 1))
+    return mean, m2

@@ -1,0 +1,562 @@
+"""LayerNorm: the kernel in Triton's interpreter against the transcription of ATen's, the proof's power, and what surrounds it.
+
+The interpreter rounds an FMA as its version does (`interpreter.multiply_add`) and truncates to bf16: `cast` does likewise.
+"""
+
+import functools
+import math
+import random
+from types import MethodType
+
+import aten_model
+import numpy
+import pytest
+import torch
+from bits import assert_bits_equal, bits_equal
+from interpreter import multiply_add
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = [
+    pytest.mark.usefixtures("proof_off"),
+    # numpy, which the interpreter computes with, warns of the infinities and NaNs that some tests are about.
+    pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value|divide by zero):RuntimeWarning"),
+]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Less than a step of all threads, whole steps, and both sides of them.
+SIZES = (64, 68, 508, 512, 516, 768, 1020, 1024, 1028, 1280, 2048, 2560, 4096)
+EPS = 1e-5
+
+
+def numpy_rsqrt(x):
+    return torch.from_numpy(numpy.asarray(1 / numpy.sqrt(x.numpy())))
+
+
+def cast(x, dtype):
+    """As the interpreter does."""
+    return (x.view(torch.int32) >> 16).to(torch.int16).view(dtype) if dtype == torch.bfloat16 else x.to(dtype)
+
+
+def special_rows(x, choose):
+    """Some rows of x become constant, huge or of a huge mean, or hold infinities and NaN."""
+    for row in x:
+        value = choose.choice((None, None, 0.0, -0.0, 3.0, 6e4, math.inf, -math.inf, math.nan, "mean", "huge"))
+        if value == "mean":
+            row += 3e4
+        elif value == "huge":
+            row *= 1e4
+        elif value is not None:
+            row[choose.choice((slice(None), slice(None, None, 2), choose.randrange(len(row))))] = value
+    return x
+
+
+def transcribed(x, weight, bias, **how):
+    return aten_model.layer_norm(x, weight, bias, EPS, numpy_rsqrt, multiply_add, cast, **how)
+
+
+def launched(family, x, weight, bias):
+    """The kernel's output, mean and rstd of rows x."""
+    rows, size = x.shape
+    kind = family.Kind.of(x.dtype, size, x.stride(0), weight is not None, bias is not None)
+    out = torch.full((rows, size), math.nan, dtype=x.dtype)
+    mean, rstd = torch.full((2, rows, 1), math.nan).unbind()
+    given = x if weight is None else weight, x if bias is None else bias
+    kind.launch(rows, x.stride(0), CPU, EPS, True)(x, *given, out, mean, rstd)
+    return out, mean, rstd
+
+
+@interpreted
+def test_the_kernel_equals_the_transcription(module, seed):
+    family, generator, choose = module("ops.layer_norm"), torch.Generator().manual_seed(seed), random.Random(seed)
+    for case in range(200):
+        size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, 300)))
+        rows, dtype, gap = choose.randint(1, 3), choose.choice(DTYPES), choose.choice((0, 0, 1, 4, 8))
+        normal = torch.randn(rows, size + gap, generator=generator) * choose.choice((0.1, 1.0, 30.0))
+        x = special_rows(normal + choose.choice((0.0, 1.0, -50.0)), choose).to(dtype)[:, :size]
+        weight, bias = torch.randn(2, size, generator=generator).to(dtype).unbind()
+        weight, bias = choose.choice(((weight, bias), (weight, bias), (weight, None), (None, None)))
+        label = f"case {case}, {rows}x{size} {dtype}, gap {gap}, {weight is not None}, {bias is not None}"
+        for found, expected, what in zip(
+            launched(family, x, weight, bias), transcribed(x, weight, bias), ("output", "mean", "rstd")
+        ):
+            assert_bits_equal(found, expected, f"{what} of {label}")
+
+
+@interpreted
+@pytest.mark.parametrize("size", [8192 + 516, 16384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_long_rows_are_read_twice(module, seed, size, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, bias = torch.randn(3, 1, size, generator=generator).to(dtype).unbind()
+    for found, expected in zip(launched(module("ops.layer_norm"), x, weight[0], bias[0]), transcribed(x, weight, bias)):
+        assert_bits_equal(found, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_rows(module, dtype):
+    """Whatever order it is added up in, a row has these values."""
+    x = torch.stack([torch.full((512,), value) for value in (0.0, -0.0, 3.0, math.inf, math.nan)]).to(dtype)
+    out, mean, rstd = launched(module("ops.layer_norm"), x, None, None)
+    assert_bits_equal(mean[:3, 0], torch.tensor([0.0, 0.0, 3.0]))
+    # Every lane has 4 elements: their reciprocals are powers of two, and a constant row has no variance.
+    assert_bits_equal(rstd[:3], numpy_rsqrt(torch.full((3, 1), EPS)))
+    # x - mean of -0 is -0 - +0, which is -0.
+    assert_bits_equal(out[:3], torch.zeros(3, 512, dtype=dtype).index_fill(0, torch.tensor([1]), -0.0))
+    assert out[3:].isnan().all() and rstd[3:].isnan().all()
+
+
+# Moments that a kernel might compute by mistake
+
+
+def combined(mean, m2):
+    """Another way to combine two means, or two M2."""
+
+    def combine(below, above, fma):
+        (mean_b, m2_b, count_b), (mean_a, m2_a, count_a) = below, above
+        stated = aten_model.layer_norm_combine(below, above, fma)
+        factor = torch.where(stated[2] > 0, 1.0 / stated[2].clamp(min=1.0), 0.0)
+        n_a, n_b, delta = count_a * factor, count_b * factor, mean_b - mean_a
+        found = [stated[0], stated[1], stated[2]]
+        if mean == "other FMA":
+            found[0] = fma(mean_b, n_b.expand_as(mean_b), n_a * mean_a)
+        elif mean == "by delta":
+            found[0] = fma(delta, n_b.expand_as(delta), mean_a)
+        if m2 == "M2 last":
+            found[1] = m2_a + fma(n_b, count_a * (delta * delta), m2_b)
+        return tuple(found)
+
+    return functools.partial(aten_model.layer_norm_moments, combine=combine)
+
+
+def without_fma(x, fma):
+    return aten_model.layer_norm_moments(x, lambda a, b, c: a * b + c)
+
+
+def two_passes(x, fma):
+    h = x.float()
+    mean = aten_model.row_sum(h) / torch.tensor(float(h.shape[1]))
+    centred = h - mean[:, None]
+    return aten_model.Moments(mean, aten_model.row_sum(centred * centred) / torch.tensor(float(h.shape[1])))
+
+
+WRONG = {
+    "256 threads": functools.partial(aten_model.layer_norm_moments, threads=256),
+    "64 threads": functools.partial(aten_model.layer_norm_moments, threads=64),
+    "no FMA": without_fma,
+    "two passes": two_passes,
+    "M2 last": combined("", "M2 last"),
+    "means by another FMA": combined("other FMA", ""),
+    "means by their difference": combined("by delta", ""),
+}
+# With lanes of one count, a power of two, these are the same numbers.
+ONLY_UNEVEN = ("means by another FMA",)
+
+
+def in_the_kernels_place(family, patch, seed, **how):
+    """The proof compares the transcription with such moments instead of the kernel with eager; `seed` replaces its own."""
+
+    def launch(kind, rows, row_stride, device, eps, store_statistics):
+        def run(x, weight, bias, *outs):
+            given = weight if kind.weight else None, bias if kind.bias else None
+            for out, value in zip(outs, aten_model.layer_norm(x, *given, eps, **how)):
+                out.copy_(value)
+
+        return run
+
+    def eager(x, shape, weight, bias, eps):
+        return aten_model.layer_norm(x, weight, bias, eps)
+
+    patch.setattr(family.proof, "generator", lambda device, _: torch.Generator(device).manual_seed(seed))
+    patch.setattr(family.Kind, "launch", launch)
+    patch.setattr(family.torch, "native_layer_norm", eager)
+
+
+def tells(family, kind) -> bool:
+    return any(not bits_equal(found, expected) for _, found, expected in family._comparisons(kind, CPU))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 768, 1024, 1280])
+@pytest.mark.parametrize("name", [None, *WRONG])
+def test_the_proof_tells_a_wrong_order(module, monkeypatch, seed, name, size, dtype):
+    family = module("ops.layer_norm")
+    kind = family.Kind(dtype, size, 8, True, True)
+    if name is None:
+        in_the_kernels_place(family, monkeypatch, seed)
+        assert not tells(family, kind)
+        return
+    if size % 512 == 0 and name in ONLY_UNEVEN:
+        pytest.skip("lanes of one count have the same bits")
+    if size == 64 and name in (*ONLY_UNEVEN, "256 threads", "64 threads", "means by their difference"):
+        pytest.skip("16 lanes of four elements have the same bits")
+    in_the_kernels_place(family, monkeypatch, seed, moments=WRONG[name])
+    assert tells(family, kind)
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_proof_tells_another_output(module, monkeypatch, seed, dtype, size):
+    """The last product and sum without FMA, and a weight that is multiplied first."""
+    family = module("ops.layer_norm")
+    kind = family.Kind(dtype, size, 8, True, True)
+
+    def weight_first(x, weight, bias, eps):
+        _, mean, rstd = aten_model.layer_norm(x, weight, bias, eps)
+        out = aten_model.fused_multiply_add((weight.float() * rstd), x.float() - mean, bias.float().expand(x.shape))
+        return aten_model.LayerNorm(out.to(x.dtype), mean, rstd)
+
+    def no_fma(x, weight, bias, eps):
+        _, mean, rstd = aten_model.layer_norm(x, weight, bias, eps)
+        out = weight.float() * (rstd * (x.float() - mean)) + bias.float()
+        return aten_model.LayerNorm(out.to(x.dtype), mean, rstd)
+
+    for other in (weight_first, no_fma):
+
+        def eager(x, shape, weight, bias, eps, other=other):
+            return (aten_model.layer_norm if bias is None else other)(x, weight, bias, eps)
+
+        in_the_kernels_place(family, monkeypatch, seed)
+        assert not tells(family, kind)
+        monkeypatch.setattr(family.torch, "native_layer_norm", eager)
+        assert tells(family, kind)
+
+
+@interpreted
+def test_a_proof_is_of_the_kernel_that_will_run(module, monkeypatch):
+    """Of its kind, and of what is not a number."""
+    family, seen = module("ops.layer_norm"), []
+    bind = family.launch.bind
+
+    def spy(kernel, constants, warps, device, dtypes, rows, *scalars):
+        seen.append(constants)
+        return bind(kernel, constants, warps, device, dtypes, rows, *scalars)
+
+    monkeypatch.setattr(family, "_PROOF_ROWS", 80)
+    monkeypatch.setattr(family.launch, "bind", spy)
+    for kind in (family.Kind(torch.float32, 64, 1, True, False), family.Kind(torch.float16, 768, 8, True, True)):
+        seen.clear()
+        for what, found, _ in family._comparisons(kind, CPU):
+            assert found.isnan().any() and found.isfinite().any(), what
+        (constants,) = seen
+        expected = {"SIZE": kind.size, "STRIDE_UNIT": kind.unit, "WEIGHT": kind.weight, "BIAS": kind.bias}
+        assert constants == {**expected, "STREAMED": False}
+
+
+# What surrounds the kernel
+
+
+@pytest.fixture(autouse=True)
+def no_calls(module):
+    module("ops.layer_norm")._calls.clear()
+
+
+def gradients_of(function, leaves, dy):
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dy)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_function_and_layer_are_what_the_kernel_computes(kernel, module, seed, dtype):
+    family, generator = module("ops.layer_norm"), torch.Generator().manual_seed(seed)
+    x, dy = torch.randn(2, 3, 5, 64, generator=generator).to(dtype).unbind()
+    layer = nn.LayerNorm(64).to(dtype)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    expected = launched(family, x.view(15, 64), layer.weight.detach(), layer.bias.detach())[0].view(x.shape)
+    theirs = gradients_of(lambda x: layer(x), [x], dy)[1]
+    layer.forward = MethodType(kernel.layers.TorchLayerNorm.forward, layer)
+    for _ in range(2):  # The second call is recognised.
+        assert_bits_equal(layer(x).detach(), expected)
+        assert_bits_equal(kernel.layer_norm(x, 64, layer.weight, layer.bias).detach(), expected)
+        with torch.no_grad():
+            assert_bits_equal(layer(x), expected)
+        out, dx = gradients_of(layer, [x], dy)
+        assert_bits_equal(out, expected)
+        assert_bits_equal(dx, theirs)  # A CPU's operator computes them.
+    assert layer(x.clone().requires_grad_()).grad_fn.name() == "LayerNormBackward"
+    assert len([call for call in family._calls.resolved.values() if call is not None]) >= 2
+
+
+LAYOUTS = {
+    "rows apart": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "every other row": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "one row for all": lambda x: x[:1, :1].expand_as(x),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_are_contiguous_whatever_the_layout(kernel, module, seed, layout):
+    x, dy = torch.randn(2, 4, 6, 64, generator=torch.Generator().manual_seed(seed)).unbind()
+    x, weight, bias = LAYOUTS[layout](x), torch.rand(64) + 0.5, torch.rand(64)
+    ours = gradients_of(lambda *given: kernel.layer_norm(given[0], 64, *given[1:]), [x, weight, bias], dy)
+    theirs = gradients_of(lambda *given: functional.layer_norm(given[0], (64,), *given[1:]), [x, weight, bias], dy)
+    for found, expected in zip(ours, theirs):
+        assert found.stride() == expected.stride()
+        # Eager on a CPU adds in another order than the kernels: a few roundings, which the defaults allow.
+        torch.testing.assert_close(found, expected)
+    (call,) = module("ops.layer_norm")._calls.resolved.values()
+    assert (call is not None) == (layout not in ("transposed", "columns first"))
+
+
+@interpreted
+def test_several_dimensions_are_one_row(kernel, module, seed):
+    x, weight = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(seed)), torch.rand(4, 16)
+    found = kernel.layer_norm(x, (4, 16), weight)
+    expected, _, _ = launched(module("ops.layer_norm"), x.view(3, 64), weight.view(64), None)
+    assert_bits_equal(found, expected.view(x.shape))
+    leaf = x.clone().requires_grad_()
+    dx = torch.autograd.grad(kernel.layer_norm(leaf, (4, 16), weight), leaf, x)[0]
+    assert_bits_equal(dx, torch.autograd.grad(functional.layer_norm(leaf, (4, 16), weight), leaf, x)[0])
+
+
+def outside():
+    x, weight = torch.randn(3, 4, 64), torch.rand(64)
+    return {
+        "float64": (x.double(), 64, weight.double()),
+        "a weight of another dtype": (x.bfloat16(), 64, weight),
+        "short rows": (x[..., :32], 32),
+        "long rows": (torch.randn(1, 16388), 16388),
+        "no multiple of four": (torch.randn(2, 66), 66),
+        "a bias alone": (x, 64, None, weight),
+        "no rows": (x[:0], 64, weight),
+        "a subclass": (x.as_subclass(type("Other", (torch.Tensor,), {})), 64),
+        "an unaligned input": (torch.randn(257)[1:].view(4, 64), 64, weight),
+        "an unaligned weight": (x, 64, torch.rand(65)[1:]),
+    }
+
+
+@interpreted
+@pytest.mark.parametrize("case", outside())
+def test_outside_the_domain_eager_runs(kernel, case):
+    x, size, *vectors = outside()[case]
+    found, expected = kernel.layer_norm(x, size, *vectors), functional.layer_norm(x, (size,), *vectors)
+    assert_bits_equal(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
+
+
+def test_what_eager_refuses_is_refused(kernel):
+    x = torch.ones(2, 64)
+    with pytest.raises(TypeError, match=r"input: .* found list"):
+        kernel.layer_norm([1.0], 1)
+    with pytest.raises(TypeError, match=r"weight: .* found torch.int64"):
+        kernel.layer_norm(x, 64, torch.ones(64, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"normalized_shape: expected .*\[2, 64\], found \[32\]"):
+        kernel.layer_norm(x, 32)
+    with pytest.raises(ValueError, match=r"bias: expected shape \[64\], .* found \[2\]"):
+        kernel.layer_norm(x, 64, torch.ones(64), torch.ones(2))
+    with pytest.raises(TypeError, match="eps: expected a number, found bool"):
+        kernel.layer_norm(x, 64, eps=True)
+
+
+def layers_of_their_own():
+    class Subclass(nn.LayerNorm):
+        def forward(self, input):
+            return super().forward(input) + 1.0
+
+    class Computed(nn.LayerNorm):
+        @property
+        def eps(self):
+            return 0.5
+
+        @eps.setter
+        def eps(self, value):
+            pass
+
+    parametrized = nn.LayerNorm(64)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Tanh())
+    attribute = nn.LayerNorm(64)
+    del attribute.weight
+    attribute.weight = torch.full((64,), 3.0)
+    list_shape = nn.LayerNorm(64)
+    list_shape.normalized_shape = [64]
+    return {
+        "another forward": Subclass(64),
+        "a property": Computed(64),
+        "a parametrization": parametrized,
+        "an attribute": attribute,
+        "a list": list_shape,
+        "no weight": nn.LayerNorm(64, elementwise_affine=False),
+        "no bias": nn.LayerNorm(64, bias=False),
+    }
+
+
+@interpreted
+@pytest.mark.parametrize("name", layers_of_their_own())
+def test_layers_of_their_own(kernel, module, seed, name):
+    """What the layer returns is what its class does, up to a CPU's other order of additions."""
+    layer = layers_of_their_own()[name]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
+    expected = layer(x)
+    layer.forward = MethodType(kernel.layers.TorchLayerNorm.forward, layer)
+    # Eager on a CPU adds in another order than the kernels: a few roundings, which the defaults allow.
+    torch.testing.assert_close(layer(x), expected)
+    calls = [call for call in module("ops.layer_norm")._calls.resolved.values() if call is not None]
+    assert bool(calls) == (name in ("an attribute", "no weight", "no bias"))
+
+
+@interpreted
+def test_a_replaced_function_runs(kernel, monkeypatch):
+    layer, x = nn.LayerNorm(64), torch.ones(2, 64)
+    layer.forward = MethodType(kernel.layers.TorchLayerNorm.forward, layer)
+    monkeypatch.setattr(functional, "layer_norm", lambda *arguments: torch.full((2, 64), 7.0))
+    assert_bits_equal(layer(x), torch.full((2, 64), 7.0))
+
+
+@interpreted
+def test_under_autocast_16_bits_are_eagers(kernel, module):
+    """CUDA's computes in fp32. A call without autocast that is recognised must not stand for one with it."""
+    family, x, shape = module("ops.layer_norm"), torch.randn(4, 64).half(), (64,)
+    for _ in range(2):
+        assert family.replacement(x, shape, None, None, EPS) is not None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert family.replacement(x, shape, None, None, EPS) is None
+            assert_bits_equal(kernel.layer_norm(x, 64), functional.layer_norm(x, (64,)))
+            assert family.replacement(x.float(), shape, None, None, EPS) is not None
+
+
+@interpreted
+def test_gradients_can_be_differentiated(kernel, seed):
+    x, dy = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(seed)).unbind()
+    penalties = []
+    for function in (kernel.layer_norm, functional.layer_norm):
+        leaves = [each.clone().requires_grad_() for each in (x, torch.linspace(0.5, 1.5, 64), dy)]
+        out = function(leaves[0], (64,), leaves[1])
+        first = torch.autograd.grad(out, leaves[:2], leaves[2], create_graph=True)
+        penalties.append(torch.autograd.grad(sum(each.square().sum() for each in first), leaves))
+    for found, expected in zip(*penalties):
+        # Eager on a CPU adds in another order than the kernels: a few roundings, which the defaults allow.
+        torch.testing.assert_close(found, expected)
+        assert found.any()
+
+
+@interpreted
+def test_modes_checkpoints_and_transforms_get_eagers_results(kernel, seed):
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            names.append(str(function))
+            return function(*arguments, **(named or {}))
+
+    names = []
+    x, dy = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(seed)).unbind()
+    ours, theirs = (lambda x, f=f: f(x, (64,)) for f in (kernel.layer_norm, functional.layer_norm))
+    expected = gradients_of(theirs, [x], dy)
+    with Watching():
+        for found, wanted in zip(gradients_of(ours, [x], dy), expected):
+            assert_bits_equal(found, wanted)
+    assert "aten.native_layer_norm.default" in names and "aten.native_layer_norm_backward.default" in names
+
+    def checkpointed(x):
+        return torch.utils.checkpoint.checkpoint(ours, x, use_reentrant=False)
+
+    # Eager on a CPU adds in another order than the kernels: a few roundings, which the defaults allow.
+    torch.testing.assert_close(gradients_of(checkpointed, [x], dy), expected)
+    names.clear()
+    with Watching():  # Both computations of a checkpoint save the same tensors, whether a mode watches or not.
+        assert_bits_equal(gradients_of(checkpointed, [x], dy)[1], expected[1])
+    assert names.count("aten.native_layer_norm.default") >= 2
+    torch.testing.assert_close(torch.vmap(ours)(x[None])[0], theirs(x))
+    tangents = (torch.func.jvp(function, (x,), (dy,))[1] for function in (ours, theirs))
+    torch.testing.assert_close(*tangents)
+
+
+@interpreted
+def test_without_proof_eager_runs(kernel, module, monkeypatch):
+    """A CPU adds in another order than CUDA."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    x = torch.randn(6, 772)
+    with pytest.warns(RuntimeWarning, match="layer_norm on cpu, torch.float32, rows of 772 elements, keeps"):
+        assert_bits_equal(kernel.layer_norm(x, 772), functional.layer_norm(x, (772,)))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_operators_for_torch_compile(kernel, module, seed, dtype):
+    family, generator = module("ops.layer_norm"), torch.Generator().manual_seed(seed)
+    namespace = getattr(torch.ops, family._layer_norm_op._qualname.split("::")[0])
+    x, dy = torch.randn(2, 3, 5, 64, generator=generator).to(dtype).unbind()
+    weight, bias = torch.randn(2, 64, generator=generator).to(dtype).unbind()
+    for vectors in ((weight, bias), (weight, None), (None, None)):
+        leaves = [each.clone().requires_grad_() if each is not None else None for each in vectors]
+        torch.library.opcheck(namespace.layer_norm.default, (x.clone().requires_grad_(), [64], *leaves, EPS))
+        given = [each for each in (x, *vectors) if each is not None]
+        rest = (None,) * (3 - len(given))
+        functions = (
+            lambda x, *more: namespace.layer_norm(x, [64], *more, *rest, EPS)[0],  # noqa: B023
+            lambda x, *more: kernel.layer_norm(x, 64, *more, *rest, EPS),  # noqa: B023
+        )
+        for found, expected in zip(*(gradients_of(function, given, dy) for function in functions)):
+            assert_bits_equal(found, expected)
+    _, mean, rstd = namespace.layer_norm(x, [64], weight, bias, EPS)
+    for needs in ([True, True, True], [True, False, False]):
+        arguments = (dy, x, [64], mean, rstd, weight, bias, EPS, needs)
+        torch.library.opcheck(namespace.layer_norm_backward.default, arguments)
+
+
+# On a GPU: eager itself
+
+
+@pytest.mark.gpu
+def test_output_and_gradients_are_those_of_eager(kernel, module, seed, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    generator, choose = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
+    for case in range(200):
+        size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, 4096)))
+        shape = (choose.randint(1, 5), choose.randint(1, max(1, (1 << 20) // size)), size)
+        dtype, gap = choose.choice(DTYPES), choose.choice((0, 0, 4, 8))
+        label = f"case {case}, {shape} {dtype}, gap {gap}"
+        x, dy = torch.randn(2, *shape[:-1], size + gap, generator=generator, device="cuda").to(dtype)[..., :size]
+        x = special_rows((x * choose.choice((0.1, 1.0, 10.0))).flatten(0, 1), choose).view(shape)
+        vectors = [*torch.randn(2, size, generator=generator, device="cuda").to(dtype)][: choose.randint(0, 2)]
+        assert module("ops.layer_norm").replacement(x, (size,), *(*vectors, None, None)[:2], EPS) is not None, label
+        ours = gradients_of(lambda *given: kernel.layer_norm(given[0], size, *given[1:]), [x, *vectors], dy)  # noqa: B023
+        theirs = gradients_of(
+            lambda *given: functional.layer_norm(given[0], (size,), *given[1:]),  # noqa: B023
+            [x, *vectors],
+            dy,
+        )
+        for mine, eagers in zip(ours, theirs):
+            assert_bits_equal(mine, eagers, label)
+            assert mine.stride() == eagers.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_transcription_is_what_eager_computes(seed, dtype):
+    """Given the reciprocal square roots of the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for size in SIZES:
+        x = torch.randn(64, size, generator=generator, device="cuda").to(dtype) + 1.0
+        weight, bias = torch.randn(2, size, generator=generator, device="cuda").to(dtype).unbind()
+        expected = torch.native_layer_norm(x, (size,), weight, bias, EPS)
+        found = aten_model.layer_norm(
+            x.cpu(), weight.cpu(), bias.cpu(), EPS, rsqrt=lambda x: torch.rsqrt(x.cuda()).cpu()
+        )
+        for mine, eagers, what in zip(found, expected, ("output", "mean", "rstd")):
+            assert_bits_equal(mine, eagers.cpu(), f"{what} of {size}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layer_norm_is_the_uncompiled_one(kernel, seed, dynamic):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    torch._dynamo.reset()
+
+    def ours(x, weight, bias):
+        return kernel.layer_norm(x, weight.shape, weight, bias)
+
+    compiled = torch.compile(ours, dynamic=dynamic, fullgraph=True)
+    for dtype in DTYPES:
+        for size in (64, 1024):
+            x, dy = torch.randn(2, 30, size, generator=generator, device="cuda").to(dtype)
+            vectors = torch.randn(2, size, generator=generator, device="cuda").to(dtype).unbind()
+            for found, expected in zip(*(gradients_of(each, [x, *vectors], dy) for each in (compiled, ours))):
+                assert_bits_equal(found, expected, f"{dtype} {size}")

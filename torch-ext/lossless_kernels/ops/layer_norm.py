@@ -1,0 +1,495 @@
+"""LayerNorm that returns the bits of `F.layer_norm`: the forward pass, and gradients by ATen's own operator."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Callable, Optional, Union
+
+import torch
+from torch import is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
+
+from .._ops import add_op_namespace_prefix
+from ..core import launch, proof
+from ..core.calls import Calls, Outside
+from ..core.declarations import WARMUP, Warmup
+from ..core.domain import (
+    FLOAT_DTYPES,
+    PLAIN_TYPES,
+    allocator,
+    are_ours,
+    check_floating,
+    gradients_apart,
+    is_autocast,
+    runs_kernels,
+    under_transform,
+)
+from ..core.layout import contiguous_strides, rows_in_memory
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from .rms_norm.backward import without_none
+
+if launch.AVAILABLE:
+    from ..kernels_src.layer_norm import layer_norm_forward
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Union[int, Sequence[int]],
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Layer normalisation: bit for bit what `torch.nn.functional.layer_norm` of the same arguments returns.
+
+    `weight * ((input - mean) * rsqrt(variance + eps)) + bias`, mean and variance over the last dimensions in fp32. ATen's
+    own operator computes the gradients.
+
+    Args:
+        input: `[..., *normalized_shape]`, any real floating dtype.
+        normalized_shape: the last dimensions, or an integer for one.
+        weight: `normalized_shape`, of the dtype of input, or None.
+        bias: like weight.
+        eps: added to the variance.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of input.
+
+    Raises:
+        TypeError: `input`, `weight` or `bias` is no tensor or not of a real floating dtype, or `eps` is no number.
+        ValueError: `normalized_shape` is not the end of the input's shape, or `weight` or `bias` has another shape.
+
+    The kernel runs for fp32, fp16 and bf16 on CUDA if weight and bias have that dtype, the normalised dimensions have
+    64 to 16384 elements, a multiple of 4, and rows are contiguous and equally spaced. Eager computes everything else: a
+    bias without a weight, and 16 bits under autocast, which computes in fp32.
+    """
+    shape = _checked(input, normalized_shape, weight, bias, eps)
+    out = replacement(input, shape, weight, bias, eps)
+    return functional.layer_norm(input, shape, weight, bias, eps) if out is None else out
+
+
+def _checked(input, normalized_shape, weight, bias, eps) -> tuple[int, ...]:
+    """normalized_shape as a tuple. Raises TypeError or ValueError unless these are arguments of `layer_norm`."""
+    check_floating("input", input)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"normalized_shape: expected the last dimensions of input {list(input.shape)}, found {list(shape)}"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_floating(name, tensor)
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}: expected shape {list(shape)}, normalized_shape, found {list(tensor.shape)}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a number, found {type(eps).__name__}")
+    return shape
+
+
+# A layer is replaced if it has this forward and this function is what the forward calls.
+_LAYER_FORWARD, _EAGER = nn.LayerNorm.forward, functional.layer_norm
+proof.record_dependency(_LAYER_FORWARD, _EAGER)
+
+
+def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.Tensor]:
+    """The output of a module with the forward of `torch.nn.LayerNorm`, from the kernel; None if its forward must run."""
+    owner, state = type(module), module.__dict__
+    if owner.forward is not _LAYER_FORWARD or functional.layer_norm is not _EAGER:
+        return proof.record_refusal(owner.forward, "another forward than that of torch.nn.LayerNorm")
+    try:
+        arguments = [_attribute(module, owner, state, name) for name in ("weight", "bias", "normalized_shape", "eps")]
+    except KeyError as missing:
+        return proof.record_refusal(owner.forward, f"the class or a parametrization computes {missing}")
+    weight, bias, shape, eps = arguments
+    if not isinstance(shape, tuple) or not isinstance(eps, (int, float)) or not isinstance(input, torch.Tensor):
+        return proof.record_refusal(owner.forward, "normalized_shape, eps or input of another type")
+    return replacement(input, shape, weight, bias, eps)
+
+
+def _attribute(module, owner, state, name):
+    """An attribute as the module holds it. Raises KeyError if its class, or a parametrization, computes it."""
+    if hasattr(owner, name):
+        raise KeyError(name)
+    if name in state:
+        return state[name]
+    return state["_parameters"][name] if name in state["_parameters"] else state["_buffers"][name]
+
+
+# Calls
+
+
+_MIN_SIZE, _MAX_SIZE = 64, 16384
+# ATen reads vectors of so many elements; without their alignment, another kernel of its own runs.
+_VECTOR = 4
+# The kernels of torch 2.11 count elements in 32 bits.
+_MAX_ELEMENTS = 1 << 32
+# Longer rows, in bytes, do not fit into the registers of the threads that read them by 16 bytes each.
+_MAX_KEPT_BYTES = 16 << 10
+_STEP = 512
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties that a kernel is compiled for.
+
+    Attributes:
+        size: elements of a row.
+        unit: the number of elements, up to 16 bytes, by which row strides are counted.
+        weight, bias: whether there is one.
+    """
+
+    dtype: torch.dtype
+    size: int
+    unit: int
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, size: int, row_stride: int, weight: bool, bias: bool) -> "Kind":
+        return cls(dtype, size, math.gcd(row_stride, 16 // dtype.itemsize), weight, bias)
+
+    def launch(self, rows: int, row_stride: int, device, eps: float, store_statistics: bool) -> launch.Launch:
+        """The launch. Its tensors: input, weight, bias, dense output and, if they are stored, mean and rstd; any tensor of
+        the input's dtype stands for a weight or bias that there is not."""
+        constants = {
+            "SIZE": self.size,
+            "STRIDE_UNIT": self.unit,
+            "WEIGHT": self.weight,
+            "BIAS": self.bias,
+            "STREAMED": self.size * self.dtype.itemsize > _MAX_KEPT_BYTES,
+        }
+        dtypes = (*(self.dtype,) * 4, torch.float32, torch.float32)
+        # Each thread accesses 16 bytes of a step.
+        warps = _STEP * self.dtype.itemsize // 16 // 32
+        scalars = row_stride // self.unit, int(store_statistics), eps
+        return launch.bind(layer_norm_forward, constants, warps, device, dtypes, rows, *scalars)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call resolved for its tensors' shapes, strides, dtype and device."""
+
+    launch: launch.Launch
+    empty: Callable[[], torch.Tensor]
+    empty_statistics: Callable[[], torch.Tensor]
+    shape: tuple
+    eps: float
+    alignment_mask: int
+
+    def is_aligned(self, input, weight, bias) -> bool:
+        """Whether ATen's vectorised kernel takes these tensors, and with it the arithmetic of this one."""
+        addresses = input.data_ptr()
+        if weight is not None:
+            addresses |= weight.data_ptr()
+        if bias is not None:
+            addresses |= bias.data_ptr()
+        return not addresses & self.alignment_mask
+
+    def __call__(self, input, weight, bias):
+        if not self.is_aligned(input, weight, bias):
+            return functional.layer_norm(input, self.shape, weight, bias, self.eps)
+        out = self.empty()
+        self.launch.call_4(input, input if weight is None else weight, input if bias is None else bias, out)
+        return out
+
+    def with_statistics(self, input, weight, bias):
+        """The output, mean and rstd."""
+        if dispatch_modes() or not self.is_aligned(input, weight, bias):
+            return _eager_with_statistics(input, self.shape, weight, bias, self.eps)
+        out, mean, rstd = self.empty(), self.empty_statistics(), self.empty_statistics()
+        weight, bias = input if weight is None else weight, input if bias is None else bias
+        self.launch.call_6(input, weight, bias, out, mean, rstd)
+        return out, mean, rstd
+
+
+class _Training(_Call):
+    """A call with gradients."""
+
+    def __call__(self, input, weight, bias):
+        return _apply(self, input, weight, bias)
+
+
+def _eager_with_statistics(input, shape, weight, bias, eps):
+    out, mean, rstd = torch.native_layer_norm(input, shape, weight, bias, eps)
+    # A CPU's statistics may have the input's dtype.
+    return out, mean.float(), rstd.float()
+
+
+def replacement(
+    input: torch.Tensor, shape: tuple, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> Optional[torch.Tensor]:
+    """The output from the kernel; None if eager must compute it."""
+    if is_dynamo_compiling():
+        return _compiled(input, shape, weight, bias, eps)
+    subject = id(weight), bias is None
+    recent = _calls.recent.get(subject)
+    if recent is not None:
+        same, normalized, added, grad, compute = recent
+        if (
+            type(input) in PLAIN_TYPES
+            and not input.is_nested
+            and same(*_given(input, weight, bias))
+            and normalized is shape
+            and added is eps
+            and grad is is_grad_enabled()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            return compute(input, weight, bias)
+    tensors = _given(input, weight, bias)
+    needs_grad = is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not all(are_ours(input, tensor, needs_grad) for tensor in tensors):
+        return proof.record_refusal(_EAGER, proof.NOT_PLAIN)
+    if needs_grad and any(tensor.is_inference() for tensor in tensors):
+        return proof.record_refusal(_EAGER, proof.INFERENCE_TENSORS)
+    if _autocast_changes(*tensors):
+        return proof.record_refusal(_EAGER, "autocast, which computes in fp32")
+    facts = (weight is None, bias is None, shape, eps, needs_grad)
+    call = _calls.find(_EAGER, facts, tensors, *facts)
+    if call is None:
+        return None
+    _calls.recognise(subject, call, (shape, eps, is_grad_enabled()), tensors)
+    return call(input, weight, bias)
+
+
+def _given(input, weight, bias) -> tuple[torch.Tensor, ...]:
+    """The tensors of a call."""
+    if weight is None:
+        return (input,) if bias is None else (input, bias)
+    return (input, weight) if bias is None else (input, weight, bias)
+
+
+def _autocast_changes(*tensors) -> bool:
+    return any(tensor.dtype != torch.float32 for tensor in tensors) and is_autocast(tensors[0].device)
+
+
+def _resolve(x, *more):
+    *vectors, no_weight, no_bias, shape, eps, needs_grad = more
+    rows, size, row_stride = _rows(x, vectors, shape)
+    if no_weight and not no_bias:
+        raise Outside("a bias without a weight")
+    kind = Kind.of(x.dtype, size, row_stride, not no_weight, not no_bias)
+    if not _proved(kind, x.device):
+        return None
+    # ATen computes with contiguous copies.
+    empty = allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device)
+    of_rows = (*x.shape[: x.dim() - len(shape)], *(1,) * len(shape))
+    empty_statistics = allocator(of_rows, contiguous_strides(of_rows), torch.float32, x.device)
+    bound = kind.launch(rows, row_stride, x.device, eps, needs_grad)
+    make = _Training if needs_grad else _Call
+    return make(bound, empty, empty_statistics, shape, eps, _VECTOR * x.dtype.itemsize - 1)
+
+
+def _rows(x, vectors, shape) -> tuple[int, int, int]:
+    """Rows, elements of a row, and row stride. Raises Outside if no kernel takes these tensors."""
+    if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
+        raise Outside(f"input {x.dtype} on {x.device}")
+    if torch.version.hip is not None:
+        raise Outside("ROCm, whose order of additions is another")
+    if not shape or x.shape[-len(shape) :] != shape:
+        raise Outside("normalized_shape that is not the end of the input's shape")
+    for vector in vectors:
+        if vector.dtype != x.dtype or vector.device != x.device:
+            raise Outside(f"input {x.dtype} on {x.device}, weight or bias {vector.dtype} on {vector.device}")
+        if vector.shape != shape or not vector.is_contiguous():
+            raise Outside("weight or bias is not contiguous, or not of normalized_shape")
+    size = math.prod(shape)
+    if x.numel() == 0 or size % _VECTOR or not _MIN_SIZE <= size <= _MAX_SIZE:
+        raise Outside("an empty input, or rows that are not of 64 to 16384 elements, a multiple of 4")
+    if x.numel() > _MAX_ELEMENTS or x.numel() // size > launch.MAX_PROGRAMS:
+        raise Outside("too many elements or rows")
+    if x.is_contiguous():
+        return x.numel() // size, size, size
+    found = rows_in_memory(x.shape, x.stride()) if len(shape) == 1 else None
+    if found is None or list(found[2]) != sorted(found[2]):
+        raise Outside("input that is not made of contiguous rows, equally spaced and in order")
+    rows, row_stride, _ = found
+    return rows, size, row_stride
+
+
+_calls = Calls(_resolve)
+
+
+def gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs) -> tuple[Optional[torch.Tensor], ...]:
+    """Those of input, weight and bias, as far as `needs` says, from ATen's operator; under `create_graph` autograd's.
+
+    Args:
+        mean, rstd: fp32, with the bits that ATen's forward pass saves.
+    """
+    if not is_grad_enabled():
+        if not dy.is_cuda:  # A CPU's operator wants its own statistics.
+            _, mean, rstd = torch.native_layer_norm(input, shape, weight, bias, eps)
+        operator = torch.ops.aten.native_layer_norm_backward
+        return tuple(operator(dy, input, shape, mean, rstd, weight, bias, list(needs)))
+
+    def out(*needed):
+        given = iter(needed)
+        arguments = [next(given) if need else each for each, need in zip((input, weight, bias), needs)]
+        return functional.layer_norm(arguments[0], shape, *arguments[1:], eps)
+
+    needed = [each for each, need in zip((input, weight, bias), needs) if need]
+    found = iter(gradients_apart(out, needed, dy))
+    return tuple(next(found) if need else None for need in needs)
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, input, weight, bias):
+        out, mean, rstd = call.with_statistics(input, weight, bias)
+        ctx.save_for_backward(input, weight, bias, mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
+            return None, None, None, None
+        input, weight, bias, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        return None, *gradients(dy, input, ctx.call.shape, mean, rstd, weight, bias, ctx.call.eps, needs)
+
+
+_apply = apply_of(LayerNorm)
+
+
+# Proof
+
+
+def _proved(kind: Kind, device) -> bool:
+    return proof.kernel_is_proved(
+        ("layer_norm", kind, device),
+        proof.Subject(_EAGER, device, f"{kind.dtype}, rows of {kind.size} elements", "layer_norm"),
+        functools.partial(_comparisons, kind, device),
+    )
+
+
+# The statistics are compared in fp32, where another order of additions shows in many rows.
+_PROOF_ROWS = 128
+_PROOF_EPS = 1e-5
+# Of 16 bits so many show whether the last product and sum round once: one of about 100 tells.
+_CANCELLED_ELEMENTS = 4096
+
+
+def _comparisons(kind, device):
+    source = proof.generator(device, kind.size)
+    shape, row_stride = (_PROOF_ROWS, kind.size), kind.size + kind.unit
+    normal, spread = (torch.randn(*each, device=device, generator=source) for each in (shape, (_PROOF_ROWS, 1)))
+    # Rows of all scales, and with means of up to 64 times the deviation.
+    values = (normal + 8.0 * spread * spread.abs()) * torch.exp2(torch.arange(_PROOF_ROWS, device=device) % 16 - 8.0)[
+        :, None
+    ]
+    values[0], values[1], values[2], values[3, 0], values[4, -1] = 0.0, -0.0, 3.0, math.nan, math.inf
+    values[5, ::2], values[6], values[7, 0] = 6e4, -math.inf, 6e4
+    x = torch.zeros(_PROOF_ROWS, row_stride, dtype=kind.dtype, device=device)[:, : kind.size].copy_(values)
+    weight = torch.randn(kind.size, device=device, generator=source).to(kind.dtype) if kind.weight else None
+    launched = kind.launch(_PROOF_ROWS, row_stride, device, _PROOF_EPS, True)
+    for bias in _biases(kind, x, weight, source):
+        out = torch.full(shape, math.nan, dtype=kind.dtype, device=device)
+        mean, rstd = torch.full((2, _PROOF_ROWS, 1), math.nan, device=device).unbind()
+        launched(x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd)
+        expected = torch.native_layer_norm(x, (kind.size,), weight, bias, _PROOF_EPS)
+        yield from zip(("the output", "the mean", "rstd"), (out, mean, rstd), expected)
+
+
+def _biases(kind, x, weight, source):
+    """None, or a bias at random and others that cancel the products of one row: their sums show how products round."""
+    if not kind.bias:
+        return [None]
+    products = torch.native_layer_norm(x, (kind.size,), weight, None, _PROOF_EPS)[0]
+    # The first rows have infinities and NaN.
+    cancelling = (-products[8 + row] for row in range(_CANCELLED_ELEMENTS // kind.size + 1))
+    return [torch.randn(kind.size, device=x.device, generator=source).to(kind.dtype), *cancelling]
+
+
+def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:
+    """The inputs that `warmup` calls a layer with: all numbers of rows have one kernel and one proof."""
+    if weight is None:
+        raise Outside("a norm without a weight has no normalized_shape")
+    return [(count, *weight.shape) for count in rows or (1,)]
+
+
+WARMUP["TorchLayerNorm"] = Warmup(warmup_shapes)
+
+
+# torch.compile
+
+
+@torch.library.custom_op(add_op_namespace_prefix("layer_norm"), mutates_args=())
+def _layer_norm_op(
+    input: torch.Tensor, shape: list[int], weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors, facts = _given(input, weight, bias), (weight is None, bias is None, tuple(shape), eps, True)
+    call = _calls.find(_EAGER, facts, tensors, *facts)
+    if call is None:
+        return _eager_with_statistics(input, shape, weight, bias, eps)
+    return call.with_statistics(input, weight, bias)
+
+
+@_layer_norm_op.register_fake
+def _(input, shape, weight, bias, eps):
+    of_rows = (*input.shape[: input.dim() - len(shape)], *(1,) * len(shape))
+    out = input.new_empty(input.shape)
+    return out, *(input.new_empty(of_rows, dtype=torch.float32) for _ in range(2))
+
+
+@torch.library.custom_op(add_op_namespace_prefix("layer_norm_backward"), mutates_args=())
+def _layer_norm_backward_op(
+    dy: torch.Tensor,
+    input: torch.Tensor,
+    shape: list[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    eps: float,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        return without_none(gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs), dy)
+
+
+@_layer_norm_backward_op.register_fake
+def _(dy, input, shape, mean, rstd, weight, bias, eps, needs):
+    found = (each.new_empty(each.shape) if need else None for each, need in zip((input, weight, bias), needs))
+    return without_none(found, dy)
+
+
+def _setup_context(ctx, inputs, output):
+    input, ctx.shape, weight, bias, ctx.eps = inputs
+    ctx.save_for_backward(input, weight, bias, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _op_gradient(ctx, dy, d_mean, d_rstd):
+    if dy is None:
+        return None, None, None, None, None
+    input, weight, bias, mean, rstd = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[each] for each in (0, 2, 3)]
+    found = _layer_norm_backward_op(dy, input, ctx.shape, mean, rstd, weight, bias, ctx.eps, needs)
+    dx, dweight, dbias = (each if need else None for each, need in zip(found, needs))
+    return dx, None, dweight, dbias, None
+
+
+_layer_norm_op.register_autograd(_op_gradient, setup_context=_setup_context)
+
+
+@torch.compiler.assume_constant_result
+def _is_traced_plainly() -> bool:
+    return not under_transform()
+
+
+def _compiled(input, shape, weight, bias, eps):
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original.
+
+    Without a proof the op runs ATen's kernel.
+    """
+    tensors = _given(input, weight, bias)
+    if not all(tensor.is_cuda for tensor in tensors) or _autocast_changes(*tensors) or not _is_traced_plainly():
+        return None
+    if input.dtype not in FLOAT_DTYPES or any(tensor.dtype != input.dtype for tensor in tensors):
+        return None
+    if not shape or input.shape[-len(shape) :] != shape or (weight is None and bias is not None):
+        return None
+    return _layer_norm_op(input, list(shape), weight, bias, float(eps))[0]
