@@ -140,6 +140,38 @@ def test_every_public_name_is_in_the_reference():
         assert re.search(rf"^::: lossless_kernels\.{name}$", text, re.MULTILINE), name
 
 
+def _columns(path):
+    """The cells of a page's only table, its first row left out, by the names of that row."""
+    rows = [
+        line.strip("|").split("|") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")
+    ]
+    names, _, *rows = ([cell.strip() for cell in row] for row in rows)
+    assert all(len(row) == len(names) for row in rows)
+    return [dict(zip(names, row)) for row in rows]
+
+
+SUITE = """
+    cross_entropy dyt fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd fused_neighborhood_attention geglu
+    group_norm jsd kl_div layer_norm llama4_rope poly_norm qwen2vl_mrope rms_norm rope softmax sparsemax swiglu
+    tiled_geglu tiled_swiglu tvd
+""".split()
+
+
+def test_the_suite_has_22_rows_of_names_that_exist(kernel):
+    rows = _columns(DOCS / "suite.md")
+    assert [row["kernel of the list"] for row in rows] == SUITE and len(SUITE) == 22
+    for row in rows:
+        assert all(row.values()), row
+        names, promise = re.findall(r"`([^`]+)`", row["name here"]), row["promise"]
+        for name in names:
+            assert name in kernel.__all__ or hasattr(kernel.layers, name), name
+        # What has no name promises nothing, and what has one promises something.
+        assert bool(names) != (row["name here"] == "none"), row
+        assert bool(names) != promise.startswith(("not yet", "left to")), row
+        # A function of the list's own name has its row.
+        assert row["kernel of the list"] not in kernel.__all__ or row["kernel of the list"] in names, row
+
+
 def test_the_repositorys_address_has_one_home():
     """`source` in build.toml; the pages say that there is none yet as long as there is none."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed, so CITATION.cff cannot be read")

@@ -6,6 +6,7 @@ from .diagnosis import doctor
 from .loss import attach_loss
 from .mapping import kernel_mapping, name_layers
 from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
+from .ops.composed import poly_norm, sparsemax
 from .ops.cross_entropy import causal_lm_loss, cross_entropy
 from .ops.divergences import kl_div, tvd
 from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
@@ -41,6 +42,7 @@ __all__ = [
     "linear_cross_entropy",
     "name_layers",
     "new_gelu",
+    "poly_norm",
     "quick_gelu",
     "recompute_products",
     "replacement_report",
@@ -49,6 +51,7 @@ __all__ = [
     "silu",
     "silu_and_mul",
     "softmax",
+    "sparsemax",
     "tvd",
     "warmup",
 ]
