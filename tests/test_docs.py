@@ -103,6 +103,22 @@ def test_a_link_to_nothing_is_told(tmp_path, monkeypatch):
     test_links_lead_somewhere(tmp_path / "page.md")
 
 
+def test_environment_variables_are_on_their_page():
+    """Those with the project's prefix, and those that the diagnosis reads."""
+    sources = [
+        path
+        for name in ("torch-ext", "scripts", "tests", "examples", "benchmarks")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    read = {name for path in sources for name in re.findall(r"\bLOSSLESS_[A-Z]+\b", path.read_text(encoding="utf-8"))}
+    diagnosis = (ROOT / "torch-ext/lossless_kernels/diagnosis.py").read_text(encoding="utf-8")
+    read |= {*re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"', re.search(r"_VARIABLES = \(.*?\)", diagnosis)[0])}
+    assert {"LOSSLESS_SEED", "LOSSLESS_PROOF", "CC"} <= read
+    page = (DOCS / "environment.md").read_text(encoding="utf-8")
+    missing = [name for name in sorted(read) if not re.search(rf"`{name}\b", page)]
+    assert not missing, missing
+
+
 def navigation(entries):
     for entry in entries:
         value = next(iter(entry.values())) if isinstance(entry, dict) else entry
