@@ -37,9 +37,9 @@ class WarmupReport:
     """
 
     compiled: int
-    proved: list
-    refused: list
-    skipped: list
+    proved: list[str]
+    refused: list[str]
+    skipped: list[str]
     seconds: float
     seconds_compiling: float
 
