@@ -119,7 +119,9 @@ def test_every_family_is_in_a_graph(kernel):
         for name, value in vars(kernel.layers).items()
         if isinstance(value, type) and value.__module__ == kernel.layers.__name__
     }
-    assert {name for _, name in GRAPHS.values()} == (functions | layers) - {"LlamaRotaryEmbedding"}
+    # `cpu_kernels` does not have these kernels: their own files test gradients with `create_graph`.
+    elsewhere = {"LlamaRotaryEmbedding", "kl_div", "layer_norm", "TorchLayerNorm", "tvd"}
+    assert {name for _, name in GRAPHS.values()} == (functions | layers) - elsewhere
 
 
 @pytest.mark.parametrize("name", GRAPHS)
