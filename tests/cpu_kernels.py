@@ -23,6 +23,7 @@ def cpu_kernels(package):
 
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
     rotary, variants, products = module("rotary_formulas"), module("variants").BY_NAME.values(), []
+    divergences = module("ops.divergences")._DIVERGENCES
     tables, softmax, cross_entropy = module("rotary_embedding"), module("ops.softmax"), module("cross_entropy")
 
     def variant_of(constants, x, weight, out):
@@ -143,8 +144,26 @@ def cpu_kernels(package):
             loss = cross_entropy.eager(leaf, target, scalars[2], reduction)
         write(dx, torch.autograd.grad(loss, leaf, d_loss)[0])
 
+    def divergence_forward(constants, scalars, first, second, labels, out):
+        write(
+            out,
+            divergences[constants["FORM"]].eager(first, second, labels_of(constants, labels), scalars[1], "none", None),
+        )
+
+    def divergence_backward(constants, scalars, dy, first, second, labels, d_first, *d_second):
+        assert not constants["REDUCED"], "the CPU has no sum in the kernels' order"
+        labels = labels_of(constants, labels)
+        found = divergences[constants["FORM"]].gradients(dy, first, second, labels, scalars[1])
+        wanted = [d_first] * constants["WITH_FIRST"], [*d_second] * constants["WITH_SECOND"]
+        for into, values in zip(wanted[0] + wanted[1], found[0 if wanted[0] else 1 :]):
+            write(into, values)
+
+    def labels_of(constants, labels):
+        return labels if constants["SIZE"] else None
+
     kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
     kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
+    kernels += (divergence_forward, divergence_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     return {each.__name__: each for each in kernels} | {
         "rotary": rotate,

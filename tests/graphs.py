@@ -164,6 +164,12 @@ GRAPHS = {
     "gelu_tanh_and_mul": (
         lambda: Around(_gelu_tanh_and_mul, lambda f, h: torch.cat((f(h), h[..., ::2]), -1)), "gelu_tanh_and_mul"
     ),
+    # Elementwise: the CPU adds up in another order.
+    "kl_div": (lambda: Around(F.kl_div, lambda f, h: f(h, h.sigmoid(), reduction="none")), "kl_div"),
+    "tvd": (
+        lambda: Around(lambda p, q, reduction: torch.abs(p - q) / 2.0, lambda f, h: f(h, h.sigmoid(), reduction="none")),
+        "tvd",
+    ),
     "rms_norm": (lambda: Around(_rms_norm, lambda f, h, weight: f(h, weight, 1e-6), HIDDEN_SIZE), "rms_norm"),
     "silu": (lambda: Around(F.silu), "silu"),
     "gelu": (lambda: Around(F.gelu), "gelu"),
