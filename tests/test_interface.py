@@ -1,6 +1,7 @@
 """`scripts/interface.py`: which changes of the package break what a version promises. Each is made to a copy and imported."""
 
 import compileall
+import inspect
 import json
 import re
 import shutil
@@ -284,3 +285,14 @@ part = functools.partial(lambda a, b: a, 1, b=1)
 value = 2.5
 __all__ = ["Color", "Point", "basename", "function", "json", "part", "value"]
 """
+
+
+def test_public_functions_are_annotated(kernel, build):
+    """Type checkers read the annotations because the build ships py.typed."""
+    assert (build / "torch-cpu/py.typed").is_file()
+    for name in kernel.__all__:
+        value = getattr(kernel, name)
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            found = [signature.return_annotation, *(each.annotation for each in signature.parameters.values())]
+            assert inspect.Parameter.empty not in found, f"{name}{signature}"

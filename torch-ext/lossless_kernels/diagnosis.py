@@ -105,14 +105,14 @@ class Diagnosis:
 
 
 def doctor(model: Optional[Union[torch.nn.Module, str, Any]] = None, verbose: bool = True) -> Diagnosis:
-    """Tells what this machine has, what keeps kernels from running here, and what would be replaced in `model`.
+    """Reports this machine's versions, the problems that keep kernels from running, and the layers that `apply` would replace.
 
-    Neither a GPU nor `kernels` nor transformers is needed; what is missing is told with its next step. Nothing is launched. A model
-    that is not loaded is built from its configuration on the meta device, without weights. A norm's formula is compared on the
-    CPU; whether a kernel returns eager's bits is verified at the model's first calls.
+    The report needs no GPU, no `kernels` and no transformers. It names what is missing, each with its next step. It launches no
+    kernel. A model that is not loaded is built from its configuration on the meta device, without weights. The formulas of its
+    norms are compared on the CPU. Kernels are verified later, at the model's first calls.
 
     Args:
-        model: a module, of which `replacement_report` tells; or a model that is not loaded: a configuration of transformers, or
+        model: a module, whose `replacement_report` is added; or a model that is not loaded: a configuration of transformers, or
             the name of one (an id on the Hub, or a folder with config.json).
         verbose: print the diagnosis.
 

@@ -28,20 +28,23 @@ def apply(
 ) -> report.ReplacementReport:
     """Replaces every layer of `model` that a kernel of this package may replace, and returns the report.
 
-    One call for `name_layers`, `kernel_mapping`, `kernels.kernelize` and `attach_loss`: the same forwards are bound, so that a
-    call of the model costs the same CPU time. `apply` changes nothing else:
+    `apply` calls `name_layers`, `kernel_mapping`, `kernels.kernelize` and `attach_loss`. It binds the same forwards as they do,
+    so a call of the model costs the same CPU time. It changes:
 
-    - `module.forward` and, with the loss, `_loss_function`. Parameters, buffers, gradients, hooks and an autograd graph in
-      use stay. accelerate's hooks stay around the new forward. A forward that a user put onto a module stays.
-    - Layer names are given for the time of the call alone.
-    - A rotary function of transformers is replaced for all models of its file, until `restore` of the last model that
-      it was applied to.
-    - Of a model after `set_use_kernels` the layers with kernels here are taken over, and `model.train()` no longer gives them to
-      transformers' own mapping.
+    - `module.forward` of the replaced layers. accelerate's hooks stay around the new forward. A forward that a user put onto a
+      module stays.
+    - `_loss_function`, if it attaches the loss.
+    - A rotary function of transformers, for all models of its file. `restore` puts it back with the last model that `apply`
+      changed.
 
-    On a device without kernels the layers stay as they are, and so do those of a model without a layer that a kernel takes: one
-    RuntimeWarning says why. A second call does the first one's work anew, with its own mode and level. If `apply` raises, the
-    original forwards run.
+    Parameters, buffers, gradients, hooks and an existing autograd graph stay. Classes have their layer names only during the
+    call. After `set_use_kernels`, `apply` takes over the layers that have kernels here, and `model.train()` no longer gives
+    them to transformers' own mapping.
+
+    The original layers run where the device has no kernels. In a model that is split over a GPU and a CPU the layers on the GPU
+    run kernels and those on the CPU keep their original forward. If nothing can be replaced, one RuntimeWarning gives the
+    reason and the next step. A second call replaces the first, with its own mode and level. If `apply` raises, the original
+    forwards run.
 
     Args:
         model: a module on its devices; several devices, accelerate's offloading and PEFT's wrappers included.
@@ -95,11 +98,11 @@ def apply(
 
 
 def restore(model: nn.Module) -> None:
-    """Puts the original forwards of `model` back, and its loss: the state before `apply`, or before `kernelize`.
+    """Puts the original forwards and the loss of `model` back.
 
-    After it no module carries a forward of this package. Forwards, `_loss_function` and `__dict__` are those before `apply`.
-    A module without `apply` loses the forward that `kernelize` bound, and its class's runs. A rotary function that other
-    models were applied to stays replaced, as does a forward that wraps one of this package's.
+    After `apply`, the forwards, `_loss_function` and the `__dict__` of every module are those from before. After `kernelize`
+    alone, every module runs the forward of its class again. Two things stay replaced: a rotary function that `apply` changed
+    for another model too, and a forward of another package that wraps one of this package.
 
     Args:
         model: a module that `apply` or `kernelize` changed, one that holds it, or a part or a deep copy of it.
@@ -125,13 +128,13 @@ _GATED_MLPS = frozenset(("LlamaMLP", "GeGLUMLP", "Phi3MLP"))
 def recompute_products(model: nn.Module, recompute: bool = True) -> int:
     """Saves memory in training: gated MLPs compute their product again in the backward pass instead of keeping it.
 
-    Of the four tensors `[tokens, intermediate_size]` that eager keeps for each MLP (gate, its activation, up, the product)
-    the layers of this package keep three, and two after this call. One more kernel runs in each backward pass, the one that
-    computed the product, so the bits are the same. Everything else stays: the products of matrices are eager's. (An MLP in tiles
-    of tokens, the other way to save this memory, adds weights' gradients of tiles: other bits wherever weights are trained.)
+    Eager keeps four tensors `[tokens, intermediate_size]` for each MLP: gate, its activation, up and the product. The layers of
+    this package keep three, and two after this call. Each backward pass runs one more kernel, the one that computed the
+    product. The bits are the same, and the matrix products are eager's. (Tiles of tokens would save this memory too, but they
+    add the weights' gradients in another order.)
 
-    A checkpoint keeps nothing of the MLP anyway, and other saved-tensor hooks see the product: there, under torch.compile and
-    where no kernel computes the product nothing changes.
+    Nothing changes in a checkpoint, which keeps nothing of the MLP, with other saved-tensor hooks, which see the product, under
+    torch.compile, and where no kernel computes the product.
 
     Args:
         model: a model after `apply` or `kernelize`.

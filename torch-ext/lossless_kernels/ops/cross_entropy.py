@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional, Union
 
 import torch
 from torch import is_grad_enabled
@@ -82,10 +82,10 @@ def causal_lm_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,
     vocab_size: int,
-    num_items_in_batch=None,
+    num_items_in_batch: Optional[Union[int, float, torch.Tensor]] = None,
     ignore_index: int = -100,
     shift_labels: Optional[torch.Tensor] = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """The loss of a causal language model: bit for bit what transformers' `ForCausalLMLoss` returns, in fp32.
 
