@@ -131,7 +131,8 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
             for path, content in {**files, "_ops.py": OPS_PY.format(name=names[backend]).encode()}.items():
                 write(variant / path, content)
         interface = find_interface(next(iter(variants.values())), general)
-        provenance = find_provenance(root, package, files)
+        # No commit: publishing builds a commit's files again, in a folder without a repository, and compares.
+        provenance = {"kernel-builder": {"version": BUILDER}}
         for backend, variant in variants.items():
             write(variant / "interface.json", interface)
             write_metadata(rust, variant, names[backend], backend, general, noarch, provenance)
@@ -240,17 +241,6 @@ def git_id(root: Path, package: str, files: dict[str, bytes]) -> str | None:
     if not tree:
         return None
     return tree[:7] + "_dirty" * is_dirty(root, tree, package, files)
-
-
-def find_provenance(root: Path, package: str, files: dict[str, bytes]) -> dict:
-    """`provenance` of metadata.json: the commit that was built, and whether the files differ from it. A commit with the
-    same tree gives the same namespace of the ops, but not the same provenance."""
-    provenance: dict = {"kernel-builder": {"version": BUILDER}}
-    commit = git(root, "rev-parse", "--verify", "--quiet", "HEAD^{commit}") if is_repository(root) else None
-    if commit:
-        with contextlib.suppress(BuildError):  # git status fails, and --unique-id has made the id.
-            provenance["kernel"] = {"commit": commit, "dirty": is_dirty(root, commit, package, files)}
-    return provenance
 
 
 def is_dirty(root: Path, tree: str, package: str, files: dict[str, bytes]) -> bool:

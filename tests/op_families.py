@@ -288,9 +288,12 @@ def _divergence_launches(kernel, machine):
 
 
 def _layer_norm_calls(module, chooser, given):
-    weight = given.weight.detach().to(given.dtype) if given.weight is not None else None
-    eps = chooser.choice(EPS_OF_CALLS)
-    return [module("ops.layer_norm").replacement(given.x, (64,), weight, chooser.choice((weight, None)), eps)]
+    layer_norm, eps = module("ops.layer_norm").replacement, chooser.choice(EPS_OF_CALLS)
+    # A call is recognised by its weight: the same one again, or none.
+    outputs = [layer_norm(given.x, (64,), None, None, eps)]
+    if given.weight is not None and given.weight.dtype == given.dtype:
+        outputs.append(layer_norm(given.x, (64,), given.weight, chooser.choice((given.weight, None)), eps))
+    return outputs
 
 
 def _layer_norm_launches(kernel, machine):

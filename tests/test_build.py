@@ -86,24 +86,6 @@ def test_metadata_is_what_kernels_reads(built, backend):
     assert metadata.provenance.kernel_builder.version == "scripts/build_kernel.py"
 
 
-def provenance(project):
-    return _rust.Metadata.read_from_file(project / "build/torch-cpu/metadata.json").provenance
-
-
-def test_provenance_is_the_commit_that_was_built(project):
-    quick(project)
-    assert not provenance(project).dirty
-    assert str(provenance(project).kernel.commit) == git(project, "rev-parse", "HEAD")
-    (project / PACKAGE / "layers.py").write_text("# changed\n")
-    quick(project)
-    assert provenance(project).dirty and provenance(project).kernel.dirty
-
-
-def test_without_a_repository_provenance_names_no_commit(exported):
-    quick(exported)
-    assert provenance(exported).kernel is None and not provenance(exported).dirty
-
-
 def test_the_source_of_build_toml_is_shown(project, tmp_path):
     """build.toml is its one place: metadata.json, `kernels info` and the card take it from there."""
     config = project / "build.toml"

@@ -75,7 +75,7 @@ def test_a_model_from_its_configuration(kernel):
     assert planned(kernel, GPT2Config(n_layer=1, n_embd=64, n_head=2))["NewGELUActivation"].count == 1
     assert planned(kernel, T5Config(d_model=64, num_layers=1))["T5LayerNorm"].count == 7
     without = BertConfig(**SIZES, hidden_act="relu")
-    assert "no layer that a kernel" in str(kernel.doctor(without, verbose=False))
+    assert "replace_kernel_forward_from_hub(torch.nn.LayerNorm" in str(kernel.doctor(without, verbose=False))
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,10 @@ def test_rows_on_their_way_fit_into_shared_memory(compiled):
             assert 0 < buffers * turn <= entry["shared"] <= buffers * turn + entry["exchanged"], str(entry)
 
 
-def test_rows_that_are_read_twice_exchange_their_lanes_sums_alone(compiled):
+def test_rows_that_are_read_twice_exchange_their_lanes_sums_alone(rms_norm):
     """What a row's numbers are added up to is in the thread that loaded them."""
     streamed, by_lane = (
-        [entry for entry in compiled if entry["constants"].get(way)] for way in ("STREAMED", "BY_LANE")
+        [entry for entry in rms_norm if entry["constants"].get(way)] for way in ("STREAMED", "BY_LANE")
     )
     assert {entry["kernel"] for entry in streamed} == {"rms_norm_forward", "add_rms_norm_forward"}
     shared = {entry["kernel"] for entry in by_lane if entry["constants"]["PROGRAMS_PER_ROW"] > 1}
