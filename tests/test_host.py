@@ -876,7 +876,7 @@ def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recogni
     weights = [torch.randn(64).to(dtype) for dtype in DTYPES[:2]]
     weights.append(torch.randn(64).requires_grad_())
     # Each twice, with others in between: a table then finds by its key what is no longer its last call.
-    draws = [chooser.getrandbits(64) for _ in range(22)]
+    draws = [chooser.getrandbits(64) for _ in range(36)]
     for draw in (*draws, *chooser.sample(draws, len(draws))):
         every_kind_of_call(module, random.Random(draw), weights)
     used = [table for table in module("calls").Calls.every if any(table.resolved.values())]
