@@ -130,6 +130,7 @@ linear = _find("linear")
 current_device = _find("current_device") or torch.cuda.current_device
 current_stream = _find("current_stream")
 _TensorGuards = _find("TensorGuards")
+_fp32_precision = _find("fp32_precision")
 fused_rms_norm, fused_rms_norm_backward = _find("fused_rms_norm"), _find("fused_rms_norm_backward")
 softmax_gradient = _find("softmax_gradient")
 # torch changes these dictionaries in place.
@@ -159,8 +160,9 @@ def apply_of(function: type):
 
 def matmul_precision():
     """The setting that allows a product of fp32 matrices on CUDA to round its factors first."""
-    getter = _find("fp32_precision")
-    return torch.backends.cuda.matmul.allow_tf32 if getter is None else getter("cuda", "matmul")
+    if _fp32_precision is None:
+        return torch.backends.cuda.matmul.allow_tf32
+    return _fp32_precision("cuda", "matmul")
 
 
 # torch 2.14 and later read it: it selects another order of sums.
