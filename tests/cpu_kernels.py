@@ -73,6 +73,14 @@ def cpu_kernels(package):
         if scalars[-1]:
             write(dweight_sum, product.sum(tuple(range(product.dim() - 1)), dtype=torch.float32))
 
+    def layer_norm_forward(constants, scalars, x, weight, bias, *outs):
+        size = constants["SIZE"]
+        vectors = (
+            each.reshape(size) if constants[name] else None for name, each in (("WEIGHT", weight), ("BIAS", bias))
+        )
+        for into, values in zip(outs, torch.native_layer_norm(x.reshape(-1, size), (size,), *vectors, scalars[-1])):
+            write(into, values)
+
     def activation_forward(constants, scalars, x, out):
         write(out, activation._ACTIVATIONS[constants["ACTIVATION"]].forward(None, x))
 
@@ -163,7 +171,7 @@ def cpu_kernels(package):
 
     kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
     kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
-    kernels += (divergence_forward, divergence_backward)
+    kernels += (divergence_forward, divergence_backward, layer_norm_forward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     return {each.__name__: each for each in kernels} | {
         "rotary": rotate,

@@ -109,6 +109,8 @@ def _decoded(f, h):
 LAYERS = {
     "nn.RMSNorm": (lambda: nn.RMSNorm(HIDDEN_SIZE, eps=1e-6), "TorchRMSNorm"),
     "nn.RMSNorm without weight": (lambda: nn.RMSNorm(HIDDEN_SIZE, elementwise_affine=False), "TorchRMSNorm"),
+    "nn.LayerNorm": (lambda: nn.LayerNorm(HIDDEN_SIZE), "TorchLayerNorm"),
+    "nn.LayerNorm without weight": (lambda: nn.LayerNorm(HIDDEN_SIZE, elementwise_affine=False), "TorchLayerNorm"),
     "LlamaRMSNorm": (lambda: llama.LlamaRMSNorm(HIDDEN_SIZE), "LlamaRMSNorm"),
     "SiLU": (activations.SiLUActivation, "SiLUActivation"),
     "GELU": (activations.GELUActivation, "GELUActivation"),
@@ -171,6 +173,13 @@ GRAPHS = {
         "tvd",
     ),
     "rms_norm": (lambda: Around(_rms_norm, lambda f, h, weight: f(h, weight, 1e-6), HIDDEN_SIZE), "rms_norm"),
+    "layer_norm": (
+        lambda: Around(F.layer_norm, lambda f, h, *vectors: f(h, (HIDDEN_SIZE,), *vectors), HIDDEN_SIZE, HIDDEN_SIZE),
+        "layer_norm",
+    ),
+    "layer_norm without bias": (
+        lambda: Around(F.layer_norm, lambda f, h, weight: f(h, (HIDDEN_SIZE,), weight), HIDDEN_SIZE), "layer_norm"
+    ),
     "silu": (lambda: Around(F.silu), "silu"),
     "gelu": (lambda: Around(F.gelu), "gelu"),
     "new_gelu": (lambda: Around(activations.NewGELUActivation()), "new_gelu"),

@@ -197,6 +197,19 @@ class Tied(nn.Module):
         return self.norm((self.norm(y) * y + self.act(y)) * 2.0) + x
 
 
+class Block(nn.Module):
+    """An MLP between LayerNorms, with a residual; the last has no bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_layernorm, self.norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN, eps=1e-3, bias=False)
+        self.up_proj, self.down_proj = nn.Linear(HIDDEN, 72), nn.Linear(72, HIDDEN)
+        self.act = ACT2FN["gelu_new"]
+
+    def forward(self, x):
+        return self.norm(x + self.down_proj(self.act(self.up_proj(self.input_layernorm(x)))))
+
+
 class Function(Around):
     """A public function of the package, in the place of eager's while the model is kernelized."""
 
@@ -229,6 +242,8 @@ SUBJECTS = {
     ),
     "T5LayerNorm": Subject(lambda: T5.T5LayerNorm(HIDDEN), {T5.T5LayerNorm: "RMSNorm"}),
     "RMSNorm": Subject(lambda: nn.RMSNorm(HIDDEN, eps=1e-6), {nn.RMSNorm: "TorchRMSNorm"}),
+    "LayerNorm": Subject(lambda: nn.LayerNorm(HIDDEN), {nn.LayerNorm: "TorchLayerNorm"}),
+    "Block": Subject(Block, {nn.LayerNorm: "TorchLayerNorm"}),
     "RMSNormGated": Subject(lambda: QWEN3_NEXT.Qwen3NextRMSNormGated(HIDDEN), inputs=2),
     "LlamaMLP": Subject(lambda: LLAMA.LlamaMLP(transformers.LlamaConfig(**SIZES)), {LLAMA.LlamaMLP: "SwiGLUMLP"}),
     "GemmaMLP": Subject(lambda: GEMMA.GemmaMLP(transformers.GemmaConfig(**SIZES)), {GEMMA.GemmaMLP: "GeGLUMLP"}),
@@ -250,6 +265,9 @@ SUBJECTS = {
             "fused_add_rms_norm", add_rms_norm, lambda f, *given: tuple(1.0 * out for out in f(*given, 1e-6)), HIDDEN
         ),
         inputs=2,
+    ),
+    "layer_norm": Subject(
+        lambda: Function("layer_norm", F.layer_norm, lambda f, x, *vectors: f(x, (HIDDEN,), *vectors), HIDDEN, HIDDEN)
     ),
     "cross_entropy": Subject(lambda: Function("cross_entropy", cross_entropy, of_targets)),
     "linear_cross_entropy": Subject(
@@ -592,7 +610,7 @@ def change_weight(world, draw):
     if how == "copy":
         with torch.no_grad():
             weight.copy_(values)
-    elif how == "another" or (how == "none" and isinstance(module, nn.RMSNorm)):
+    elif how == "another" or (how == "none" and isinstance(module, (nn.RMSNorm, nn.LayerNorm))):
         module.weight = None if how == "none" else nn.Parameter(values)
     elif how in ("data", "dtype"):
         weight.data = values if how == "data" else values.to(dtype)

@@ -119,9 +119,7 @@ def test_every_family_is_in_a_graph(kernel):
         for name, value in vars(kernel.layers).items()
         if isinstance(value, type) and value.__module__ == kernel.layers.__name__
     }
-    # `cpu_kernels` does not have LayerNorm's kernel: its own file tests gradients with `create_graph`.
-    elsewhere = {"LlamaRotaryEmbedding", "layer_norm", "TorchLayerNorm"}
-    assert {name for _, name in GRAPHS.values()} == (functions | layers) - elsewhere
+    assert {name for _, name in GRAPHS.values()} == (functions | layers) - {"LlamaRotaryEmbedding"}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
