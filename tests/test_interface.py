@@ -16,8 +16,8 @@ from projects import PACKAGE, ROOT, SCRIPTS, run
 
 INIT, LAYERS, MAPPING, ACTIVATION, TOML = "__init__.py", "layers.py", "mapping.py", "ops/activation.py", "build.toml"
 NORM = "def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float)"
-CLASS_VARIABLES = "    has_backward = True\n    can_torch_compile = True\n"
 FORWARD = "    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:"
+DECORATOR = "    @torch.jit.ignore\n"
 AT_END = object()
 
 
@@ -81,10 +81,10 @@ BREAKING = {
     "layer deleted": (LAYERS, AT_END, "del GeGLUMLP\n"),
     "layer deleted by code": (LAYERS, AT_END, 'globals().pop("GeGLUMLP")\n'),
     "layer left out": (LAYERS, AT_END, '__all__ = ["LlamaRMSNorm"]\n'),
-    "layer is no module": (LAYERS, "class GELUTanh(nn.Module):", "class GELUTanh:"),
-    "layer with a constructor": (LAYERS, first(CLASS_VARIABLES, CLASS_VARIABLES + "    def __init__(self, n): ...\n")),
-    "no gradients": (LAYERS, first("has_backward = True", "has_backward = False")),
-    "not to be compiled": (LAYERS, first("can_torch_compile = True", "can_torch_compile = False")),
+    "layer is no module": (LAYERS, "class GELUTanh(_Layer):", "class GELUTanh:"),
+    "layer with a constructor": (LAYERS, first(DECORATOR, "    def __init__(self, n): ...\n" + DECORATOR)),
+    "no gradients": (LAYERS, first(DECORATOR, "    has_backward = False\n" + DECORATOR)),
+    "not to be compiled": (LAYERS, first(DECORATOR, "    can_torch_compile = False\n" + DECORATOR)),
     "set by code": (LAYERS, AT_END, "SiLUActivation.has_backward = False\n"),
     "set for all": (LAYERS, AT_END, "for _each in (LlamaMLP, GeGLUMLP): _each.can_torch_compile = False\n"),
     "class variable gone": (LAYERS, first("    can_torch_compile = True\n", "")),

@@ -18,9 +18,8 @@ from . import report
 from .core import ROOT_PACKAGE, launch, proof
 from .core.domain import FLOAT_DTYPES
 from .core.torch_internals import MISSING, SLOWER
-from .mapping import LAYERS, LEVELS, mapped_names, missing_name
+from .mapping import LAYERS, LEVELS, has_known_formula, mapped_names, missing_name
 from .ops.rms_norm.formulas import EPS_NAMES, in_domain
-from .ops.rms_norm.proof import variant_of
 
 _PACKAGES = ("torch", "triton", "transformers", "kernels")
 # Variables of the environment that change what runs.
@@ -88,15 +87,12 @@ class Diagnosis:
             lines += ["", self.model]
         if self.replacement is not None:
             lines.append(str(self.replacement))
-        rows = [
-            ("layer", "modules", "kernel"),
-            *((r.layer, str(r.count), r.replacement or "none") for r in self.layers),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows)]
+        rows = [(each.layer, str(each.count), each.replacement or "none") for each in self.layers]
+        head, *table = report.aligned([("layer", "modules", "kernel"), *rows])
         if self.layers:
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(rows[0], widths)).rstrip())
-        for row, entry in zip(rows[1:], self.layers):
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+            lines.append(head)
+        for line, entry in zip(table, self.layers):
+            lines.append(line)
             if entry.reason is not None:
                 lines.append(f"    {entry.reason.kind}: {entry.reason}; next: {entry.reason.step}")
         if self.model and not self.layers and self.replacement is None:
@@ -191,13 +187,9 @@ def _decorators_are_live() -> Optional[bool]:
 
 
 def _problems() -> Iterator[Problem]:
-    if MISSING:
-        yield Problem(
-            f"torch {torch.__version__} has no {', '.join(MISSING)}: all layers keep their original forward",
-            "install a version of torch that README.md names",
-        )
-    if not launch.AVAILABLE:
-        yield Problem("no Triton with `triton.knobs`", "install the version of Triton that this torch asks for")
+    missing = report.missing_parts()
+    if missing is not None:
+        yield Problem(f"{missing}: all layers keep their original forward", missing.step)
     if not torch.cuda.is_available():
         why = "is built without CUDA" if torch.version.cuda is None and torch.version.hip is None else "sees no GPU"
         extra = "; Triton's interpreter is on, for correctness alone" if launch.INTERPRETED else ""
@@ -316,12 +308,6 @@ def _obstacle_of(module, name, dtype) -> Optional[report.Reason]:
     if name in EPS_NAMES and weight is not None:
         if not in_domain(dtype, dtype, weight.numel()):
             return report.Reason(f"hidden size {weight.numel()}", report.NO_KERNEL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            try:
-                known = variant_of(layer, EPS_NAMES[name], torch.bfloat16, torch.bfloat16, torch.device("cpu"))
-            except (proof.LosslessProofError, TypeError):
-                known = None
-        if known is None:
+        if not has_known_formula(layer, EPS_NAMES[name]):
             return report.Reason("none of the known formulas", report.OTHER_FORMULA)
     return None

@@ -65,15 +65,19 @@ def _scripted(module, *arguments):
     return original.forward(object.__new__(view), *arguments)
 
 
-class LlamaRMSNorm(nn.Module):
+class _Layer(nn.Module):
+    """A layer that `kernels` may use in training and under torch.compile."""
+
+    has_backward = True
+    can_torch_compile = True
+
+
+class LlamaRMSNorm(_Layer):
     """RMSNorm with `weight` and `variance_epsilon`; hidden_states: `[..., hidden_size]`.
 
     With `h = hidden_states.to(float32)` and `n = h * rsqrt(mean(h**2, -1) + variance_epsilon)` it replaces transformers'
     `LlamaRMSNorm`, `weight * n.to(dtype)`, and `(weight * n).to(dtype)`, as in Olmo2 and NemotronH.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -92,15 +96,12 @@ class LlamaRMSNorm(nn.Module):
         return _original(self, LlamaRMSNorm, hidden_states) if out is None else out
 
 
-class RMSNormZeroCentered(nn.Module):
+class RMSNormZeroCentered(_Layer):
     """RMSNorm with `weight` around zero and `eps`: `((1 + weight.float()) * n).to(dtype)`, n as in `LlamaRMSNorm`.
 
     Replaces transformers' `Qwen3_5RMSNorm`, and Gemma's given the layer name. A layer without a weight (None or
     missing) is replaced if it returns `n.to(dtype)`.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,15 +113,12 @@ class RMSNormZeroCentered(nn.Module):
         return _original(self, RMSNormZeroCentered, x) if out is None else out
 
 
-class TorchRMSNorm(nn.Module):
+class TorchRMSNorm(_Layer):
     """RMSNorm as `F.rms_norm` computes it, with `weight` (or None), `eps` (or None) and `normalized_shape`.
 
     Given the layer name, it replaces `torch.nn.RMSNorm` if that normalises the last dimension alone. ATen's own
     operator computes the gradients.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,15 +158,12 @@ def _fused(x, weight, normalized_shape) -> bool:
     return fp32 or not is_autocast(x.device)
 
 
-class TorchLayerNorm(nn.Module):
+class TorchLayerNorm(_Layer):
     """LayerNorm as `F.layer_norm` computes it, with `normalized_shape`, `weight` and `bias` (or None) and `eps`.
 
     Given the layer name, it replaces `torch.nn.LayerNorm`. ATen's own operator computes the gradients. A layer with a bias
     and no weight keeps its forward.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -178,15 +173,12 @@ class TorchLayerNorm(nn.Module):
         return _original(self, TorchLayerNorm, input) if out is None else out
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(_Layer):
     """RMSNorm with `weight` and `variance_epsilon`, times `activation(gate)` in fp32, cast to the dtype of hidden_states.
 
     Both tensors are `[..., hidden_size]`. Replaces transformers' `Qwen3NextRMSNormGated`, `KimiLinearRMSNormGated` and
     classes that compute the same.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, hidden_states: torch.Tensor, gate: Optional[torch.Tensor] = None) -> torch.Tensor:
@@ -201,14 +193,11 @@ class RMSNormGated(nn.Module):
         return owner.forward(self, hidden_states, gate) if out is None else out
 
 
-class SiLUActivation(nn.Module):
+class SiLUActivation(_Layer):
     """`input / (1 + exp(-input))`, any shape.
 
     Replaces transformers' `SiLUActivation`, and `torch.nn.SiLU` given the layer name.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -243,39 +232,30 @@ def _gelu(self, input, layer, activation):
     return _original(self, layer, input) if out is None else out
 
 
-class GELUActivation(nn.Module):
+class GELUActivation(_Layer):
     """`0.5 * input * (1 + erf(input / sqrt(2)))`, any shape.
 
     Replaces transformers' `GELUActivation` around `F.gelu` and, given the layer name, `torch.nn.GELU` of both kinds.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _gelu(self, input, GELUActivation, GELU)
 
 
-class GELUTanh(nn.Module):
+class GELUTanh(_Layer):
     """`F.gelu(input, approximate="tanh")`, any shape. Replaces transformers' `GELUTanh` around that function."""
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _gelu(self, input, GELUTanh, GELU_TANH)
 
 
-class NewGELUActivation(nn.Module):
+class NewGELUActivation(_Layer):
     """`0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))`, operation by operation, any shape.
 
     Replaces transformers' `NewGELUActivation`.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -285,14 +265,11 @@ class NewGELUActivation(nn.Module):
         return _original(self, NewGELUActivation, input) if out is None else out
 
 
-class FastGELUActivation(nn.Module):
+class FastGELUActivation(_Layer):
     """`0.5 * input * (1 + tanh(0.7978845608 * input * (1 + 0.044715 * input * input)))`, operation by operation.
 
     Any shape. Replaces transformers' `FastGELUActivation`.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -302,14 +279,11 @@ class FastGELUActivation(nn.Module):
         return _original(self, FastGELUActivation, input) if out is None else out
 
 
-class QuickGELUActivation(nn.Module):
+class QuickGELUActivation(_Layer):
     """`input * sigmoid(1.702 * input)`, operation by operation, any shape.
 
     Replaces transformers' `QuickGELUActivation`.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -351,41 +325,32 @@ def _gated_mlp(self, layer, x):
     return attention.project(down_proj, product)
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(_Layer):
     """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`, the product by one kernel; x: `[..., hidden_size]`.
 
     Given the layer name, it replaces transformers' `LlamaMLP` and classes that compute the same with SiLU or GELU. The
     projections are called as modules, with their own forward and hooks.
     """
 
-    has_backward = True
-    can_torch_compile = True
-
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _gated_mlp(self, LlamaMLP, x)
 
 
-class GeGLUMLP(nn.Module):
+class GeGLUMLP(_Layer):
     """`LlamaMLP` for the layer name "GeGLUMLP": both take the activation from the module."""
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _gated_mlp(self, GeGLUMLP, x)
 
 
-class Phi3MLP(nn.Module):
+class Phi3MLP(_Layer):
     """`down_proj(up * activation_fn(gate))` with `gate, up = gate_up_proj(hidden_states).chunk(2, dim=-1)`.
 
     The product is one kernel; hidden_states: `[..., hidden_size]`. Replaces transformers' `Phi3MLP` and classes that compute
     the same with SiLU or GELU, named by `name_layers`. The projections are called as modules, with their own forward and hooks.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     @torch.jit.ignore
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -409,15 +374,12 @@ class Phi3MLP(nn.Module):
         return attention.project(down_proj, product)
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(_Layer):
     """A pre-norm decoder layer: `h = x + self_attn(input_layernorm(x))`, then `h + mlp(post_attention_layernorm(h))`.
 
     hidden_states: `[batch, tokens, hidden_size]`. One kernel computes the residual add `h` and its norm. Norm,
     attention and MLP are called as modules, with their own forward, hooks, cache and attention function.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self,
@@ -446,15 +408,12 @@ class LlamaDecoderLayer(nn.Module):
         return _original(self, LlamaDecoderLayer, hidden_states, **arguments)
 
 
-class LlamaRotaryEmbedding(nn.Module):
+class LlamaRotaryEmbedding(_Layer):
     """cos and sin of `position_ids * inv_freq`, times `attention_scaling`: `[batch, tokens, head_dim]`, in x's dtype.
 
     Replaces transformers' `LlamaRotaryEmbedding` and classes that compute the same, named by `name_layers`. The
     original runs if frequencies depend on the length ("dynamic", "longrope").
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own = isinstance(self, LlamaRotaryEmbedding)
@@ -462,15 +421,12 @@ class LlamaRotaryEmbedding(nn.Module):
         return _original(self, LlamaRotaryEmbedding, x, position_ids) if out is None else out
 
 
-class RotaryPosEmb(nn.Module):
+class RotaryPosEmb(_Layer):
     """`x * cos + rotate_half(x) * sin` for x = q and x = k: `[batch, heads, tokens, head_dim]`, any strides.
 
     Replaces transformers' `apply_rotary_pos_emb`. `kernels` makes one module of it for each model file, shared by all
     models of the process. Functions that compute something else, such as GPT-OSS's, keep running.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1

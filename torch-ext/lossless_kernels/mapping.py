@@ -149,10 +149,11 @@ def _norm_name(module) -> Optional[str]:
     if "gate" in inspect.signature(layer_class.forward).parameters:
         return "RMSNormGated" if EPS_NAME in state and isinstance(state.get("activation"), str) else None
     eps_name = next((name for name in _NAMES_BY_EPS if isinstance(state.get(name), float)), None)
-    return _NAMES_BY_EPS[eps_name] if eps_name and _has_known_formula(layer_class, eps_name) else None
+    return _NAMES_BY_EPS[eps_name] if eps_name and has_known_formula(layer_class, eps_name) else None
 
 
-def _has_known_formula(layer_class, eps_name) -> bool:
+def has_known_formula(layer_class: type, eps_name: str) -> bool:
+    """Whether the class computes a formula of RMSNorm, of which `eps_name` holds eps, in operations that a kernel has."""
     if functions_of(layer_class) is None:
         return False
     with warnings.catch_warnings():

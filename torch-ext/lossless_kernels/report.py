@@ -127,10 +127,9 @@ class ReplacementReport:
     def __str__(self):
         rows = [("layer", "modules", "path", "formula")]
         rows += [(r.layer, str(r.count), r.path, "; ".join(r.formulas)) for r in self.layers]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        lines, steps = table[:1], {}
-        for line, entry in zip(table[1:], self.layers):
+        head, *table = aligned(rows)
+        lines, steps = [head], {}
+        for line, entry in zip(table, self.layers):
             lines.append(line)
             lines += [f"    proved: {text}" for text in entry.proved]
             for reason in entry.reasons:
@@ -145,6 +144,12 @@ class ReplacementReport:
             f"{self.longest * 1e3:.0f} ms, at most {self.bytes / 2**20:.1f} MiB held"
         )
         return "\n".join(lines)
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """The rows of a table as lines, with columns of one width."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def replacement_report(model: torch.nn.Module, verbose: bool = True) -> ReplacementReport:
@@ -222,8 +227,8 @@ def devices_of(model: torch.nn.Module) -> set[torch.device]:
     return devices or {torch.device("cuda" if torch.cuda.is_available() else "cpu")}
 
 
-def obstacle(model: torch.nn.Module) -> Optional[Reason]:
-    """Why no kernel runs on the devices of the model, None if one may."""
+def missing_parts() -> Optional[Reason]:
+    """What torch or Triton lacks that every kernel needs; None if nothing."""
     if MISSING:
         return Reason(
             f"torch {torch.__version__} has no {', '.join(MISSING)}",
@@ -234,6 +239,14 @@ def obstacle(model: torch.nn.Module) -> Optional[Reason]:
         return Reason(
             "no Triton with `triton.knobs`", NO_DEVICE, "install the version of Triton that this torch asks for"
         )
+    return None
+
+
+def obstacle(model: torch.nn.Module) -> Optional[Reason]:
+    """Why no kernel runs on the devices of the model, None if one may."""
+    missing = missing_parts()
+    if missing is not None:
+        return missing
     devices = devices_of(model)
     if any(map(runs_kernels, devices)):
         return None

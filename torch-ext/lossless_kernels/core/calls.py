@@ -94,6 +94,13 @@ class Calls:
             entry = call.recent = (guard, *facts, call.__call__)
         remember(self.recent, subject, entry)
 
+    def run(self, subject, call, facts: tuple, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """`call(*tensors)`, recorded as the subject's last; None without a call."""
+        if call is None:
+            return None
+        self.recognise(subject, call, facts, tensors)
+        return call(*tensors)
+
     def clear(self) -> None:
         self.recent.clear()
         self.resolved.clear()

@@ -95,6 +95,12 @@ def under_transform() -> bool:
     return functorch_level() is not None or forward_ad._current_level >= 0
 
 
+@torch.compiler.assume_constant_result
+def is_traced_plainly() -> bool:
+    """Whether torch.compile may put an operator into its graph: no transform is active."""
+    return not under_transform()
+
+
 def is_watched() -> bool:
     """Whether functorch, forward-mode AD or torch.jit.trace would interfere with a proof."""
     return under_transform() or tracing_state() is not None

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -238,3 +238,30 @@ class Launch:
             triton_internals.step_aside(str(error))
             return False
         return True
+
+
+@dataclass(eq=False)
+class UnaryCall:
+    """A call of one tensor, resolved for its layout: it allocates the output and launches.
+
+    Args:
+        launch: None for tensors without elements.
+    """
+
+    launch: Optional[Launch]
+    empty: Callable[[], torch.Tensor]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        out = self.empty()
+        if self.launch is not None:
+            self.launch.call_2(input, out)
+        return out
+
+
+class BinaryCall(UnaryCall):
+    """The same of two tensors, which have elements."""
+
+    def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        out = self.empty()
+        self.launch.call_3(first, second, out)
+        return out

@@ -74,6 +74,17 @@ class RowReduction:
         """The logarithm of the number of steps that cover a row, rounded up."""
         return (-(-self.hidden_size // self.columns) - 1).bit_length()
 
+    @property
+    def constants(self) -> dict:
+        """The constants of a kernel that sums rows in this order."""
+        return {
+            "LOG2_STEPS": self.log2_steps,
+            "WIDTH": self.width,
+            "HEIGHT": self.height,
+            "VECTORIZED": self.vectorized,
+            "NEIGHBOURS": self.neighbours,
+        }
+
 
 def row_reduction(rows: int, hidden_size: int, build: Build = CUDA) -> RowReduction:
     """ATen's reduction order for each row of a contiguous fp32 [rows, hidden_size], hidden_size a multiple of 4."""

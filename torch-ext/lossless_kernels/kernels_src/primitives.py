@@ -212,37 +212,31 @@ def maximum(x, y):
 
 
 @triton.jit
+def _packed(OPERATION: tl.constexpr, x, y):
+    """Two results by one fp32 instruction, which compute capability 10.0 has; each is rounded as alone."""
+    x, y = tl.broadcast(x, y)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b64 x, y; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; "
+        + OPERATION
+        + ".rn.f32x2 x, x, y; mov.b64 {$0, $1}, x; }",
+        "=f,=f,f,f,f,f",
+        [x, y],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def product(x, y, PACKED: tl.constexpr):
-    """x * y in fp32. PACKED: two products by one instruction, which compute capability 10.0 has, rounded alike."""
-    if PACKED:
-        x, y = tl.broadcast(x, y)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 x, y; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; mul.rn.f32x2 x, x, y; mov.b64 {$0, $1}, x; }",
-            "=f,=f,f,f,f,f",
-            [x, y],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return x * y
+    """x * y in fp32; PACKED: two products by one instruction."""
+    return _packed("mul", x, y) if PACKED else x * y
 
 
 @triton.jit
 def sum_of_two(x, y, PACKED: tl.constexpr):
-    """x + y in fp32; PACKED as in `product`."""
-    if PACKED:
-        x, y = tl.broadcast(x, y)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 x, y; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; add.rn.f32x2 x, x, y; mov.b64 {$0, $1}, x; }",
-            "=f,=f,f,f,f,f",
-            [x, y],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return x + y
+    """x + y in fp32; PACKED: two sums by one instruction."""
+    return _packed("add", x, y) if PACKED else x + y
 
 
 @triton.jit

@@ -258,25 +258,11 @@ def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
 
 
 @dataclass(eq=False)
-class _Forward:
-    """A call without gradients, resolved for one shape, strides, dtype and device."""
-
-    launch: Optional[launch.Launch]
-    empty: Callable[[], torch.Tensor]
-
-    def __call__(self, input):
-        out = self.empty()
-        if self.launch is not None:
-            self.launch.call_2(input, out)
-        return out
-
-
-@dataclass(eq=False)
 class _Training:
     """A call with gradients."""
 
     activation: Activation
-    forward: _Forward
+    forward: launch.UnaryCall
 
     def __call__(self, input):
         return _apply(self, *(input,) * self.activation.paths)
@@ -332,10 +318,7 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
         return proof.record_refusal(original, proof.HIDDEN_DEPENDENCY)
     value, facts = by_value(subject), (activation, needs_grad)
     call = _calls.find(original, (value, *facts), (input,), value, *facts)
-    if call is None:
-        return None
-    _calls.recognise(subject, call, facts, (input,))
-    return call(input)
+    return _calls.run(subject, call, facts, (input,))
 
 
 def by_value(subject):
@@ -377,7 +360,7 @@ def _resolve(x, subject, activation, needs_grad):
     if x.numel() == 0:
         if needs_grad:
             raise Outside("gradients of an empty tensor")
-        return _Forward(None, out.empty)
+        return launch.UnaryCall(None, out.empty)
     if is_dense(shape, strides):
         rows, columns, row_stride = 1, x.numel(), x.numel()
         same_order = is_same_order(shape, strides, out.strides)
@@ -395,7 +378,8 @@ def _resolve(x, subject, activation, needs_grad):
     for of_gradients in (False, True)[: 1 + needs_grad]:
         if not _proved(subject, activation, x.dtype, kind, x.device, of_gradients):
             return None
-    forward = _Forward(_forward(activation, x.dtype, rows, columns, row_stride, x.device), out.empty)
+    bound = _forward(activation, x.dtype, rows, columns, row_stride, x.device)
+    forward = launch.UnaryCall(bound, out.empty)
     return _Training(activation, forward) if needs_grad else forward
 
 
@@ -412,8 +396,7 @@ def gradients(activation: Activation, dy: torch.Tensor, input: torch.Tensor) -> 
     if are_plain(dy, input) and not _autocast_changes(activation, input):
         call = _gradient_calls.find(activation.forward, (activation,), (dy, input), activation)
         if call is not None:
-            _gradient_calls.recognise(activation, call, (), (dy, input))
-            return call(dy, input)
+            return _gradient_calls.run(activation, call, (), (dy, input))
     return activation.gradients(dy, input)
 
 

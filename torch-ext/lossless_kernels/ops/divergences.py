@@ -21,8 +21,8 @@ from ..core.domain import (
     check_floating,
     gradients_apart,
     is_autocast,
+    is_traced_plainly,
     runs_kernels,
-    under_transform,
 )
 from ..core.layout import contiguous_strides
 from ..core.reduction import full_reduction, reciprocal
@@ -209,20 +209,6 @@ def _divisor(form: Divergence, shape, reduction: str, count: Optional[int]) -> O
 
 class _Call:
     """A call, resolved for the tensors' shape, dtypes and device, the reduction and the presence of labels."""
-
-    __slots__ = (
-        "form",
-        "shape",
-        "strides",
-        "dtypes",
-        "device",
-        "reduction",
-        "dtype",
-        "size",
-        "out",
-        "no_labels",
-        "_bound",
-    )
 
     def __init__(self, form: Divergence, shape, dtypes, device, reduction: str, labels: bool = False):
         self.form, self.shape, self.dtypes, self.device, self.reduction = form, shape, dtypes, device, reduction
@@ -560,17 +546,12 @@ def _op_gradient(ctx, dy):
 _divergence_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
-def _is_traced_plainly() -> bool:
-    return not under_transform()
-
-
 def _compiled(form, first, second, labels, reduction):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original."""
     if labels is not None or not first.is_cuda or (is_grad_enabled() and second.requires_grad):
         return None
     if first.dtype not in FLOAT_DTYPES or second.dtype not in FLOAT_DTYPES or first.shape != second.shape:
         return None
-    if _autocast_changes(form, first, second) or not _is_traced_plainly():
+    if _autocast_changes(form, first, second) or not is_traced_plainly():
         return None
     return _divergence_op(form.name, first, second, reduction)

@@ -180,16 +180,6 @@ class _Forward:
         return out
 
 
-class _PackedForward(_Forward):
-    """The same for a packed tensor."""
-
-    def __call__(self, packed):
-        out = self.empty()
-        if self.launch is not None:
-            self.launch.call_2(packed, out)
-        return out
-
-
 @dataclass(eq=False)
 class _Training:
     """A call with gradients."""
@@ -224,17 +214,6 @@ class _Backward:
         return d_gate, d_up
 
 
-@dataclass(eq=False)
-class _PackedBackward:
-    launch: launch.Launch
-    empty: Callable[[], torch.Tensor]
-
-    def __call__(self, dy, packed):
-        d_packed = self.empty()
-        self.launch.call_3(dy, packed, d_packed)
-        return d_packed
-
-
 # What a proof verifies.
 _OUTPUT, _BOTH, _GATES = "output", "gradients", "gate's gradient"
 
@@ -265,10 +244,7 @@ def replacement(gate: torch.Tensor, up: torch.Tensor, subject, activation: Activ
     if not are_ours(gate, up, needs_grad):
         return proof.record_refusal(product_of(forward_of(subject)), proof.NOT_PLAIN)
     call = call_of(gate, up, subject, activation, needs_grad)
-    if call is None:
-        return None
-    _calls.recognise(subject, call, (activation, needs_grad), (gate, up))
-    return call(gate, up)
+    return _calls.run(subject, call, (activation, needs_grad), (gate, up))
 
 
 def call_of(gate, up, subject, activation: Activation, needs_grad: bool):
@@ -312,10 +288,7 @@ def packed_replacement(packed: torch.Tensor, activation: Activation) -> Optional
     if not are_ours(packed, packed, needs_grad):
         return proof.record_refusal(original, proof.NOT_PLAIN)
     call = _packed_calls.find(original, (activation, needs_grad), (packed,), activation, needs_grad)
-    if call is None:
-        return None
-    _packed_calls.recognise(activation, call, (needs_grad,), (packed,))
-    return call(packed)
+    return _packed_calls.run(activation, call, (needs_grad,), (packed,))
 
 
 def _check(gate, up) -> None:
@@ -342,7 +315,11 @@ def _resolve_packed(packed, activation, needs_grad):
     _check(gate, up)
     layout = Layout.of_packed(packed) if gate.numel() else NOTHING
     gradients = _BOTH if needs_grad else None
-    return _resolved(_PackedForward, _PackedTraining, activation.forward, activation, gate, up, layout, gradients)
+    return _resolved(_packed_forward, _PackedTraining, activation.forward, activation, gate, up, layout, gradients)
+
+
+def _packed_forward(bound, out):
+    return launch.UnaryCall(bound, out.empty)
 
 
 def _resolved(forward, training, subject, activation, gate, up, layout, gradients):
@@ -386,8 +363,7 @@ def gradients(
         facts, tensors = (activation, with_up), (dy, gate, up)
         call = _gradient_calls.find(product_of(activation.forward), facts, tensors, *facts)
         if call is not None:
-            _gradient_calls.recognise(activation, call, (with_up,), tensors)
-            return call(dy, gate, up)
+            return _gradient_calls.run(activation, call, (with_up,), tensors)
     return _eager_gradients(activation, dy, gate, up)
 
 
@@ -419,8 +395,7 @@ def packed_gradient(activation: Activation, dy: torch.Tensor, packed: torch.Tens
     if are_plain(dy, packed):
         call = _packed_gradient_calls.find(product_of(activation.forward), (activation,), (dy, packed), activation)
         if call is not None:
-            _packed_gradient_calls.recognise(activation, call, (), (dy, packed))
-            return call(dy, packed)
+            return _packed_gradient_calls.run(activation, call, (), (dy, packed))
     return _packed_eager_gradient(activation, dy, packed)
 
 
@@ -432,9 +407,9 @@ def _resolve_packed_gradient(dy, packed, activation):
     # Eager adds to contiguous zeros of the whole shape, so the rows must follow the order of dimensions.
     if not all(layout.fits(dy.shape, strides, None) for strides in (dy.stride(), contiguous_strides(dy.shape))):
         raise Outside(_OTHER_GRADIENTS)
-    launch = _backward(activation, packed.dtype, layout, packed.device, with_up=True)
+    bound = _backward(activation, packed.dtype, layout, packed.device, with_up=True)
     empty = allocator(packed.shape, contiguous_strides(packed.shape), packed.dtype, packed.device)
-    return _PackedBackward(launch, empty)
+    return launch.BinaryCall(bound, empty)
 
 
 _gradient_calls, _packed_gradient_calls = Calls(_resolve_gradients), Calls(_resolve_packed_gradient)

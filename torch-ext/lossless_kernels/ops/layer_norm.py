@@ -23,8 +23,8 @@ from ..core.domain import (
     check_floating,
     gradients_apart,
     is_autocast,
+    is_traced_plainly,
     runs_kernels,
-    under_transform,
 )
 from ..core.layout import contiguous_strides, rows_in_memory
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
@@ -475,18 +475,13 @@ def _op_gradient(ctx, dy, d_mean, d_rstd):
 _layer_norm_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
-def _is_traced_plainly() -> bool:
-    return not under_transform()
-
-
 def _compiled(input, shape, weight, bias, eps):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original.
 
     Without a proof the op runs ATen's kernel.
     """
     tensors = _given(input, weight, bias)
-    if not all(tensor.is_cuda for tensor in tensors) or _autocast_changes(*tensors) or not _is_traced_plainly():
+    if not all(tensor.is_cuda for tensor in tensors) or _autocast_changes(*tensors) or not is_traced_plainly():
         return None
     if input.dtype not in FLOAT_DTYPES or any(tensor.dtype != input.dtype for tensor in tensors):
         return None

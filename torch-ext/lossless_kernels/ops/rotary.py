@@ -192,10 +192,7 @@ def replacement(
     if grad and (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference()):
         return proof.record_refusal(function, "cos or sin needs a gradient or is an inference tensor")
     call = call_of(q, k, cos, sin, unsqueeze_dim, subject, needs, sole_consumer)
-    if call is None:
-        return None
-    _calls.recognise(subject, call, (helpers_of(function), unsqueeze_dim, sole_consumer, grad), (q, k, cos, sin))
-    return call(q, k, cos, sin)
+    return _calls.run(subject, call, (helpers_of(function), unsqueeze_dim, sole_consumer, grad), (q, k, cos, sin))
 
 
 def call_of(q, k, cos, sin, unsqueeze_dim: int, subject: Callable, needs, sole_consumer=False):

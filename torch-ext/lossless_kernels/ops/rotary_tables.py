@@ -138,10 +138,7 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
         return None
     tensors = position_ids, inv_freq
     call = calls.find(owner.forward, facts, tensors, owner.forward, *facts)
-    if call is None:
-        return None
-    calls.recognise(None, call, (facts,), tensors)
-    return call(position_ids, inv_freq)
+    return calls.run(None, call, (facts,), tensors)
 
 
 def _resolve(position_ids, inv_freq, forward, dtype, device, scaling, rope_type, precision) -> Optional[_TablesCall]:

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 from torch import is_grad_enabled
@@ -22,8 +22,8 @@ from ..core.domain import (
     check_floating,
     have_strides,
     is_autocast,
+    is_traced_plainly,
     runs_kernels,
-    under_transform,
 )
 from ..core.layout import Output, rows_in_memory
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad, softmax_gradient
@@ -119,39 +119,13 @@ def _bind(kernel, constants, device, dtypes, kind, rows, scalars) -> launch.Laun
 
 
 @dataclass(eq=False)
-class _Forward:
-    """A call without gradients, resolved for the input's shape, strides, dtype and device."""
-
-    launch: launch.Launch
-    empty: Callable[[], torch.Tensor]
-
-    def __call__(self, input):
-        out = self.empty()
-        self.launch.call_2(input, out)
-        return out
-
-
-@dataclass(eq=False)
 class _Training:
     """A call with gradients."""
 
-    forward: _Forward
+    forward: launch.UnaryCall
 
     def __call__(self, input):
         return _apply(self.forward, input)
-
-
-@dataclass(eq=False)
-class _Backward:
-    """The gradient of a call."""
-
-    launch: launch.Launch
-    empty: Callable[[], torch.Tensor]
-
-    def __call__(self, dy, y):
-        dx = self.empty()
-        self.launch.call_3(dy, y, dx)
-        return dx
 
 
 def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
@@ -177,10 +151,7 @@ def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
     if _autocast_changes(input):
         return proof.record_refusal(functional.softmax, "autocast, which computes in fp32")
     call = _calls.find(functional.softmax, (needs_grad,), (input,), needs_grad)
-    if call is None:
-        return None
-    _calls.recognise(needs_grad, call, (), (input,))
-    return call(input)
+    return _calls.run(needs_grad, call, (), (input,))
 
 
 def _autocast_changes(input) -> bool:
@@ -195,7 +166,7 @@ def _resolve(x, needs_grad):
         kind = Kind.of(x.dtype, size, size if of_gradient else row_stride)
         if not _proved(kind, x.device, of_gradient):
             return None
-    forward = _Forward(_forward(x.dtype, rows, size, row_stride, x.device), out.empty)
+    forward = launch.UnaryCall(_forward(x.dtype, rows, size, row_stride, x.device), out.empty)
     return _Training(forward) if needs_grad else forward
 
 
@@ -232,8 +203,7 @@ def gradient(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if are_plain(dy, y):
         call = _gradient_calls.find(functional.softmax, (), (dy, y))
         if call is not None:
-            _gradient_calls.recognise(softmax, call, (), (dy, y))
-            return call(dy, y)
+            return _gradient_calls.run(softmax, call, (), (dy, y))
     return _formula(dy, y)
 
 
@@ -243,7 +213,8 @@ def _resolve_gradient(dy, y):
         raise Outside("an output that is not dense, or of another dtype than its gradient")
     if not _proved(Kind.of(y.dtype, size, dy_row_stride), y.device, of_gradient=True):
         return None
-    return _Backward(_backward(y.dtype, rows, size, dy_row_stride, y.device), Output.of(_formula, dy, y).empty)
+    bound = _backward(y.dtype, rows, size, dy_row_stride, y.device)
+    return launch.BinaryCall(bound, Output.of(_formula, dy, y).empty)
 
 
 _gradient_calls = Calls(_resolve_gradient)
@@ -371,11 +342,6 @@ def _op_gradient(ctx, dy):
 _softmax_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
-def _is_traced_plainly() -> bool:
-    return not under_transform()
-
-
 def _compiled(input):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original.
 
@@ -383,6 +349,6 @@ def _compiled(input):
     """
     if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(input):
         return None
-    if input.dim() == 0 or input.shape[-1] > _MAX_SIZE or not _is_traced_plainly():
+    if input.dim() == 0 or input.shape[-1] > _MAX_SIZE or not is_traced_plainly():
         return None
     return _softmax_op(input)

@@ -103,11 +103,7 @@ def _forward(
         "SCALE": variant.scale,
         "HIDDEN_SIZE": hidden_size,
         "ROWS": plan.rows_per_program,
-        "LOG2_STEPS": order.log2_steps,
-        "WIDTH": order.width,
-        "HEIGHT": order.height,
-        "VECTORIZED": order.vectorized,
-        "NEIGHBOURS": order.neighbours,
+        **order.constants,
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,
         "PROGRAMS_PER_ROW": plan.programs_per_row,
@@ -213,11 +209,8 @@ def replacement(
     if with_grad and any(tensor.is_inference() for tensor in tensors):
         return proof.record_refusal(original, proof.INFERENCE_TENSORS)
     call = call_of(*tensors, eps, owner, eps_name, needs, state)
-    if call is None:
-        return None
     facts = weakref.ref(owner), original, code_of(owner).helpers, eps_name, eps, is_grad_enabled()
-    _calls.recognise(id(weight), call, facts, tensors)
-    return call(*tensors)
+    return _calls.run(id(weight), call, facts, tensors)
 
 
 def call_of(x, residual, weight, eps, owner, eps_name, needs, state: Mapping = NO_STATE):

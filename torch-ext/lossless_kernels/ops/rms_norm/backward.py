@@ -279,11 +279,7 @@ def _bind_backward(shared, dtypes, rows, plan, threads, dx_mode, device, program
     constants = {
         **shared,
         "ROWS": plan.rows_per_program,
-        "LOG2_STEPS": order.log2_steps,
-        "WIDTH": order.width,
-        "HEIGHT": order.height,
-        "VECTORIZED": order.vectorized,
-        "NEIGHBOURS": order.neighbours,
+        **order.constants,
         "TWO_EDGES": dx_mode == "split",
         "ADD": dx_mode == "accumulate",
         "SUM_CHAINS": plan.fused,
