@@ -52,7 +52,7 @@ def test_the_environment(kernel, monkeypatch, variable, value, found):
 def test_private_names_of_torch_and_another_mapping(kernel, module, monkeypatch):
     from kernels import use_kernel_mapping
 
-    monkeypatch.setattr(module("diagnosis"), "MISSING", ["torch._C.gone"])
+    monkeypatch.setattr(module("report"), "MISSING", ["torch._C.gone"])
     with use_kernel_mapping({"RMSNorm": {}}, inherit_mapping=False):
         diagnosis = kernel.doctor(verbose=False)
     found = [problem.what for problem in diagnosis.problems]
