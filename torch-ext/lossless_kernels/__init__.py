@@ -15,6 +15,7 @@ from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
 from .ops.rotary import apply_rotary_pos_emb
+from .ops.slices import entropy_from_logits, generalized_jsd_loss, selective_log_softmax
 from .ops.softmax import softmax
 from .replace import apply, recompute_products, restore
 from .report import replacement_report
@@ -31,10 +32,12 @@ __all__ = [
     "causal_lm_loss",
     "cross_entropy",
     "doctor",
+    "entropy_from_logits",
     "fast_gelu",
     "fused_add_rms_norm",
     "gelu",
     "gelu_tanh_and_mul",
+    "generalized_jsd_loss",
     "kernel_mapping",
     "kl_div",
     "layer_norm",
@@ -48,6 +51,7 @@ __all__ = [
     "replacement_report",
     "restore",
     "rms_norm",
+    "selective_log_softmax",
     "silu",
     "silu_and_mul",
     "softmax",
