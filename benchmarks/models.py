@@ -6,8 +6,9 @@ eager's bit by bit.
 
 work:
   prefill    the forward pass of a prompt, with a cache, logits of the last token; the logits of all tokens are compared
-  generate   greedy decoding: a growing cache; a static cache; a static cache with CompileConfig(backend="cudagraphs").
-             Tokens, and logits of every step, are compared with eager's for the same cache
+  generate   greedy decoding: a growing cache; a static cache; a static cache with CompileConfig(backend="cudagraphs"); a
+             static cache in `kernel.decoding_graph`. Tokens, and logits of every step, are compared with eager's for the
+             same cache, and for a static cache in a graph with those of eager without one
   training   forward and backward pass with loss and gradient checkpointing, deterministic algorithms; loss and all
              gradients are compared
 
@@ -72,6 +73,7 @@ CACHES = {
     "growing": {},
     "static": {"cache_implementation": "static", "disable_compile": True},
     "static, CUDA graphs": {"cache_implementation": "static"},
+    "static, decoding_graph": {"cache_implementation": "static", "disable_compile": True},
 }
 
 
@@ -82,6 +84,7 @@ def parse(arguments=None):
     parser.add_argument(
         "--tokens", type=positive, nargs="+", default=(1, 118, 2048, 8192), metavar="N", help="of prompts for prefill"
     )
+    parser.add_argument("--cache", choices=CACHES, nargs="+", default=CACHES, help="of generate (default: all)")
     parser.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="to generate (default: 128)")
     parser.add_argument("--training-tokens", type=positive, default=4096, metavar="N", help="(default: 4096)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of each model (default: 5)")
@@ -186,7 +189,12 @@ def prefill(models, options, rows):
             rows.append(row("prefill", f"{count} tokens", name, times, equal, memory[name]))
 
 
-def generate(models, options, rows):
+def in_graph(kernel, model, run):
+    with kernel.decoding_graph(model):
+        return run()
+
+
+def generate(models, options, rows, kernel):
     import torch
     from transformers import CompileConfig
 
@@ -194,7 +202,8 @@ def generate(models, options, rows):
     # On a CPU transformers compiles only if it is asked to.
     graphs._compile_all_devices = True
     tokens = torch.randint(models["eager"].config.vocab_size, (1, 118), device=options.device)
-    for cache, settings in CACHES.items():
+    for cache in options.cache:
+        settings = CACHES[cache]
         if "graphs" in cache:
             settings = {**settings, "compile_config": graphs}
         runs = {
@@ -212,6 +221,10 @@ def generate(models, options, rows):
             for name, model in models.items()
         }
         found = {name: run() for name, run in runs.items()}
+        if cache.endswith("decoding_graph"):
+            runs = {name: functools.partial(in_graph, kernel, models[name], run) for name, run in runs.items()}
+            found["ours"] = runs["ours"]()
+            runs["eager"]()
         equal = bits_equal(*([out.sequences, *out.logits] for out in (found["ours"], found["eager"])))
         times = timed(runs, options)
         for name in runs:
@@ -311,7 +324,7 @@ def run(options, console):
     for work in options.work:
         function = {
             "prefill": prefill,
-            "generate": generate,
+            "generate": functools.partial(generate, kernel=kernel),
             "training": functools.partial(training, kernel=kernel),
         }[work]
         found: list = []

@@ -2,6 +2,7 @@
 
 from . import layers
 from .core.proof import LosslessProofError
+from .decoding import decoding_graph
 from .diagnosis import doctor
 from .loss import attach_loss
 from .mapping import kernel_mapping, name_layers
@@ -31,6 +32,7 @@ __all__ = [
     "attach_loss",
     "causal_lm_loss",
     "cross_entropy",
+    "decoding_graph",
     "doctor",
     "entropy_from_logits",
     "fast_gelu",

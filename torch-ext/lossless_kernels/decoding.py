@@ -1,0 +1,168 @@
+"""`decoding_graph`: the step of `generate` that decodes one token, replayed as a CUDA graph."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .core.torch_internals import dispatch_modes, function_modes
+
+_CACHE = "past_key_values"
+
+
+@contextlib.contextmanager
+def decoding_graph(model: nn.Module) -> Iterator[None]:
+    """In this context, calls of `model` that decode one token with a static cache replay a CUDA graph.
+
+    The graph launches the kernels that the call itself launches, so the bits are the same, without the CPU time of Python,
+    torch and the driver. `generate` stays transformers' own: sampling, stopping criteria and streamers work as they do without
+    the context.
+
+        with kernel.decoding_graph(model):
+            model.generate(**inputs, cache_implementation="static", disable_compile=True)
+
+    For each cache the first such call runs as it is, which compiles and verifies the kernels. The second is captured, and
+    later ones replay it. A call with other arguments is captured anew. What has no graph runs as it is: prompts, growing and
+    offloaded caches, caches with a sliding window, training, calls that record gradients, calls that return attentions or
+    hidden states, dispatch modes, and models that are on a CPU or on several GPUs.
+
+    The graph reads weights where they lay at its capture, and runs the forwards of then. Leave the context before you move
+    the model, put other tensors in place of weights, or call `apply` or `restore`. Weights may be changed in place. Hooks of
+    modules would not run in a replay: if there are any, nothing is captured, and a RuntimeWarning names one.
+
+    Args:
+        model: a causal language model of transformers, with or without this package's layers.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`.
+        RuntimeError: a context of this model is open.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"decoding_graph: model: expected a torch.nn.Module, found {type(model).__name__}")
+    own = vars(model).get("forward")
+    if isinstance(own, _Forward):
+        raise RuntimeError("decoding_graph: model: expected no open context of this model, found one")
+    model.forward = _Forward(model)
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
+class _Forward:
+    """The forward of a model in the context."""
+
+    def __init__(self, model):
+        # `generate` reads the signature.
+        functools.update_wrapper(self, model.forward)
+        self.model, self.original = model, model.forward
+        # The last call that decoded a token, whether hooks or something else keep it from being captured, and its graph.
+        self.last: Optional[tuple] = None
+        self.hooked, self.can_be_captured = False, False
+        self.step: Optional[_Step] = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args or not _decodes_one_token(self.model, kwargs):
+            return self.original(*args, **kwargs)
+        leaves, structure = tree_flatten({name: each for name, each in kwargs.items() if name != _CACHE})
+        surroundings = (
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled(),
+            torch.get_autocast_dtype("cuda"),
+        )
+        call = (structure, [_look(each) for each in leaves], surroundings)
+        cache = kwargs[_CACHE]
+        if self.last is None or cache is not self.last[0] or call != self.last[1]:
+            self.last, self.step, self.can_be_captured = (cache, call), None, False
+            self.hooked = _hooked(self.model)
+        if not self.can_be_captured:
+            before = _on_the_host(cache)
+            output = self.original(**kwargs)
+            self.can_be_captured = not self.hooked and _is_plain(output, cache) and _on_the_host(cache) == before
+            return output
+        if self.step is None:
+            self.step = _Step(self.original, cache, leaves, structure)
+        return self.step(leaves)
+
+
+class _Step:
+    """A captured call. It returns copies of what the graph wrote, because the next replay writes there again."""
+
+    def __init__(self, forward, cache, leaves, structure):
+        self.inputs = [each.clone() if isinstance(each, torch.Tensor) else each for each in leaves]
+        self.graph = torch.cuda.CUDAGraph()
+        device = next(each.device for each in leaves if isinstance(each, torch.Tensor))
+        with torch.cuda.device(device), torch.cuda.graph(self.graph):
+            self.output = forward(**tree_unflatten(self.inputs, structure), **{_CACHE: cache})
+
+    def __call__(self, leaves):
+        for mine, given in zip(self.inputs, leaves):
+            if isinstance(given, torch.Tensor):
+                mine.copy_(given)
+        self.graph.replay()
+        fields = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in self.output.items()}
+        return type(self.output)(**fields)
+
+
+def _look(leaf):
+    """All of an argument but a tensor's values."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return leaf
+
+
+def _decodes_one_token(model, kwargs):
+    tokens, cache = kwargs.get("input_ids"), kwargs.get(_CACHE)
+    return (
+        isinstance(tokens, torch.Tensor)
+        and tokens.is_cuda
+        and tokens.dim() == 2
+        and tokens.shape[1] == 1
+        and getattr(cache, "is_compileable", False)
+        and not getattr(cache, "offloading", False)
+        and not model.training
+        and not torch.is_grad_enabled()
+        and len(set(getattr(model, "hf_device_map", {}).values())) < 2
+        and not dispatch_modes()
+        and not function_modes()
+        and not torch.compiler.is_compiling()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _on_the_host(cache):
+    """What a call may change of a cache but its tensors' values. If it changes, a replay would not go on where it ended:
+    layers with a sliding window count their tokens in Python."""
+    return [
+        {name: each.data_ptr() if isinstance(each, torch.Tensor) else each for name, each in vars(layer).items()}
+        for layer in getattr(cache, "layers", ())
+    ]
+
+
+def _is_plain(output, cache):
+    """Whether a call returned nothing but tensors and its cache, as a mapping with names."""
+    return hasattr(output, "items") and all(
+        each is None or each is cache or isinstance(each, torch.Tensor) for _, each in output.items()
+    )
+
+
+def _hooked(model):
+    """Whether modules have hooks on their calls, but for those by which transformers returns hidden states."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if module is not model and not (getattr(hook, "__module__", None) or "").startswith("transformers."):
+                warnings.warn(
+                    f"lossless-kernels: decoding_graph captures nothing, because {name} has a hook on its calls, which a "
+                    "graph would leave out. Remove the hook before the context.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return True
+    return False
