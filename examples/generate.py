@@ -7,6 +7,7 @@ both, and how many tokens and how many steps' logits are equal bit for bit.
 
     python examples/generate.py --prompt "Hello"
     python examples/generate.py --model meta-llama/Llama-3.2-1B-Instruct --static-cache
+    python examples/generate.py --model meta-llama/Llama-3.2-1B-Instruct --graph
 
 On a GPU the kernels replace whole decoder layers; README.md has measured times. On a CPU the original layers run both times;
 with TRITON_INTERPRET=1 LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and their logits are close to the
@@ -15,6 +16,7 @@ CPU's. Not yet run on a GPU.
 Exit status: 0 if all tokens and logits are equal (close in the interpreter); 1 if not; 2 if it could not be tried.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -50,7 +52,7 @@ def answer(model, inputs, options, label):
         "do_sample": False,
         "return_dict_in_generate": True,
         "output_logits": True,
-        "cache_implementation": "static" if options.static_cache else None,
+        "cache_implementation": "static" if options.static_cache or options.graph else None,
         # transformers compiles the model for a static cache, and Inductor's arithmetic is not eager's.
         "disable_compile": True,
     }
@@ -79,7 +81,8 @@ def take_turn(model, kernel, tokenizer, conversation, options):
     inputs = encode(tokenizer, conversation, options.device)
     expected, expected_logits, rate = answer(model, inputs, options, "original layers")
     kernel.apply(model)
-    found, logits, kernel_rate = answer(model, inputs, options, "with kernels")
+    with kernel.decoding_graph(model) if options.graph else contextlib.nullcontext():
+        found, logits, kernel_rate = answer(model, inputs, options, "with kernels")
     count = common.count_kernels(kernel, model, options)
     if options.report:
         kernel.replacement_report(model)
@@ -104,6 +107,9 @@ def main():
     work.add_argument("--prompt", metavar="TEXT", help="answer this and end (default: chat until an empty line)")
     work.add_argument("--new-tokens", type=common.positive, default=32, metavar="N", help="at most (default: 32)")
     work.add_argument("--static-cache", action="store_true", help="allocate keys and values once, at full length")
+    work.add_argument(
+        "--graph", action="store_true", help="decode in a CUDA graph with kernels, and with a static cache in both runs"
+    )
     work.add_argument("--report", action="store_true", help="print which layers ran kernels, and why others did not")
     options = parser.parse_args()
     with common.one_line_errors("generate"):

@@ -399,6 +399,8 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     samples |= {"softmax": [(leaf,)], "softmax_backward": [(dy, y.detach())]}
     # tests/test_layer_norm.py has these.
     samples |= {"layer_norm": [], "layer_norm_backward": []}
+    # tests/test_divergences.py has these.
+    samples |= {"divergence": [], "divergence_backward": []}
     # tests/test_rotary.py has these.
     samples |= {"rotary": [], "rotary_backward": []}
     namespace, names = operators(kernel)
