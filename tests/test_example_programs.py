@@ -215,7 +215,7 @@ SOME = r"[1-9]\d*"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arguments", [[], ["--static-cache"]], ids=["dynamic", "static"])
+@pytest.mark.parametrize("arguments", [[], ["--static-cache"], ["--graph"]], ids=["dynamic", "static", "graph"])
 def test_a_prompt_on_a_gpu(build, arguments):
     output = output_of("generate", "--build", build, "--prompt", "Hi", *arguments, CUDA_VISIBLE_DEVICES="0")
     ((tokens, equal, steps),) = ANSWER.findall(output)
