@@ -88,9 +88,17 @@ COMPILE = r"""
             "constants": launcher.constants,
             "assembly": assembly,
             "ttgir": made.asm["ttgir"],
+            # What the compiler may join into one rounding, and what the kernel itself asks for, by elements.
+            "relaxed": re.findall(r"\b(?:fast|contract|reassoc|afn|arcp)\b", re.sub('"[^"]*"', "", made.asm["llir"])),
+            "written_fmas": elements("fma|fmuladd", made.asm["llir"]),
+            "exponentials": elements("exp", made.asm["llir"]),
             # Bytes of a thread; registers on ROCm.
             "spilled": sum(map(int, spilled)) if spilled else None,
         })
+
+    def elements(intrinsics, text):
+        calls = re.findall(rf"call [^\n]*@llvm\.(?:{intrinsics})\.(?:v(\d+))?f32", text)
+        return sum(int(width or 1) for width in calls)
 
     launch.Launcher.through_triton = compile_instead
     domain._KERNEL_DEVICE = "cpu"

@@ -8,11 +8,12 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .core.torch_internals import dispatch_modes, function_modes
 
 _CACHE = "past_key_values"
+# Arguments of a captured call: tensors, and what two calls can be compared by.
+_LEAVES = (torch.Tensor, bool, int, float, str)
 
 
 @contextlib.contextmanager
@@ -71,13 +72,15 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args or not _decodes_one_token(self.model, kwargs):
             return self.original(*args, **kwargs)
-        leaves, structure = tree_flatten({name: each for name, each in kwargs.items() if name != _CACHE})
+        places, leaves = _flatten({name: each for name, each in kwargs.items() if name != _CACHE})
+        if not all(each is None or isinstance(each, _LEAVES) for each in leaves):
+            return self.original(**kwargs)
         surroundings = (
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(),
             torch.get_autocast_dtype("cuda"),
         )
-        call = (structure, [_look(each) for each in leaves], surroundings)
+        call = (places, [_look(each) for each in leaves], surroundings)
         cache = kwargs[_CACHE]
         if self.last is None or cache is not self.last[0] or call != self.last[1]:
             self.last, self.step, self.can_be_captured = (cache, call), None, False
@@ -88,19 +91,19 @@ class _Forward:
             self.can_be_captured = not self.hooked and _is_plain(output, cache) and _on_the_host(cache) == before
             return output
         if self.step is None:
-            self.step = _Step(self.original, cache, leaves, structure)
+            self.step = _Step(self.original, cache, places, leaves)
         return self.step(leaves)
 
 
 class _Step:
     """A captured call. It returns copies of what the graph wrote, because the next replay writes there again."""
 
-    def __init__(self, forward, cache, leaves, structure):
+    def __init__(self, forward, cache, places, leaves):
         self.inputs = [each.clone() if isinstance(each, torch.Tensor) else each for each in leaves]
         self.graph = torch.cuda.CUDAGraph()
         device = next(each.device for each in leaves if isinstance(each, torch.Tensor))
         with torch.cuda.device(device), torch.cuda.graph(self.graph):
-            self.output = forward(**tree_unflatten(self.inputs, structure), **{_CACHE: cache})
+            self.output = forward(**_unflatten(places, self.inputs), **{_CACHE: cache})
 
     def __call__(self, leaves):
         for mine, given in zip(self.inputs, leaves):
@@ -109,6 +112,25 @@ class _Step:
         self.graph.replay()
         fields = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in self.output.items()}
         return type(self.output)(**fields)
+
+
+def _flatten(arguments):
+    """Where each argument stands, and the arguments: masks come in a dictionary where layers differ."""
+    pairs = []
+    for name, each in arguments.items():
+        inner = each.items() if isinstance(each, dict) and each else [(None, each)]
+        pairs += [((name, key), value) for key, value in inner]
+    return [place for place, _ in pairs], [value for _, value in pairs]
+
+
+def _unflatten(places, leaves):
+    arguments: dict = {}
+    for (name, key), each in zip(places, leaves):
+        if key is None:
+            arguments[name] = each
+        else:
+            arguments.setdefault(name, {})[key] = each
+    return arguments
 
 
 def _look(leaf):
