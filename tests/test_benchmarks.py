@@ -217,6 +217,7 @@ def test_the_shipped_page_is_that_of_the_shipped_measurements(tmp_path):
         for fraction, milliseconds in fractions:
             assert (fraction is None) == (milliseconds is None or found.op in cases.CPU_OPS)
             if fraction is not None:
+                # To the rounding of float division.
                 assert fraction == pytest.approx(shipped.roofline_ms(found.case) / milliseconds)
 
 

@@ -200,6 +200,22 @@ def test_the_forward_comes_back(kernel, seed):
     assert vars(model)["forward"] is own
 
 
+def test_arguments_come_back_as_they_were(module):
+    """A mask may be a dictionary; an empty one stays one."""
+    decoding = module("decoding")
+    tensor = torch.zeros(1)
+    arguments = {
+        "input_ids": tensor,
+        "attention_mask": {"full_attention": tensor, "sliding": None},
+        "none": None,
+        "empty": {},
+    }
+    places, leaves = decoding._flatten(arguments)
+    assert decoding._unflatten(places, leaves) == arguments
+    # What two calls cannot be compared by is no argument of a graph.
+    assert not isinstance({}, decoding._LEAVES) and isinstance(tensor, decoding._LEAVES)
+
+
 def test_bad_input(kernel, seed):
     model = make("Llama", seed)
     with pytest.raises(TypeError, match="model: expected a torch.nn.Module, found type"):

@@ -154,7 +154,7 @@ def test_results_and_gradients_are_those_of_all_rows(ours, sliced, seed, chooser
 
 def test_trl_computes_the_same(ours, slices, seed, chooser):
     utils = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed (examples/requirements-trl.txt)")
-    trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer").GKDTrainer
+    trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason="this TRL has it elsewhere").GKDTrainer
     trl = Functions(trainer.generalized_jsd_loss, utils.selective_log_softmax, utils.entropy_from_logits)
     compare_at_random(seed, chooser, ours, trl)
 

@@ -427,6 +427,7 @@ def test_modes_checkpoints_and_hooks_get_eagers_gradients(kernel, seed):
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, transposed):
         # Eager on a CPU adds in another order than the kernels: a few roundings, which the defaults allow.
         torch.testing.assert_close(gradients_of(kernel.softmax, x, dy)[1], expected)
+    # Under vmap and jvp other operations of eager's compute the formula, up to a few roundings.
     batched = torch.vmap(kernel.softmax)(x[None])
     torch.testing.assert_close(batched[0], functional.softmax(x, -1))
     tangent = torch.func.jvp(kernel.softmax, (x,), (dy,))[1]

@@ -136,7 +136,8 @@ def test_recipes(kernel, seed, monkeypatch, make, layer_name, formula):
     if DEVICE == "cpu":
         monkeypatch.setattr(python_module(kernel, "domain"), "_KERNEL_DEVICE", "cuda")
     # Undecorated again afterwards.
-    monkeypatch.setattr(layer_class, "kernel_layer_name", layer_name, raising=False)
+    for given in ("kernel_layer_name", "kernel_condition"):
+        monkeypatch.setattr(layer_class, given, None, raising=False)
     monkeypatch.setattr(sweep, "make", lambda layer_class, name, device: make(*[256] * ("Norm" in name)).to(device))
     replace_kernel_forward_from_hub(layer_class, layer_name)
     launches = sweep.count_launches(kernel)
