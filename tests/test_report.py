@@ -56,8 +56,8 @@ def test_replaced_but_not_called(fresh, monkeypatch):
     assert entries(fresh, model(fresh))["LlamaRMSNorm"].reasons == ["not called yet"]
 
 
-def test_refused_or_proved(fresh, monkeypatch):
-    """In the interpreter the order proof refuses, since CPU eager adds in another order."""
+def test_failed_or_proved(fresh, monkeypatch):
+    """In the interpreter the order proof fails, since CPU eager adds in another order."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     layers, x = model(fresh), torch.randn(16, 64, device=DEVICE)
     with torch.no_grad(), pytest.warns(RuntimeWarning) if DEVICE == "cpu" else torch.no_grad():
@@ -91,17 +91,22 @@ def test_without_proof(fresh, monkeypatch):
 
 
 def test_somebody_elses_kernel_is_warned_of(fresh):
-    def theirs(self, hidden_states):
-        return hidden_states
+    class Theirs(torch.nn.Module):
+        def forward(self, hidden_states):
+            return hidden_states
 
-    theirs.__module__ = "_liger_kernels_cuda_1234567.layers"
+    Theirs.forward.__module__ = "_liger_kernels_cuda_1234567.layers"
     layers = model(fresh)
-    layers[0].forward = MethodType(theirs, layers[0])
+    layers[0].forward = MethodType(Theirs.forward, layers[0])
     with pytest.warns(RuntimeWarning, match="LlamaRMSNorm runs another kernel, _liger_kernels_cuda_1234567.layers"):
         found = fresh.replacement_report(layers, verbose=False).layers
-    assert {(entry.layer, entry.count, entry.path) for entry in found if entry.layer == "LlamaRMSNorm"} >= {
-        ("LlamaRMSNorm", 1, "another kernel")
-    }
+    (entry,) = [entry for entry in found if entry.path == "another kernel"]
+    assert (entry.layer, entry.count) == ("LlamaRMSNorm", 1)
+    (reason,) = entry.reasons
+    assert (reason.kind, reason.step) == ("another kernel", "kernel.apply(model) takes the layer back")
+    # The step does what it says.
+    fresh.apply(layers)
+    assert layers[0].forward.__func__ is fresh.layers.LlamaRMSNorm.forward
 
 
 def test_a_repl_does_not_print_it_twice(fresh, capsys):
@@ -155,6 +160,9 @@ def test_reasons_are_told_apart_and_have_a_step(fresh, monkeypatch):
     assert reason() == ("not kernelized", "not kernelized") and kinds["not kernelized"] == "kernel.apply(model)"
     layers[0].forward = layers[1].forward = lambda hidden_states: hidden_states
     assert reason()[0] == "another forward"
+    for norm in layers[:2]:
+        norm.forward = MethodType(lambda self, hidden_states: hidden_states, norm)
+    assert reason()[0] == "another forward", "`apply` leaves a method alone that no kernelize has bound"
     monkeypatch.setattr(python_module(fresh, "domain"), "_KERNEL_DEVICE", "elsewhere")
     del layers[0].forward, layers[1].forward
     assert reason() == ("no kernels here", f"the model is on {DEVICE}")
@@ -182,7 +190,7 @@ def test_bad_input(fresh):
         fresh.replacement_report("model")
 
 
-def test_every_refused_class_has_its_reason(fresh):
+def test_every_class_that_keeps_its_original_has_its_reason(fresh):
     """Two of them, called with tensors of the same kinds."""
 
     def forward(self, hidden_states):

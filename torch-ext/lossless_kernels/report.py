@@ -280,14 +280,15 @@ def own_forward(module: torch.nn.Module) -> Optional[Callable]:
 
 
 def _bound(module) -> Optional[Callable]:
-    """The forward, as a function, that is bound onto this very module; None if it is its class's own."""
-    function = getattr(own_forward(module), "__func__", None)
+    """The forward, as a function, that `kernelize` bound onto this very module; None if it is the class's or a user's own."""
+    forward = own_forward(module)
+    function = getattr(forward, "__func__", None)
     # Where there is no kernel, kernelize binds the class's.
-    return None if function is type(module).forward else function
+    return function if is_replaceable(forward) and function is not type(module).forward else None
 
 
 def _has_own_forward(module) -> bool:
-    return not is_replaceable(own_forward(module)) and not _source(module)
+    return not is_replaceable(own_forward(module))
 
 
 def _source(module) -> str:

@@ -30,7 +30,7 @@ class WarmupReport:
     Args:
         compiled: how many kernels were compiled, or read from Triton's cache on the disk.
         proved: for what verification has passed now: forward, device, dtypes and sizes.
-        refused: for what it has failed, with the reason: the original forward runs there.
+        failed: for what verification has failed now, with the reason: the original forward runs there.
         skipped: layers that could not be called, with the reason.
         seconds: the time of all.
         seconds_compiling: the part of `seconds` in which kernels were compiled, several at a time.
@@ -38,7 +38,7 @@ class WarmupReport:
 
     compiled: int
     proved: list[str]
-    refused: list[str]
+    failed: list[str]
     skipped: list[str]
     seconds: float
     seconds_compiling: float
@@ -46,9 +46,9 @@ class WarmupReport:
     def __str__(self):
         lines = [
             f"lossless-kernels: {self.compiled} kernels compiled in {self.seconds_compiling:.1f} s, {len(self.proved)} "
-            f"proofs passed, {len(self.refused)} refused, {len(self.skipped)} layers skipped, {self.seconds:.1f} s in all"
+            f"proofs passed, {len(self.failed)} failed, {len(self.skipped)} layers skipped, {self.seconds:.1f} s in all"
         ]
-        for mark, texts in (("refused", self.refused), ("skipped", self.skipped)):
+        for mark, texts in (("failed", self.failed), ("skipped", self.skipped)):
             lines += [f"    {mark}: {text}" for text in texts]
         return "\n".join(lines)
 

@@ -182,7 +182,7 @@ def kernel_is_proved(key: Hashable, subject: Subject, comparisons: Comparisons) 
         comparisons: yields `(what, kernel's tensor, eager's tensor)`, which must be equal bit for bit. Tensors may be
             compared after the last was yielded: none may be written to again.
 
-    A proof synchronises. Inside a CUDA graph's capture, a transform or a trace it does not run: the call is refused.
+    A proof synchronises. Inside a CUDA graph's capture, a transform or a trace it does not run, and the original forward does.
     """
     verdict = _verdicts.get(key)
     if verdict is None:
