@@ -78,7 +78,8 @@ docs: $(DOCS)/.installed ## the documentation site, into site/
 
 $(DOCS)/.installed: docs/requirements.txt
 	python3 -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --no-input --disable-pip-version-check -r $<
+	@$(DOCS)/bin/python -m pip install --quiet --no-input --disable-pip-version-check -r $< || { \
+		echo "make docs: expected the packages of $<, found no way to install them: it needs the network or a package index" >&2; exit 1; }
 	@touch $@
 
 clean: ## remove what was built and cached, but not .venv

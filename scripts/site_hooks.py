@@ -12,6 +12,14 @@ PAGES = {name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SEC
 LINK = re.compile(r"(\]\()([^)#:\s]+)([)#])")
 
 
+def on_config(config):
+    """The repository's address is `source` in build.toml; without it the site links no repository."""
+    source = re.search(r'^source = "(https://[^"]+)"$', (ROOT / "build.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    if source:
+        config["repo_url"] = config["repo_name"] = source[1]
+    return config
+
+
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """A page that begins with `<!-- include: FILE -->` has the text of that file, its links seen from docs/."""
     include = INCLUDE.match(markdown)

@@ -104,7 +104,7 @@ def test_a_link_to_nothing_is_told(tmp_path, monkeypatch):
 
 
 def test_environment_variables_are_on_their_page():
-    """Those with the project's prefix, and those that the diagnosis reads."""
+    """Those with the project's prefix, those that the diagnosis reads, and all that a program reads or sets."""
     sources = [
         path
         for name in ("torch-ext", "scripts", "tests", "examples", "benchmarks")
@@ -113,7 +113,12 @@ def test_environment_variables_are_on_their_page():
     read = {name for path in sources for name in re.findall(r"\bLOSSLESS_[A-Z]+\b", path.read_text(encoding="utf-8"))}
     diagnosis = (ROOT / "torch-ext/lossless_kernels/diagnosis.py").read_text(encoding="utf-8")
     read |= {*re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"', re.search(r"_VARIABLES = \(.*?\)", diagnosis)[0])}
-    assert {"LOSSLESS_SEED", "LOSSLESS_PROOF", "CC"} <= read
+    for path in sources:
+        if path.parent.name != "tests":
+            text = path.read_text(encoding="utf-8")
+            read |= {*re.findall(r'environ\w*(?:\.get|\.setdefault|\.pop)?[\[(]"([A-Z_]+)"', text)}
+            read |= {*re.findall(r'"([A-Z_]+)" (?:not )?in os\.environ', text)}
+    assert {"LOSSLESS_SEED", "LOSSLESS_PROOF", "CC", "LOCAL_RANK", "TRANSFORMERS_VERBOSITY"} <= read
     page = (DOCS / "environment.md").read_text(encoding="utf-8")
     missing = [name for name in sorted(read) if not re.search(rf"`{name}\b", page)]
     assert not missing, missing
@@ -321,19 +326,19 @@ def test_the_filter_of_the_table():
     assert done.stdout.splitlines() == ["3 of 3 000", "1 of 3 110", "0 of 3 111"], done.stderr
 
 
-def test_the_site_builds(tmp_path):
-    """`make docs` does this in an environment of its own."""
-    for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
-        if importlib.util.find_spec(name.split(".")[0]) is None:
-            pytest.skip(f"{name} is not installed here; `make docs` builds the site in .venv-docs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "lossless_kernels.rms_norm" in (tmp_path / "site/reference/index.html").read_text(encoding="utf-8")
+def test_ci_builds_the_site_strictly():
+    """In an environment of its own, which the tests' does not have."""
+    assert re.search(r"^make test docs\b", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "-m mkdocs build --strict" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_site_has_the_repositorys_address_of_build_toml(tmp_path, monkeypatch):
+    hooks = module_of(ROOT / "scripts/site_hooks.py")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    for line, expected in (("", None), ('source = "https://example.org/a/b"', "https://example.org/a/b")):
+        (tmp_path / "build.toml").write_text(f"[general]\n{line}\n")
+        assert hooks.on_config({"repo_url": None})["repo_url"] == expected
+    assert "repo_url" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_versions_of_the_site_are_pinned():

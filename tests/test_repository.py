@@ -153,6 +153,11 @@ def test_workflows_run_what_the_project_has():
     assert tuple(map(int, python.split("."))) >= (3, 11)
     (command,) = [step["run"] for step in steps if "run" in step]
     assert os.access(ROOT / command, os.X_OK)
+    # The examples whose packages requirements.txt leaves out.
+    text = "\n".join(step.get("run", "") for step in workflows["ci.yml"]["jobs"]["examples"]["steps"])
+    for name in re.findall(r"[\w/.-]+\.(?:txt|py)", text):
+        assert (ROOT / name).is_file(), name
+    assert {*re.findall(r"-r (\S+)", text)} == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.txt")}
     for path in workflows["build-kernel.yml"][True]["push"]["paths"]:
         assert (ROOT / path.removesuffix("/**")).exists()
     (job,) = [step["with"] for step in workflows["build-kernel.yml"]["jobs"]["build"]["steps"] if "with" in step]
