@@ -551,6 +551,71 @@ def test_a_model_without_such_layers_says_so_once(kernel, monkeypatch):
     assert 'kernels.replace_kernel_forward_from_hub(torch.nn.SiLU, "SiLU")' in entry.reasons[0].step
 
 
+def test_kernels_own_switch_is_named_with_its_remedy(interpreted):
+    """kernels reads it at its import: one warning, and the same reason and step for every layer of the report."""
+    code = """
+        import warnings
+        from pathlib import Path
+        from kernels import get_local_kernel
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        kernel = get_local_kernel(Path("build").absolute())
+        sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            report = kernel.apply(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
+        print([str(each.message) for each in warned if "lossless" in str(each.message)])
+        print({(str(reason), reason.step) for entry in report.layers for reason in entry.reasons})
+    """
+    message, reasons = interpreted(code, DISABLE_KERNEL_MAPPING="1").stdout.splitlines()
+    expected = "DISABLE_KERNEL_MAPPING is set", "unset it, and start Python anew"
+    assert message == str(
+        [f"lossless-kernels: apply replaced no layer of LlamaForCausalLM: {expected[0]}. Next: {expected[1]}"]
+    )
+    assert reasons == str({expected})
+
+
+def test_a_model_of_unknown_formulas_alone_warns_once(kernel, monkeypatch):
+    """At its first call, which verifies: `apply` cannot know. The report has the reason and the step."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+
+    class OddRMSNorm(modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            scale = torch.rsqrt(1.5 * hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * (hidden_states * scale)
+
+    model = torch.nn.Sequential(OddRMSNorm(64), OddRMSNorm(64)).to(DEVICE)
+    x = torch.randn(16, 64, device=DEVICE)
+    expected = model(x)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        kernel.apply(model)
+        for _ in range(2):
+            assert_bits_equal(model(x), expected)
+    (message,) = [str(each.message) for each in warned if "lossless" in str(each.message)]
+    assert "OddRMSNorm" in message and "none of the known formulas" in message
+    (entry,) = kernel.replacement_report(model, verbose=False).layers
+    assert (entry.count, entry.path, {reason.kind for reason in entry.reasons}) == (2, "original", {"another formula"})
+    assert all("does" in reason.step for reason in entry.reasons)
+
+
+def test_a_model_that_accelerate_has_dispatched(kernel):
+    """As `from_pretrained(device_map=...)` does: hooks on every module, which stay."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = make()
+    expected = logits(model)
+    places = dict.fromkeys((f"model.{name}" for name, _ in model.model.named_children()), DEVICE)
+    accelerate.dispatch_model(model, {**places, "lm_head": DEVICE}, force_hooks=True)
+    before = state_of(model)
+    assert "_hf_hook" in vars(model.model.norm)
+    kernel.apply(model)
+    assert model.model.norm._old_forward.__func__ is kernel.layers.LlamaRMSNorm.forward
+    assert_bits_equal(logits(model), expected)
+    kernel.restore(model)
+    assert_unchanged(model, before)
+    assert_bits_equal(logits(model), expected)
+
+
 def test_what_fails_on_the_way_leaves_the_originals(kernel, module, monkeypatch):
     model = make().train()
     before = state_of(model)

@@ -1,7 +1,6 @@
 """`apply` and `restore`: one call replaces the layers of a model, another puts the originals back."""
 
 import contextlib
-import os
 import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping
@@ -173,10 +172,9 @@ def _check_uncompiled(model) -> None:
 
 def _why_nothing(model) -> report.Reason:
     """Why `kernelize` bound nothing onto a model whose device has kernels."""
-    if os.environ.get("DISABLE_KERNEL_MAPPING", "0") != "0":
-        return report.Reason("DISABLE_KERNEL_MAPPING is set", report.NOT_KERNELIZED, "unset it, and start Python anew")
     step = "print(kernel.replacement_report(model)) lists the layers that could have been replaced"
-    return report.Reason("it has no layer that a kernel of this package takes", report.NO_NAME, step)
+    none = report.Reason("it has no layer that a kernel of this package takes", report.NO_NAME, step)
+    return report.disabled() or none
 
 
 def _bind(model, mode, level, device_type) -> None:

@@ -1,6 +1,7 @@
 """Which path a model's layers take, why, and what to do about it."""
 
 import itertools
+import os
 import sys
 import warnings
 from collections import Counter
@@ -187,7 +188,7 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
 
 def report_of(model: torch.nn.Module) -> ReplacementReport:
     """The report, without a print and a warning."""
-    found = obstacle(model)
+    found = obstacle(model) or disabled()
     counts = Counter()
     for module in model.modules():
         for each in (module, *functions_of(module)):
@@ -257,6 +258,13 @@ def obstacle(model: torch.nn.Module) -> Optional[Reason]:
     elif not torch.cuda.is_available():
         step = f"run on a machine with a CUDA or ROCm GPU (torch {torch.__version__} sees none)"
     return Reason(f"the model is on {', '.join(types)}", NO_DEVICE, step)
+
+
+def disabled() -> Optional[Reason]:
+    """Why `kernelize` binds nothing in this process, None if it does."""
+    if os.environ.get("DISABLE_KERNEL_MAPPING", "0") == "0":
+        return None
+    return Reason("DISABLE_KERNEL_MAPPING is set", NOT_KERNELIZED, "unset it, and start Python anew")
 
 
 def _name(module) -> Optional[str]:
