@@ -1,6 +1,6 @@
 """The measured families of ops: their cases, the fewest bytes that each must move, its targets, and what computes it.
 
-A family's key finds its functions in `eager`, `compiled` and `ours`; `peers.py` loads other libraries' functions.
+A family's key finds its functions in `eager`, `compiled` and `ours`; `libraries.py` loads other libraries' functions.
 """
 
 import functools

@@ -7,10 +7,12 @@ autograd's engine, which calls the backward function. A figure is the least of m
 """
 
 import argparse
+import contextlib
+import functools
 import os
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Callable
 
 # Set before Triton is imported. Its interpreter accepts CPU tensors.
@@ -18,76 +20,19 @@ os.environ.update(TRITON_INTERPRET="1", LOSSLESS_PROOF="off")
 
 import torch
 from kernels import get_local_kernel
+from op_families import FAMILIES, timed_tensors
 from places import python_module
-from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 # Few, so that a round fits between the disturbances of a machine with other work.
 CALLS = 300
 
 
-def calls(kernel: ModuleType) -> dict[str, Callable]:
-    """Name -> call without arguments."""
-
-    def module(name):
-        return python_module(kernel, name)
-
-    activation, gated, rotary, add = map(module, ("activation", "gated_activation", "rotary", "add_rms_norm"))
-    norm, backward, formulas = map(module, ("rms_norm", "rms_norm_backward", "variants"))
-    llama, owner, eps = formulas.LLAMA, norm.EAGER[formulas.LLAMA], 1e-6
-    x, residual, dy = (torch.randn(1, 4, 64) for _ in range(3))
-    weight, rstd = torch.randn(64), torch.randn(1, 4, 1)
-    q, k = torch.randn(1, 8, 4, 64), torch.randn(1, 2, 4, 64)
-    cos, sin = torch.randn(2, 1, 4, 64)
-    parameter = torch.nn.Parameter(weight)
-    forward = rotary.PLAIN.eager
-
-    def with_grad(call):
-        def run():
-            with torch.enable_grad():
-                call()
-
-        return run
-
-    x_of_head, positions = torch.randn(1, 4, 64), torch.arange(4)[None]
-    config = LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64)
-    tables, gated_norm, torch_norm = LlamaRotaryEmbedding(config), module("gated_rms_norm"), torch.nn.RMSNorm
-    rotary_tables = module("rotary_embedding")
-
-    def of_torch(weight):
-        return norm.replacement(x, weight, eps, torch_norm, "eps", fused=True)
-
-    def times_gate(weight):
-        return gated_norm.replacement(x, residual, weight, eps, "silu", Qwen3NextRMSNormGated)
-
-    found = {
-        "rms_norm": lambda: norm.replacement(x, weight, eps, owner),
-        "rms_norm, with gradients": with_grad(lambda: norm.replacement(x, parameter, eps, owner)),
-        "rms_norm backward": lambda: backward.gradients(llama, dy, x, weight, rstd, True, True),
-        "add_rms_norm": lambda: add.replacement(x, residual, weight, eps, owner),
-        "add_rms_norm, with gradients": with_grad(lambda: add.replacement(x, residual, parameter, eps, owner)),
-        "add_rms_norm backward": lambda: backward.gradients(llama, dy, x, weight, rstd, True, True, True, residual),
-        "silu": lambda: activation.replacement(x, activation.SILU.forward, activation.SILU),
-        "silu backward": lambda: activation.gradients(activation.SILU, dy, x),
-        "silu_and_mul": lambda: gated.replacement(x, residual, gated.SILU.forward, gated.SILU),
-        "silu_and_mul backward": lambda: gated.gradients(gated.SILU, dy, x, residual, True),
-        "silu_and_mul, packed": lambda: gated.packed_replacement(x, gated.SILU),
-        "silu_and_mul, packed, backward": lambda: gated.packed_gradient(gated.SILU, dy[..., :32].contiguous(), x),
-        "rotary": lambda: rotary.replacement(q, k, cos, sin, 1, forward),
-        "rotary backward": lambda: rotary.gradients(rotary.PLAIN, q, k, cos, sin, 1, q.dtype, True),
-        "rotary tables": lambda: rotary_tables.replacement(tables, x_of_head, positions, LlamaRotaryEmbedding),
-        "TorchRMSNorm": lambda: of_torch(weight),
-        "TorchRMSNorm, with gradients": with_grad(lambda: of_torch(parameter)),
-        "gated norm": lambda: times_gate(weight),
-        "gated norm, with gradients": with_grad(lambda: times_gate(parameter)),
-    }
-    # Cross-entropy is left out: it reads what its kernel wrote, and is computed once a step.
-    if hasattr(kernel, "softmax"):
-        softmax = module("ops.softmax")
-        found |= {
-            "softmax": lambda: softmax.replacement(x, -1),
-            "softmax backward": lambda: softmax.gradient(dy, x),
-        }
+def calls(kernel: ModuleType, given: SimpleNamespace) -> dict[str, Callable]:
+    """Name -> call without arguments, of every family that the build has."""
+    found = {}
+    for family in FAMILIES:
+        with contextlib.suppress(ModuleNotFoundError):
+            found |= family.timed(functools.partial(python_module, kernel), given)
     for name, call in found.items():
         if call() is None and not name.endswith("gradients"):
             raise SystemExit(f"cpu_time: {name}: the original computes it")
@@ -114,7 +59,8 @@ def main() -> None:
         # The interpreter's cos and sin are not CUDA's, and rotary tables are refused there.
         launch.INTERPRETED = False
     torch.set_grad_enabled(False)
-    each = [calls(kernel) for kernel in kernels]
+    given = timed_tensors()
+    each = [calls(kernel, given) for kernel in kernels]
     print(
         f"torch {torch.__version__}; us a call, least of {options.rounds} rounds, {options.builds[0]} and {options.builds[1]}"
     )

@@ -6,15 +6,12 @@ inputs rotate over more memory than the L2 cache holds. The memcpy roofline of a
 copy, measured in the same run, moves the bytes of the case. The outputs and gradients of lossless-kernels are compared with
 eager's bit by bit. The report names each peer that is not installed or fails, and the reason.
 
-ops:
-  rms_norm, add_rms_norm, silu, silu_and_mul, softmax, rotary
-                   forward pass. Liger's rotary works in place: it is timed on its own earlier results
-  the same names with _backward
-                   backward pass alone
-  cross_entropy    forward and backward pass from bf16 logits; Liger's overwrites them and is timed on its own earlier results
+`--ops` takes the ops of `cases.py`, and
   cpu_time         CPU time of an RMSNorm module call at 1x4096, for inference and for a training forward
   first_call       seconds from import to the first results of a fresh process, with an empty and with a full Triton cache,
                    without and with the kernel's warmup
+"_backward" is the backward pass alone. A function of another library that writes over its inputs is timed on its own earlier
+results.
 
 examples:
   peers.py                                           all ops: about five minutes on an H200
@@ -28,7 +25,6 @@ Exit status: 0; 1 if lossless-kernels failed or differed from eager in a bit; 2 
 import argparse
 import datetime
 import functools
-import importlib
 import importlib.metadata
 import json
 import os
@@ -41,27 +37,22 @@ from pathlib import Path
 from types import MethodType
 
 from cases import (
-    COMPILED,
     CPU_OPS,
     CPU_SHAPE,
-    CUTILE,
     DTYPES,
     EAGER,
     EPS,
-    LIGER,
     NATIVE,
     NATIVE_BARE,
     OPS,
     OURS,
-    QUACK,
     QUICK_SHAPES,
     ROOFLINE,
     Case,
-    compiled,
-    eager,
     ours,
     select,
 )
+from libraries import PEERS
 from report import Report, markdown, number, plot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,90 +70,6 @@ PACKAGES = (
 
 class BenchError(Exception):
     """The request cannot be run; the message says why and what to do."""
-
-
-# Other libraries: each loads as a dictionary, family of ops -> function of the op's arguments
-
-
-def native():
-    from torch.nn import functional
-
-    def rms_norm(x, weight):
-        return functional.rms_norm(x, weight.shape, weight, EPS)
-
-    return {"rms_norm": rms_norm}
-
-
-def liger(module, swiglu=None):
-    function = importlib.import_module(module).LigerRMSNormFunction
-
-    def rms_norm(x, weight):
-        offset, casting_mode, in_place = 0.0, "llama", False
-        return function.apply(x, weight, EPS, offset, casting_mode, in_place)
-
-    families = {"rms_norm": rms_norm}
-    if swiglu is not None:
-        product = importlib.import_module(swiglu).LigerSiLUMulFunction
-
-        def silu_and_mul(gate, up):
-            if gate.requires_grad:  # The backward pass overwrites gate and up with their gradients.
-                gate, up = gate.clone(), up.clone()
-            return product.apply(gate, up)
-
-        families["silu_and_mul"] = silu_and_mul
-    if module.startswith("liger_kernel.ops.rms"):
-        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-        from liger_kernel.ops.rope import LigerRopeFunction
-
-        def rotary(q, k, cos, sin):
-            return LigerRopeFunction.apply(q, k, cos, sin)
-
-        # Timed calls overwrite their inputs; the comparison of bits passes copies.
-        rotary.in_place = True
-        families["rotary"] = rotary
-
-        def add_rms_norm(x, residual, weight):
-            offset, casting_mode, in_place = 0.0, "llama", False
-            return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, offset, casting_mode, in_place)
-
-        families["add_rms_norm"] = add_rms_norm
-        families["cross_entropy"] = liger_cross_entropy()
-    return families
-
-
-def liger_cross_entropy():
-    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
-    def cross_entropy(logits, target):
-        return LigerCrossEntropyFunction.apply(logits, target, None)[0]
-
-    # The forward pass overwrites the logits with their gradient.
-    cross_entropy.in_place = True
-    return cross_entropy
-
-
-def quack():
-    from quack.rmsnorm import rmsnorm
-
-    def rms_norm(x, weight):
-        return rmsnorm(x, weight, eps=EPS)
-
-    def cross_entropy(logits, target):
-        from quack.cross_entropy import cross_entropy
-
-        return cross_entropy(logits, target, reduction="mean")
-
-    return {"rms_norm": rms_norm, "cross_entropy": cross_entropy}
-
-
-PEERS = {
-    EAGER: eager,
-    COMPILED: compiled,
-    NATIVE: native,
-    LIGER: functools.partial(liger, "liger_kernel.ops.rms_norm", swiglu="liger_kernel.ops.swiglu"),
-    QUACK: quack,
-    CUTILE: functools.partial(liger, "liger_kernel.ops.cutile.ops.rms_norm"),
-}
 
 
 def load_peers(names, kernel) -> tuple[dict, dict]:
@@ -364,7 +271,9 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what is measured")
     ops = (*OPS, "cpu_time", "first_call")
-    what.add_argument("--ops", nargs="+", choices=ops, metavar="OP", help="ops to measure, listed above (default: all)")
+    what.add_argument(
+        "--ops", nargs="+", choices=ops, metavar="OP", help=f"ops to measure (default: all): {', '.join(ops)}"
+    )
     what.add_argument(
         "--cases", nargs="+", type=shape, metavar="SHAPE", help="shapes such as 8192x4096 instead of each op's own"
     )

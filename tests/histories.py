@@ -18,7 +18,6 @@ import contextlib
 import copy
 import functools
 import gc
-import importlib
 import logging
 import multiprocessing
 import os
@@ -39,6 +38,7 @@ import transformers
 from bits import bits_equal
 from graphs import Around, add_rms_norm, cross_entropy, linear_cross_entropy
 from kernels import Mode, get_local_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from places import modeling
 from torch import nn
 from torch.autograd import forward_ad, graph
 from torch.nn.modules.module import register_module_forward_hook
@@ -52,9 +52,7 @@ HIDDEN, VOCABULARY = 64, 32
 LEVELS = ("layer", "mlp", "decoder")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FILES = ("llama", "qwen2", "qwen3", "gemma", "qwen3_5", "qwen3_next", "phi3", "t5")
-LLAMA, QWEN2, QWEN3, GEMMA, QWEN3_5, QWEN3_NEXT, PHI3, T5 = (
-    importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in FILES
-)
+LLAMA, QWEN2, QWEN3, GEMMA, QWEN3_5, QWEN3_NEXT, PHI3, T5 = map(modeling, FILES)
 SIZES = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "intermediate_size": 72, "num_attention_heads": 2, "head_dim": 64,
          "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None,
          "bos_token_id": None, "eos_token_id": None}  # fmt: skip

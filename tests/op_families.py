@@ -55,12 +55,30 @@ class Family:
             more than `given` adds what may require gradients to `given.leaves`.
         launches: `launches(kernel, machine)` makes the calls whose kernels are compiled, for `machine.dtype`.
         rocm: whether it has kernels for AMD GPUs.
+        timed: `timed(module, given)`: name -> a call without arguments that `benchmarks/cpu_time.py` times, on the tensors of
+            `timed_tensors`.
     """
 
     sources: tuple[str, ...]
     calls: Callable
     launches: Callable
     rocm: bool = True
+    timed: Callable = lambda module, given: {}
+
+
+def timed_tensors() -> SimpleNamespace:
+    """The tensors of calls whose CPU time is measured."""
+    x, residual, dy = (torch.randn(1, 4, 64) for _ in range(3))
+    weight = torch.randn(64)
+    return SimpleNamespace(x=x, residual=residual, dy=dy, weight=weight, parameter=torch.nn.Parameter(weight))
+
+
+def with_grad(call: Callable) -> Callable:
+    def run():
+        with torch.enable_grad():
+            call()
+
+    return run
 
 
 EPS_OF_CALLS = 1e-5, 0.5
@@ -93,6 +111,30 @@ def _norm_calls(module, chooser, given):
         rms_norm.replacement(x, weight.to(given.dtype), 1e-6, torch.nn.RMSNorm, "eps", fused=True),
         *(module("add_rms_norm").replacement(x, given.residual, weight, eps, owner) or ()),
     ]
+
+
+def _norm_timed(module, given):
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    norm, add, gated = map(module, ("rms_norm", "add_rms_norm", "gated_rms_norm"))
+    llama, gradients = module("variants").LLAMA, module("rms_norm_backward").gradients
+    owner, eps, x, residual, weight = norm.EAGER[llama], 1e-6, given.x, given.residual, given.weight
+    saved = given.dy, x, weight, torch.randn(1, 4, 1), True, True
+
+    def of(weight):
+        return {
+            "rms_norm": lambda: norm.replacement(x, weight, eps, owner),
+            "add_rms_norm": lambda: add.replacement(x, residual, weight, eps, owner),
+            "TorchRMSNorm": lambda: norm.replacement(x, weight, eps, torch.nn.RMSNorm, "eps", fused=True),
+            "gated norm": lambda: gated.replacement(x, residual, weight, eps, "silu", Qwen3NextRMSNormGated),
+        }
+
+    return {
+        **of(weight),
+        **{f"{name}, with gradients": with_grad(call) for name, call in of(given.parameter).items()},
+        "rms_norm backward": lambda: gradients(llama, *saved),
+        "add_rms_norm backward": lambda: gradients(llama, *saved, True, residual),
+    }
 
 
 def _norm_launches(kernel, machine):
@@ -167,6 +209,19 @@ def _activation_calls(module, chooser, given):
     ]
 
 
+def _activation_timed(module, given):
+    activation, gated, x, up, dy = module("activation"), module("gated_activation"), given.x, given.residual, given.dy
+    silu, product, half = activation.SILU, gated.SILU, dy[..., :32].contiguous()
+    return {
+        "silu": lambda: activation.replacement(x, silu.forward, silu),
+        "silu backward": lambda: activation.gradients(silu, dy, x),
+        "silu_and_mul": lambda: gated.replacement(x, up, product.forward, product),
+        "silu_and_mul backward": lambda: gated.gradients(product, dy, x, up, True),
+        "silu_and_mul, packed": lambda: gated.packed_replacement(x, product),
+        "silu_and_mul, packed, backward": lambda: gated.packed_gradient(product, half, x),
+    }
+
+
 def _activation_launches(kernel, machine):
     activation, gated = map(machine.module, ("activation", "gated_activation"))
     x, dy = machine.empty(2, 4096)
@@ -204,6 +259,21 @@ def _rotary_calls(module, chooser, given):
         *(rotary.replacement(q, k, cos, sin, unsqueeze_dim, rotary.PLAIN.eager, sole) or ()),
         *(module("rotary_embedding").replacement(embedding, given.x, positions, type(embedding)) or ()),
     ]
+
+
+def _rotary_timed(module, given):
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
+    rotary, tables, positions = module("rotary"), module("rotary_embedding"), torch.arange(4)[None]
+    q, k, plain = torch.randn(1, 8, 4, 64), torch.randn(1, 2, 4, 64), rotary.PLAIN
+    cos, sin = torch.randn(2, 1, 4, 64)
+    embedding = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64))
+    forward = plain.eager
+    return {
+        "rotary": lambda: rotary.replacement(q, k, cos, sin, 1, forward),
+        "rotary backward": lambda: rotary.gradients(plain, q, k, cos, sin, 1, q.dtype, True),
+        "rotary tables": lambda: tables.replacement(embedding, given.x, positions, LlamaRotaryEmbedding),
+    }
 
 
 def _rotary_launches(kernel, machine):
@@ -253,6 +323,14 @@ def _softmax_calls(module, chooser, given):
     return [module("ops.softmax").replacement(given.x, -1)]
 
 
+def _softmax_timed(module, given):
+    softmax = module("ops.softmax")
+    return {
+        "softmax": lambda: softmax.replacement(given.x, -1),
+        "softmax backward": lambda: softmax.gradient(given.dy, given.x),
+    }
+
+
 def _softmax_launches(kernel, machine):
     softmax = machine.module("ops.softmax")
     # One element, less than a warp, more, and rows that begin anywhere.
@@ -296,6 +374,12 @@ def _layer_norm_calls(module, chooser, given):
     return outputs
 
 
+def _layer_norm_timed(module, given):
+    replacement, shape, bias, eps = module("ops.layer_norm").replacement, (64,), torch.randn(64), 1e-5
+    calls = [lambda of=of: replacement(given.x, shape, of, bias, eps) for of in (given.weight, given.parameter)]
+    return {"layer_norm": calls[0], "layer_norm, with gradients": with_grad(calls[1])}
+
+
 def _layer_norm_launches(kernel, machine):
     # Less than a step of all threads, whole steps, a part of one, and rows that are read twice.
     for size, gap in ((64, 0), (768, 0), (1024, 2), (4096, 0), (16384, 0)) if machine.every_case else ((4096, 0),):
@@ -305,11 +389,12 @@ def _layer_norm_launches(kernel, machine):
 
 
 FAMILIES = (
-    Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches),
-    Family(("activation",), _activation_calls, _activation_launches),
-    Family(("rotary",), _rotary_calls, _rotary_launches),
+    Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches, timed=_norm_timed),
+    Family(("activation",), _activation_calls, _activation_launches, timed=_activation_timed),
+    Family(("rotary",), _rotary_calls, _rotary_launches, timed=_rotary_timed),
+    # Cross-entropy and divergences read what their kernels wrote, or are computed once a step: they are not timed.
     Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
-    Family(("layer_norm",), _layer_norm_calls, _layer_norm_launches, rocm=False),
-    Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False),
+    Family(("layer_norm",), _layer_norm_calls, _layer_norm_launches, rocm=False, timed=_layer_norm_timed),
+    Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed),
     Family(("divergences", "full_sum"), _divergence_calls, _divergence_launches, rocm=False),
 )

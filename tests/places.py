@@ -46,3 +46,8 @@ def python_module(kernel: Union[ModuleType, str], name: str) -> ModuleType:
     """A Python module of a kernel, which may be given by its name."""
     package = kernel if isinstance(kernel, str) else kernel.__name__
     return importlib.import_module(f"{package}.{PLACES.get(name, name)}")
+
+
+def modeling(folder: str) -> ModuleType:
+    """The Python module of transformers with the models of this folder."""
+    return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")

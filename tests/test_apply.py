@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import importlib
 import importlib.util
 import logging
 import warnings
@@ -15,6 +14,7 @@ import torch
 from bits import assert_bits_equal
 from cpu_kernels import cpu_arithmetic
 from kernels import Mode, kernelize, use_kernel_mapping
+from places import modeling
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -215,7 +215,7 @@ T5S = "T5", "MT5", "UMT5", "LongT5", "Pix2Struct", "Udop", "SwitchTransformers",
 @pytest.mark.parametrize("name", T5S)
 def test_norms_of_t5s_kind_are_known(kernel, module, name):
     folder = {"SwitchTransformers": "switch_transformers"}.get(name, name.lower())
-    file = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    file = modeling(folder)
     norm = vars(file)[f"{name}LayerNorm"]
     assert kernel.name_layers(norm(64)) == {norm.__name__: "RMSNorm"}
     for dtype, formula in ((torch.bfloat16, "t5"), (torch.float16, "t5"), (torch.float32, "llama")):

@@ -474,14 +474,13 @@ def test_a_quick_run_on_a_gpu(build, tmp_path):
 
 def test_a_step_is_the_loss_and_the_gradient_of_its_logits():
     import measure
-    import peers
 
     case = cases.Case("cross_entropy", (5, 40))
     assert case.bytes("bf16") == 3 * 5 * 40 * 2
     (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
     logits, target = inputs.arguments
     assert logits.shape == (5, 40) and target.shape == (5,) and inputs.differentiable == (logits,)
-    function, op = peers.eager()["cross_entropy"], cases.OPS["cross_entropy"]
+    function, op = cases.eager()["cross_entropy"], cases.OPS["cross_entropy"]
     loss, gradient = measure.outcome(function, inputs, op)
     assert loss.shape == () and gradient.shape == logits.shape
     call = measure.prepare(function, [inputs], op)

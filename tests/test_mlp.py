@@ -6,14 +6,13 @@ compared with the product that the package's function returns.
 
 import copy
 import functools
-import importlib
 import warnings
 
 import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
-from places import forget_calls
+from places import forget_calls, modeling
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -370,7 +369,7 @@ def test_an_activation_that_somebody_watches_is_called(kernel, products, seed, l
 
 def test_packed_mlps_are_named(kernel):
     for name, folder in PACKED.items():
-        file = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        file = modeling(folder)
         layer_class = vars(file)[f"{name}MLP"]
         if layer_class not in NAMES:
             config = LlamaConfig(hidden_size=HIDDEN_SIZE, intermediate_size=INTERMEDIATE_SIZE)

@@ -6,13 +6,13 @@ Without a GPU it runs in Triton's interpreter, in fp32 and fp16: elementwise ope
 import contextlib
 import copy
 import functools
-import importlib
 import itertools
 import random
 
 import kernels
 import pytest
 import torch
+import transformers
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_func_from_hub, use_kernel_mapping
 from places import python_module
@@ -386,7 +386,6 @@ def test_as_a_function_and_as_a_layer(build, rotary, seed, proof_off, form, deco
 
 
 def model_of(name, seed, dtype):
-    transformers = importlib.import_module("transformers")
     config = getattr(transformers, f"{name}Config")(
         num_hidden_layers=2,
         hidden_size=64,
@@ -524,7 +523,7 @@ def test_compiled_layer_is_the_uncompiled_one(kernel, rotary, seed, training):
 
 
 def test_operators_keep_torch_library_rules(kernel, seed):
-    namespace = getattr(torch.ops, importlib.import_module(f"{kernel.__name__}._ops")._OPS_NAME)
+    namespace = getattr(torch.ops, python_module(kernel, "_ops")._OPS_NAME)
     for dtype, table_dtype in SOME_PAIRS:
         q, k, cos, sin, dim = a_call(seed)
         cos, sin = cos.to(table_dtype), sin.to(table_dtype)

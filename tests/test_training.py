@@ -6,7 +6,6 @@ What runs instead of a kernel has the same bits as well, so every test also show
 import copy
 import functools
 import gc
-import importlib
 import statistics
 import time
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode
+from places import python_module
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from training import (
@@ -255,7 +255,7 @@ def test_model_kernelized_for_training_infers_the_same(kernel, seed):
 
 def operators(kernel):
     """The namespace of the operators that the kernel registers, and their names."""
-    namespace = importlib.import_module(f"{kernel.__name__}._ops")._OPS_NAME
+    namespace = python_module(kernel, "_ops")._OPS_NAME
     names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     return namespace, {name for owner, name in names if owner == namespace}
 

@@ -18,7 +18,7 @@ from . import report
 from .core import ROOT_PACKAGE, launch, proof
 from .core.domain import FLOAT_DTYPES
 from .core.torch_internals import MISSING, SLOWER
-from .mapping import LAYERS, LEVELS, has_known_formula, mapped_names, missing_name
+from .mapping import LAYERS, LEVELS, RECIPES, has_known_formula, mapped_names, missing_name
 from .ops.rms_norm.formulas import EPS_NAMES, in_domain
 
 _PACKAGES = ("torch", "triton", "transformers", "kernels")
@@ -284,7 +284,7 @@ def _planned(model) -> Iterator[PlannedLayer]:
     for module in model.modules():
         for each in (module, *report.functions_of(module)):
             layer, weight = type(each), each._parameters.get("weight")
-            name = getattr(layer, "kernel_layer_name", None) or missing_name(each) or report.RECIPES.get(layer)
+            name = getattr(layer, "kernel_layer_name", None) or missing_name(each) or RECIPES.get(layer)
             if name in LEVELS["decoder"]:
                 key = layer, name, None if weight is None else (weight.shape, weight.dtype)
                 counts[key] += 1
@@ -298,7 +298,7 @@ def _planned(model) -> Iterator[PlannedLayer]:
 def _obstacle_of(module, name, dtype) -> Optional[report.Reason]:
     """Why no kernel would take the layer, as far as that is known before a call."""
     layer = type(module)
-    if layer in report.RECIPES:
+    if layer in RECIPES:
         return report.recipe(layer, name)
     weight = module._parameters.get("weight")
     if weight is not None:

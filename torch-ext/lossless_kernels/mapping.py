@@ -62,6 +62,13 @@ _NAMES_BY_ACTIVATION = {
     "FastGELUActivation": "FastGELU",
     "QuickGELUActivation": "QuickGELU",
 }
+# Classes of torch that a kernel may replace. `name_layers` leaves them alone: all models share them.
+RECIPES = {
+    torch.nn.SiLU: "SiLU",
+    torch.nn.GELU: "GeLU",
+    torch.nn.RMSNorm: "TorchRMSNorm",
+    torch.nn.LayerNorm: "TorchLayerNorm",
+}
 _NAMES_BY_EPS = {eps: name for name, eps in EPS_NAMES.items() if name in LAYERS}
 
 

@@ -14,7 +14,7 @@ import torch
 from .core import ROOT_PACKAGE, inspection, launch, proof
 from .core.domain import MISSING, runs_kernels
 from .loss import has_our_loss
-from .mapping import LEVELS, check_model, idle_decorators, is_replaceable, missing_name
+from .mapping import LEVELS, RECIPES, check_model, idle_decorators, is_replaceable, missing_name
 
 # Kinds of reasons, and what to do about each. `kernel` is this package, as `get_kernel` returns it.
 NO_DEVICE = "no kernels here"
@@ -50,13 +50,6 @@ _STEPS_BY_WORD = (
     ("out of memory", "kernel.warmup(model) while there is room"),
     ("C compiler", "install a C compiler, which Triton needs: apt install gcc, or set CC"),
 )
-# Classes of torch that a kernel may replace. `name_layers` leaves them alone: all models share them.
-RECIPES = {
-    torch.nn.SiLU: "SiLU",
-    torch.nn.GELU: "GeLU",
-    torch.nn.RMSNorm: "TorchRMSNorm",
-    torch.nn.LayerNorm: "TorchLayerNorm",
-}
 
 
 class Reason(str):

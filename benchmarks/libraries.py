@@ -1,0 +1,87 @@
+"""What `peers.py` measures beside this package: each peer loads as a dictionary, family of ops -> function of its arguments."""
+
+import functools
+import importlib
+
+from cases import COMPILED, CUTILE, EAGER, EPS, LIGER, NATIVE, QUACK, compiled, eager
+
+
+def native():
+    from torch.nn import functional
+
+    def rms_norm(x, weight):
+        return functional.rms_norm(x, weight.shape, weight, EPS)
+
+    return {"rms_norm": rms_norm}
+
+
+def liger(module, swiglu=None):
+    function = importlib.import_module(module).LigerRMSNormFunction
+
+    def rms_norm(x, weight):
+        offset, casting_mode, in_place = 0.0, "llama", False
+        return function.apply(x, weight, EPS, offset, casting_mode, in_place)
+
+    families = {"rms_norm": rms_norm}
+    if swiglu is not None:
+        product = importlib.import_module(swiglu).LigerSiLUMulFunction
+
+        def silu_and_mul(gate, up):
+            if gate.requires_grad:  # The backward pass overwrites gate and up with their gradients.
+                gate, up = gate.clone(), up.clone()
+            return product.apply(gate, up)
+
+        families["silu_and_mul"] = silu_and_mul
+    if module.startswith("liger_kernel.ops.rms"):
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        def rotary(q, k, cos, sin):
+            return LigerRopeFunction.apply(q, k, cos, sin)
+
+        # Timed calls overwrite their inputs; the comparison of bits passes copies.
+        rotary.in_place = True
+        families["rotary"] = rotary
+
+        def add_rms_norm(x, residual, weight):
+            offset, casting_mode, in_place = 0.0, "llama", False
+            return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, offset, casting_mode, in_place)
+
+        families["add_rms_norm"] = add_rms_norm
+        families["cross_entropy"] = liger_cross_entropy()
+    return families
+
+
+def liger_cross_entropy():
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    def cross_entropy(logits, target):
+        return LigerCrossEntropyFunction.apply(logits, target, None)[0]
+
+    # The forward pass overwrites the logits with their gradient.
+    cross_entropy.in_place = True
+    return cross_entropy
+
+
+def quack():
+    from quack.rmsnorm import rmsnorm
+
+    def rms_norm(x, weight):
+        return rmsnorm(x, weight, eps=EPS)
+
+    def cross_entropy(logits, target):
+        from quack.cross_entropy import cross_entropy
+
+        return cross_entropy(logits, target, reduction="mean")
+
+    return {"rms_norm": rms_norm, "cross_entropy": cross_entropy}
+
+
+PEERS = {
+    EAGER: eager,
+    COMPILED: compiled,
+    NATIVE: native,
+    LIGER: functools.partial(liger, "liger_kernel.ops.rms_norm", swiglu="liger_kernel.ops.swiglu"),
+    QUACK: quack,
+    CUTILE: functools.partial(liger, "liger_kernel.ops.cutile.ops.rms_norm"),
+}
