@@ -225,56 +225,78 @@ def reason(problem: str) -> str:
 # Decoder layers, which transformers gives no layer name
 
 
-def decoder_layers(kernel, device) -> list[tuple]:
-    """Of every model file with a decoder layer that is recognised: the file, and its decoder layers, attentions and MLPs."""
-    decoder, attention, mlp, mapping = (
-        python_module(kernel, name) for name in ("decoder", "attention", "mlp", "mapping")
+def decoder_layers(kernel, device) -> tuple[list[tuple], list[tuple]]:
+    """Of every model file with a decoder layer that is recognised: the file, and its decoder layers, attentions and MLPs. Then
+    every other decoder layer, with the reason."""
+    decoder, attention, mlp, mapping, proof = (
+        python_module(kernel, name) for name in ("decoder", "attention", "mlp", "mapping", "proof")
     )
-    like, states = mapping._arguments(kernel.layers.LlamaDecoderLayer), torch.zeros(1, device=device)
-    silu = mlp.subject_of(ACT2FN["silu"])
+    states, silu = torch.zeros(1, device=device), mlp.subject_of(ACT2FN["silu"])
 
-    def recognised(found, kind):
-        for layer_class in found:
-            name = layer_class.__name__
-            if kind == "DecoderLayer" and mapping._arguments(layer_class) == like:
-                yield name * bool(decoder._verdict(layer_class, device))
-            elif kind == "Attention":
-                variant = attention.formula_of(layer_class, states)
-                yield "" if variant is None else f"{name}: {variant.formula}"
-            elif kind == "MLP":
-                yield name * (mlp.activation_of(layer_class, silu, states) is not None)
+    def problem(layer_class):
+        """Why a decoder layer keeps its forward; empty if it does not."""
+        if not any(mapping._takes_arguments_of(layer_class, name) for name in mapping._DECODERS):
+            return "takes other arguments"
+        if decoder.formula_of(layer_class, states) is not None:
+            return ""
+        verdicts, refusals = proof.verdicts_about(layer_class.forward)
+        return "; ".join([*refusals, *(verdict.reason for verdict in verdicts if verdict.reason)])
 
-    rows = []
+    def recognised(layer_class, kind):
+        name = layer_class.__name__
+        if kind == "Attention":
+            variant = attention.formula_of(layer_class, states)
+            return "" if variant is None else f"{name}: {variant.formula}"
+        return name * (mlp.activation_of(layer_class, silu, states) is not None)
+
+    rows, kept = [], []
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         if "DecoderLayer" not in path.read_text():
             continue
         module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
         own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-        cells = []
+        model = path.stem.removeprefix("modeling_")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Refusals.
-            for kind in ("DecoderLayer", "Attention", "MLP"):
-                found = recognised((each for each in own if each.__name__.endswith(kind)), kind)
-                cells.append(", ".join(filter(None, found)))
+            problems = {each: problem(each) for each in own if each.__name__.endswith("DecoderLayer")}
+            found = [
+                f"{each.__name__}{f': {formula.formula}' * (formula is not decoder.PRE_NORM)}"
+                for each, reason in problems.items()
+                if not reason
+                for formula in (decoder.formula_of(each, states),)
+            ]
+            cells = [", ".join(found)]
+            for kind in ("Attention", "MLP"):
+                of_kind = (recognised(each, kind) for each in own if each.__name__.endswith(kind))
+                cells.append(", ".join(filter(None, of_kind)))
+        kept += [(model, each.__name__, reason) for each, reason in problems.items() if reason]
         if cells[0]:
-            rows.append((path.stem.removeprefix("modeling_"), *cells))
-    return rows
+            rows.append((model, *cells))
+    return rows, kept
 
 
-def decoder_table(rows) -> str:
+def decoder_table(rows, kept) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "kernels"))
     lines = [
         "# Decoder layers",
         "",
-        f"The models of {versions} whose decoder layers are of Llama's kind: these forwards are recognised by their formula, which",
-        '`kernel.name_layers(model)` and `kernel.kernel_mapping(level="decoder")` need. Where a cell is `-` the attention or',
-        "the MLP is another one, and is called as it is. The order of the kernels' sums is proved on the GPU at hand.",
+        f"The models of {versions} whose decoder layers are recognised by their formula, which",
+        '`kernel.name_layers(model)` and `kernel.kernel_mapping(level="decoder")` need. Without a formula the layer is Llama\'s:',
+        "`norm, attention, sum and norm, MLP, sum`. Where a cell is `-` the attention or the MLP is another one, and is called as it is.",
+        "The order of the kernels' sums is proved on the GPU at hand.",
         "`python tests/sweep.py --decoders docs/decoders.md` writes this file.",
         "",
         "| model | decoder layer | attention | gated MLP |",
         "|---|---|---|---|",
+        *(f"| {' | '.join(cell or '-' for cell in row)} |" for row in rows),
+        "",
+        "These decoder layers keep their forward:",
+        "",
+        "| model | decoder layer | reason |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in kept),
     ]
-    return "\n".join([*lines, *(f"| {' | '.join(cell or '-' for cell in row)} |" for row in rows)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def main():
@@ -292,7 +314,7 @@ def main():
         # Formulas are compared in torch operations, on a CPU as well.
         os.environ.setdefault("TRITON_INTERPRET", "1")
         arguments.decoders.write_text(
-            decoder_table(decoder_layers(get_local_kernel(ROOT / "build"), torch.device("cpu")))
+            decoder_table(*decoder_layers(get_local_kernel(ROOT / "build"), torch.device("cpu")))
         )
         return
     if not torch.cuda.is_available():

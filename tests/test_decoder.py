@@ -13,20 +13,40 @@ from bits import assert_bits_equal
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from places import python_module
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -53,10 +73,40 @@ MODELS = {
     "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Decoder layers of other formulas or with other arguments: config, model, the layer of this package, and sizes.
+VARIANTS = {
+    "Gemma": (GemmaConfig, GemmaForCausalLM, "LlamaDecoderLayer", {"head_dim": 16}),
+    "Mixtral": (MixtralConfig, MixtralForCausalLM, "MixtralDecoderLayer", EXPERTS),
+    "Qwen3-MoE": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        "LlamaDecoderLayer",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [0],
+            "head_dim": 16,
+        },
+    ),
+    "GPT-OSS": (GptOssConfig, GptOssForCausalLM, "LlamaDecoderLayer", {**EXPERTS, "head_dim": 16}),
+    "Granite": (GraniteConfig, GraniteForCausalLM, "LlamaDecoderLayer", {"residual_multiplier": 0.22}),
+    "Phi-3": (Phi3Config, Phi3ForCausalLM, "LlamaDecoderLayer", {}),
+    "Gemma2": (Gemma2Config, Gemma2ForCausalLM, "MixtralDecoderLayer", {"head_dim": 16}),
+    "Gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, "MixtralDecoderLayer", {"head_dim": 16}),
+    "GLM-4": (Glm4Config, Glm4ForCausalLM, "LlamaDecoderLayer", {"head_dim": 16}),
+    "OLMo 2": (Olmo2Config, Olmo2ForCausalLM, "LlamaDecoderLayer", {}),
+    "Cohere": (CohereConfig, CohereForCausalLM, "LlamaDecoderLayer", {}),
+}
 
 
 def make(name, seed, **changes):
-    config, model = MODELS[name] if isinstance(name, str) else name
+    if name in VARIANTS:
+        config, model, _, sizes = VARIANTS[name]
+        changes = {"attn_implementation": "eager", **sizes, **changes}
+    else:
+        config, model = MODELS[name] if isinstance(name, str) else name
     torch.manual_seed(seed)
     return model(config(**SIZES, **changes)).eval()
 
@@ -81,12 +131,15 @@ def tokens(seed, batch=2, length=5):
     return torch.randint(SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients(kernel, seed, name):
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
+def test_logits_and_gradients(kernel, seed, name, monkeypatch):
     model = make(name, seed)
     layers, decoder = (kernelized(kernel, model, level, Mode.TRAINING) for level in ("layer", "decoder"))
-    assert len(replaced(decoder, "LlamaDecoderLayer")) == 2 and not replaced(layers, "LlamaDecoderLayer")
-    results = []
+    layer_name = VARIANTS[name][2] if name in VARIANTS else "LlamaDecoderLayer"
+    assert len(replaced(decoder, layer_name)) == 2 and not replaced(layers, layer_name)
+    family, fused, results = python_module(kernel, "decoder"), [], []
+    original = family.fused_forward
+    monkeypatch.setattr(family, "fused_forward", lambda *a: fused.append(a[1]) or original(*a))
     for each in (layers, decoder):
         ids = tokens(seed)
         out = each(ids, labels=ids)
@@ -94,8 +147,50 @@ def test_logits_and_gradients(kernel, seed, name):
         results.append([out.logits, *(parameter.grad for parameter in each.parameters())])
         with torch.no_grad():
             assert_bits_equal(each(ids).logits, out.logits)
+    assert len(fused) >= 2 and len({*fused}) == 1
     for ours, expected in zip(*reversed(results), strict=True):
-        assert_bits_equal(ours, expected)
+        assert (ours is None) == (expected is None)
+        if ours is not None:
+            assert_bits_equal(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
+def test_a_layer_and_its_attention_against_transformers(kernel, seed, name, dtype, request, monkeypatch):
+    """The formulas, on the model's own modules without kernels: outputs, and gradients with a second use of the input."""
+    decoder, attention = (python_module(kernel, each) for each in ("decoder", "attention"))
+    model = make(name, seed).to(dtype)
+    layer = model.model.layers[1]
+    rotate = type(layer.self_attn).forward.__globals__["apply_rotary_pos_emb"]
+    if isinstance(rotate, torch.nn.Module):  # All models share it. With a hook it is called, not its kernel.
+        monkeypatch.delitem(vars(rotate), "forward", raising=False)
+        request.addfinalizer(rotate.register_forward_hook(lambda *_: None).remove)
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    x, dy, other = (torch.randn(2, 5, SIZES["hidden_size"]).to(dtype) for _ in range(3))
+    positions = torch.arange(5)[None]
+    rotary = model.model.rotary_emb
+    tables = (x, positions, layer.self_attn.layer_type) if name == "Gemma3" else (x, positions)
+    mask = torch.full((5, 5), torch.finfo(dtype).min).triu(1)[None, None].to(dtype)
+    arguments = {"attention_mask": mask, "position_ids": positions, "position_embeddings": rotary(*tables)}
+    formula = decoder.formula_of(type(layer), x)
+    variant = attention.formula_of(type(layer.self_attn), x)
+    assert formula is not None and (variant is not None) == (name != "Cohere")
+
+    def run(compute):
+        inputs = x.clone().requires_grad_(), *layer.parameters()
+        gradients = torch.autograd.grad((compute(inputs[0]), inputs[0] * 1.0), inputs, (dy, other), allow_unused=True)
+        return compute(inputs[0]).detach(), *gradients
+
+    pairs = [
+        (lambda x: layer(x, **arguments), lambda x: decoder.forward(layer, x, arguments, formula)),
+        (lambda x: layer.self_attn(x, **arguments)[0], lambda x: attention.attend(layer.self_attn, x, arguments)),
+    ]
+    for theirs, ours in pairs:
+        for expected, found in zip(run(theirs), run(ours), strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None:
+                assert_bits_equal(found, expected)
 
 
 def test_the_fused_kernel_runs(kernel, seed, monkeypatch):
@@ -147,9 +242,8 @@ def test_checkpointing(kernel, seed, reentrant):
 
 
 def test_other_decoders_keep_their_forward(kernel, seed):
-    """Olmo2 norms after the blocks, Gemma2 before and after them: their children tell already."""
-    for pair in ((Olmo2Config, Olmo2ForCausalLM), (Gemma2Config, Gemma2ForCausalLM)):
-        assert "LlamaDecoderLayer" not in kernel.name_layers(make(pair, seed)).values()
+    """Phi and GPT-2: their children tell already."""
+    assert "LlamaDecoderLayer" not in kernel.name_layers(make((PhiConfig, PhiForCausalLM), seed)).values()
     assert not kernel.name_layers(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=8)))
 
 

@@ -375,10 +375,11 @@ class Phi3MLP(_Layer):
 
 
 class LlamaDecoderLayer(_Layer):
-    """A pre-norm decoder layer: `h = x + self_attn(input_layernorm(x))`, then `h + mlp(post_attention_layernorm(h))`.
+    """A decoder layer: `h = x + self_attn(input_layernorm(x))`, then `h + mlp(post_attention_layernorm(h))`, or a variant.
 
-    hidden_states: `[batch, tokens, hidden_size]`. One kernel computes the residual add `h` and its norm. Norm,
-    attention and MLP are called as modules, with their own forward, hooks, cache and attention function.
+    hidden_states: `[batch, tokens, hidden_size]`. One kernel computes the residual add `h` and its norm. Norms,
+    attention and MLP are called as modules, with their own forward, hooks, cache and attention function. Variants: norms or
+    dropouts after the blocks too, or instead; outputs of the blocks multiplied; attention and MLP side by side.
     """
 
     def forward(
@@ -391,21 +392,61 @@ class LlamaDecoderLayer(_Layer):
         position_embeddings: Optional[tuple] = None,
         **kwargs,
     ) -> torch.Tensor:
-        owner = type(self)
         arguments = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
-        if not is_dynamo_compiling():
-            out = replay.replay(self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments)
-            if out is not None:
-                return out
-        arguments.update(
-            attention_mask=attention_mask, past_key_values=past_key_values, position_embeddings=position_embeddings
-        )
-        if decoder.is_proved(owner, hidden_states, self.__dict__):
-            out = decoder.fused_forward(self, hidden_states, arguments)
-            if not is_dynamo_compiling():
-                replay.record(self, hidden_states, position_embeddings)
+        given = position_embeddings, attention_mask, past_key_values, arguments
+        return _decoded(self, LlamaDecoderLayer, hidden_states, *given)
+
+
+class MixtralDecoderLayer(_Layer):
+    """`LlamaDecoderLayer` for forwards that take the arguments of transformers' `MixtralDecoderLayer`."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Optional[tuple] = None,
+        attention_mask: Optional[torch.Tensor] = None,
+        position_ids: Optional[torch.LongTensor] = None,
+        past_key_values: Optional[object] = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        given = position_embeddings, attention_mask, past_key_values, {"position_ids": position_ids, **kwargs}
+        return _decoded(self, MixtralDecoderLayer, hidden_states, *given)
+
+
+class Qwen3VLTextDecoderLayer(_Layer):
+    """`LlamaDecoderLayer` for forwards that take the arguments of transformers' `Qwen3VLTextDecoderLayer`."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple,
+        attention_mask: Optional[torch.Tensor] = None,
+        position_ids: Optional[torch.LongTensor] = None,
+        past_key_values: Optional[object] = None,
+        use_cache: Optional[bool] = False,
+        **kwargs,
+    ) -> torch.Tensor:
+        arguments = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
+        given = position_embeddings, attention_mask, past_key_values, arguments
+        return _decoded(self, Qwen3VLTextDecoderLayer, hidden_states, *given)
+
+
+def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, past_key_values, arguments):
+    """The output of a decoder layer; `arguments` are those that its attention alone reads."""
+    if not is_dynamo_compiling():
+        out = replay.replay(self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments)
+        if out is not None:
             return out
-        return _original(self, LlamaDecoderLayer, hidden_states, **arguments)
+    arguments.update(
+        attention_mask=attention_mask, past_key_values=past_key_values, position_embeddings=position_embeddings
+    )
+    formula = decoder.formula_of(type(self), hidden_states, self.__dict__)
+    if formula is None:
+        return _original(self, layer, hidden_states, **arguments)
+    out = decoder.fused_forward(self, formula, hidden_states, arguments)
+    if not is_dynamo_compiling():
+        replay.record(self, hidden_states, position_embeddings)
+    return out
 
 
 class LlamaRotaryEmbedding(_Layer):
@@ -456,7 +497,10 @@ _FORMULAS = {
         (LlamaMLP, GeGLUMLP), lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     ),
     Phi3MLP: lambda self, x: mlp.packed_formula(x, self.gate_up_proj, self.down_proj, self.activation_fn),
-    LlamaDecoderLayer: lambda self, hidden_states, **arguments: decoder.forward(self, hidden_states, arguments),
+    **dict.fromkeys(
+        (LlamaDecoderLayer, MixtralDecoderLayer, Qwen3VLTextDecoderLayer),
+        lambda self, hidden_states, **arguments: decoder.forward(self, hidden_states, arguments),
+    ),
     LlamaRotaryEmbedding: lambda self, x, position_ids: rotary_embedding.TABLES.eager(
         x, position_ids, self.inv_freq, self.attention_scaling
     ),

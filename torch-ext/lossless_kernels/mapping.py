@@ -16,6 +16,7 @@ import torch
 from . import layers
 from .core import proof
 from .core.inspection import functions_of
+from .decoder import layer as decoder
 from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
 from .ops.rms_norm.proof import variant_of
 
@@ -39,15 +40,16 @@ LAYERS = {
     "TorchRMSNorm": "TorchRMSNorm",
     "TorchLayerNorm": "TorchLayerNorm",
 }
-# Names of level "decoder" alone. No class of transformers has these names before `name_layers`.
-DECODER_LAYERS = {"LlamaDecoderLayer": "LlamaDecoderLayer", "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}
+# Names of level "decoder" alone. No class of transformers has these names before `name_layers`. Decoder layers differ in the
+# order of their arguments.
+_DECODERS = ("LlamaDecoderLayer", "MixtralDecoderLayer", "Qwen3VLTextDecoderLayer")
+DECODER_LAYERS = {name: name for name in (*_DECODERS, "LlamaRotaryEmbedding")}
 LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
 # Device types with builds.
 _DEVICE_TYPES = ("cuda", "rocm", "cpu")
-# The names of a class's children, or of its buffers if it has no children, tell which layer name it may get. The proof decides
-# whether its forward is the layer's.
+# The names of a class's children, or of its buffers if it has no children, tell which layer name it may get; those of decoder
+# layers are in `decoder.CHILDREN`. The proof decides whether its forward is the layer's.
 _NAMES_BY_CHILDREN = {
-    frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")): "LlamaDecoderLayer",
     frozenset(("gate_proj", "up_proj", "down_proj", "act_fn")): "SwiGLUMLP",
     frozenset(("gate_up_proj", "down_proj", "activation_fn")): "Phi3MLP",
     frozenset(("inv_freq", "original_inv_freq")): "LlamaRotaryEmbedding",
@@ -91,8 +93,8 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
 
     Calls `kernels.replace_kernel_forward_from_hub` for
 
-    - decoder layers, MLPs and rotary embeddings: classes whose children (or buffers) have the names of those of
-      `LlamaDecoderLayer`, `LlamaMLP`, `Phi3MLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
+    - decoder layers, MLPs and rotary embeddings: classes whose children (or buffers) have the names of those of a known
+      decoder layer, `LlamaMLP`, `Phi3MLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
     - norms with `weight` and `variance_epsilon` or `eps` whose forward computes a known formula (Gemma's, for example);
     - the norms and activations of transformers that have lost their names because its decorators did nothing.
 
@@ -138,12 +140,19 @@ def missing_name(module: torch.nn.Module) -> Optional[str]:
     if hasattr(layer_class, "kernel_layer_name"):
         return None
     children = [*module.named_children()] or [*module.named_buffers(recurse=False)]
-    name = _NAMES_BY_CHILDREN.get(frozenset(name for name, _ in children)) or _norm_name(module)
+    children = frozenset(name for name, _ in children)
     if layer_class.__module__ == "transformers.activations":
-        name = _NAMES_BY_ACTIVATION.get(layer_class.__name__)
-    if name not in LEVELS["decoder"]:
-        return None
-    return name if _arguments(layer_class) == _arguments(getattr(layers, LEVELS["decoder"][name])) else None
+        names = (_NAMES_BY_ACTIVATION.get(layer_class.__name__),)
+    elif children in decoder.CHILDREN:
+        names = _DECODERS
+    else:
+        names = (_NAMES_BY_CHILDREN.get(children) or _norm_name(module),)
+    known = (name for name in names if name in LEVELS["decoder"])
+    return next((name for name in known if _takes_arguments_of(layer_class, LEVELS["decoder"][name])), None)
+
+
+def _takes_arguments_of(layer_class, ours: str) -> bool:
+    return _arguments(layer_class) == _arguments(getattr(layers, ours))
 
 
 def _norm_name(module) -> Optional[str]:

@@ -21,26 +21,51 @@ from ..core.domain import is_bare, keeps_its_saved_tensors
 from ..core.torch_internals import MODULE_CALL
 from ..ops.rotary import replacement as rotary_replacement
 
+# Query and key are normalised head by head, before or after their transposition, or all heads together.
+HEADS, TRANSPOSED, ALL_HEADS = (
+    "q_norm and k_norm",
+    "q_norm and k_norm after transposition",
+    "q_norm and k_norm of all heads",
+)
+# Further arguments of an attention function: its name, the module's attribute, and what it is.
+_EXTRAS = {"softcap": ("attn_logit_softcapping", "a softcap"), "s_aux": ("sinks", "sinks")}
+
 
 @dataclass(frozen=True)
 class AttentionFormula:
     """The variant of an attention.
 
     Args:
-        normed: `q_norm` and `k_norm` normalise query and key, head by head.
+        normed: `HEADS`, `TRANSPOSED` or `ALL_HEADS`, "" if neither query nor key is normalised.
         window: the source of the attention function's `sliding_window`: "module", "config", or "" if it gets none.
+        extra: the name of a further argument of the attention function, in `_EXTRAS`, "" if there is none.
+        packed: one projection, `qkv_proj`, computes query, key and value.
     """
 
-    normed: bool
-    window: str
+    normed: str = ""
+    window: str = ""
+    extra: str = ""
+    packed: bool = False
+
+    @functools.cached_property
+    def children(self) -> frozenset[str]:
+        """The names of the module's children."""
+        projections = ("qkv_proj",) if self.packed else ("q_proj", "k_proj", "v_proj")
+        return frozenset((*projections, "o_proj", *(("q_norm", "k_norm") if self.normed else ())))
 
     @property
     def formula(self) -> str:
-        return f"attention{', q_norm and k_norm' * self.normed}{', a sliding window' * bool(self.window)}"
+        packed = "one projection" * self.packed
+        window = "a sliding window" * bool(self.window)
+        extra = self.extra and _EXTRAS[self.extra][1]
+        return ", ".join(filter(None, ("attention", packed, self.normed, window, extra)))
 
 
-_NORMS = frozenset(("q_norm", "k_norm"))
-_FORMULAS = [AttentionFormula(normed, window) for normed in (False, True) for window in ("", "module", "config")]
+_NORMED = ("", HEADS, TRANSPOSED, ALL_HEADS)
+_FORMULAS = [
+    AttentionFormula(*each)
+    for each in itertools.product(_NORMED, ("", "module", "config"), ("", *_EXTRAS), (False, True))
+]
 
 
 class Functions(NamedTuple):
@@ -54,10 +79,8 @@ class Functions(NamedTuple):
 def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
     """`module(hidden_states=hidden_states, **arguments)[0]`, for the attention of a decoder layer."""
     owner = type(module)
-    modules, variant = module._modules, None
-    if is_bare(module) and "q_proj" in modules and "k_proj" in modules and "v_proj" in modules and "o_proj" in modules:
-        variant = formula_of(owner, hidden_states)
-    if variant is None or (variant.normed and not _NORMS <= modules.keys()):
+    variant = formula_of(owner, hidden_states) if is_bare(module) else None
+    if variant is None or not variant.children <= module._modules.keys():
         return module(hidden_states=hidden_states, **arguments)[0]
     found = owner.forward.__globals__
     functions = Functions(
@@ -78,18 +101,37 @@ def compute(
     **arguments,
 ) -> torch.Tensor:
     """The output of transformers' `LlamaAttention.forward`, or of the variant's."""
-    modules = module._modules
+    modules, normed = module._modules, variant.normed
     leading = hidden_states.shape[:-1]
     heads = (*leading, -1, module.head_dim)
-    query = project(modules["q_proj"], hidden_states).view(heads)
-    if variant.normed:
+    if variant.packed:
+        # Slices, as in the original: their gradients are added, those of a split would be concatenated.
+        states = project(modules["qkv_proj"], hidden_states)
+        key_start = module.config.num_attention_heads * module.head_dim
+        value_start = key_start + module.num_key_value_heads * module.head_dim
+        query, key, value = states[..., :key_start], states[..., key_start:value_start], states[..., value_start:]
+        del states
+    else:
+        query = project(modules["q_proj"], hidden_states)
+    if normed == ALL_HEADS:
+        query = modules["q_norm"](query)
+    query = query.view(heads)
+    if normed == HEADS:
         query = modules["q_norm"](query)
     query = query.transpose(1, 2)
-    key = project(modules["k_proj"], hidden_states).view(heads)
-    if variant.normed:
+    if not variant.packed:
+        key = project(modules["k_proj"], hidden_states)
+    if normed == ALL_HEADS:
+        key = modules["k_norm"](key)
+    key = key.view(heads)
+    if normed == HEADS:
         key = modules["k_norm"](key)
     key = key.transpose(1, 2)
-    value = project(modules["v_proj"], hidden_states).view(heads).transpose(1, 2)
+    if not variant.packed:
+        value = project(modules["v_proj"], hidden_states)
+    value = value.view(heads).transpose(1, 2)
+    if normed == TRANSPOSED:
+        query, key = modules["q_norm"](query), modules["k_norm"](key)
     cos, sin = position_embeddings
     query, key = _rotated(functions.rotate, query, key, cos, sin)
     given = attention_mask, past_key_values, arguments
@@ -117,6 +159,8 @@ def mixed(
     if variant.window:
         window = module.sliding_window if variant.window == "module" else getattr(config, "sliding_window", None)
         arguments["sliding_window"] = window
+    if variant.extra:
+        arguments[variant.extra] = getattr(module, _EXTRAS[variant.extra][0])
     dropout = module.attention_dropout if module.training else 0.0
     out, _ = interface(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **arguments)
     return out, interface
@@ -165,7 +209,8 @@ def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 _NAMES = frozenset(
     "shape head_dim q_proj view transpose k_proj v_proj apply_rotary_pos_emb update layer_idx ALL_ATTENTION_FUNCTIONS "
     "get_interface config _attn_implementation eager_attention_forward training attention_dropout scaling reshape "
-    "contiguous o_proj q_norm k_norm sliding_window getattr".split()
+    "contiguous o_proj q_norm k_norm sliding_window getattr attn_logit_softcapping sinks qkv_proj num_attention_heads "
+    "num_key_value_heads".split()
 )
 _GLOBALS = ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_pos_emb")
 
@@ -218,7 +263,10 @@ def _candidates(forward) -> list[AttentionFormula]:
         windows = ("module", "config")
     else:
         windows = ("config", "") if "getattr" in names else ("",)
-    return [AttentionFormula("q_norm" in names, window) for window in windows]
+    norms = (HEADS, TRANSPOSED, ALL_HEADS) if "q_norm" in names else ("",)
+    extra = next((name for name, (attribute, _) in _EXTRAS.items() if attribute in names), "")
+    packed = "qkv_proj" in names
+    return [AttentionFormula(normed, window, extra, packed) for normed, window in itertools.product(norms, windows)]
 
 
 class Scaled(proof.Part):
@@ -230,6 +278,25 @@ class Scaled(proof.Part):
 
     def forward(self, hidden_states):
         return torch.sin(hidden_states * self.weight)
+
+
+class _PackedProjection(Scaled):
+    """A stand-in for `qkv_proj`: as many heads of queries as hidden_states has, one of keys and one of values."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states.repeat(1, 1, 2)[..., : self.weight.numel()])
+
+
+class _Norm(Scaled):
+    """A stand-in that records the layout of its input."""
+
+    def __init__(self, weight, calls):
+        super().__init__(weight)
+        self.calls = calls
+
+    def forward(self, hidden_states):
+        self.calls.append(("norm", (hidden_states.shape, hidden_states.stride())))
+        return super().forward(hidden_states)
 
 
 class _Recorder:
@@ -278,15 +345,25 @@ def _comparisons(forward, variant, device):
     data, dy, other = (make(2, 5, hidden_size) for _ in range(3))
     cos, sin = make(2, 1, 5, _HEAD_DIM), make(2, 1, 5, _HEAD_DIM)
     weights = {name: make(hidden_size) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    weights.update({name: make(_HEAD_DIM) for name in ("q_norm", "k_norm")})
+    of_norm = hidden_size if variant.normed == ALL_HEADS else _HEAD_DIM
+    weights.update({name: make(of_norm) for name in ("q_norm", "k_norm")})
+    if variant.packed:
+        weights["qkv_proj"] = make(hidden_size + 2 * _HEAD_DIM)
     mask, window, implementation = object(), object(), object()
+    extras = {attribute: object() for attribute, _ in _EXTRAS.values()}
     named = {"position_ids": object(), "use_cache": object(), "another": object()}
 
     def run(ours, training, cached, window_in_config, absent, with_gradients):
-        recorder, config = _Recorder(), SimpleNamespace(_attn_implementation=implementation)
+        recorder = _Recorder()
+        config = SimpleNamespace(_attn_implementation=implementation, num_attention_heads=_HEADS)
         module = nn.Module()
+        module.num_key_value_heads = 1
+        norm = functools.partial(_Norm, calls=recorder.calls)
+        parts = {"qkv_proj": _PackedProjection, "q_norm": norm, "k_norm": norm}
         for name, weight in weights.items():
-            setattr(module, name, Scaled(weight))
+            setattr(module, name, parts.get(name, Scaled)(weight))
+        for name, value in extras.items():
+            setattr(module, name, value)
         module.head_dim, module.layer_idx, module.scaling = _HEAD_DIM, 7, 0.3
         module.attention_dropout, module.config = 0.25, config
         module.sliding_window = None if absent else (window, "module")
@@ -305,9 +382,9 @@ def _comparisons(forward, variant, device):
                 copied = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__)
                 copied.__kwdefaults__ = forward.__kwdefaults__
                 out = copied(module, hidden_states=hidden_states, position_embeddings=(cos, sin), **arguments)[0]
-                if not (training or cached or window_in_config):
-                    _needs_position_embeddings(copied, module, hidden_states, arguments)
-            results = [out.detach()]
+            calls, results = [*recorder.calls], [out.detach()]
+            if not (ours or training or cached or window_in_config):
+                _needs_position_embeddings(copied, module, hidden_states, arguments)
             if with_gradients:
                 inputs = (hidden_states, *module.parameters())
                 roots = ((out, hidden_states * 1.0), inputs, (dy, other))
@@ -315,7 +392,7 @@ def _comparisons(forward, variant, device):
                 # The weights' gradients in one tensor: a comparison takes as long as several of the operations here.
                 of_weights = [torch.zeros(1, device=device) if g is None else g.flatten() for g in gradients[1:]]
                 results += [gradients[0], torch.cat(of_weights)]
-        return recorder.calls, results
+        return calls, results
 
     for training, cached, window_in_config in itertools.product((False, True), repeat=3):
         # Optional arguments are absent in half of all pairs of cases. The window, no tensor, does not affect gradients.

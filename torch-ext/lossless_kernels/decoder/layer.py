@@ -1,8 +1,9 @@
-"""A pre-norm decoder layer, with a fused residual add + RMSNorm after the attention."""
+"""Decoder layers, with a fused residual add + RMSNorm after the attention: a formula proof recognises the class's forward."""
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable, Optional
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -17,46 +18,151 @@ from ..ops.rms_norm.plan import warmup_shapes
 from .attention import Scaled, attend
 from .attention import formula_of as attention_formula_of
 
-# All attributes that the forward of a known decoder layer reads.
-_MODULES = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
-_FORMULA = "norm, attention, sum and norm, MLP, sum"
 
-
-def forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
-    """transformers' `LlamaDecoderLayer.forward`, with module calls.
+@dataclass(frozen=True)
+class DecoderFormula:
+    """The variant of a decoder layer.
 
     Args:
-        layer: the module, with `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`.
+        before_attention, before_mlp: the names of the norms before the two blocks, "" where there is none.
+        after_attention, after_mlp: the names of the norms or dropouts after the two blocks, "" where there is none.
+        multiplier: the name of the attribute by which both blocks' outputs are multiplied, "" if there is none.
+        pair: the MLP returns a pair; the second, such as a router's scores, is not used.
+        parallel: attention and MLP have the same input, and both outputs are added to the layer's.
+    """
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+    multiplier: str = ""
+    pair: bool = False
+    parallel: bool = False
+
+    @functools.cached_property
+    def children(self) -> frozenset[str]:
+        """The names of the layer's children."""
+        names = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return frozenset(("self_attn", "mlp", *filter(None, names)))
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """All attributes that the forward reads."""
+        return self.children.union(filter(None, (self.multiplier,)))
+
+    @property
+    def formula(self) -> str:
+        if self.parallel:
+            return "norm, attention beside MLP, sums"
+        scaled = ", multiplied" * bool(self.multiplier)
+        attention = f"{'norm, ' * bool(self.before_attention)}attention{_after(self.after_attention)}{scaled}"
+        mlp = f"MLP{' of two outputs' * self.pair}{_after(self.after_mlp)}{scaled}"
+        return f"{attention}, sum{' and norm' * bool(self.before_mlp)}, {mlp}, sum"
+
+
+def _after(name: str) -> str:
+    return f", {'dropout' if 'dropout' in name else 'norm'}" if name else ""
+
+
+PRE_NORM = DecoderFormula()
+_FORMULAS = [
+    PRE_NORM,
+    DecoderFormula(pair=True),
+    DecoderFormula(multiplier="residual_multiplier"),
+    DecoderFormula(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout"),
+    DecoderFormula(
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    DecoderFormula(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    DecoderFormula(
+        before_attention="",
+        after_attention="post_attention_layernorm",
+        before_mlp="",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    DecoderFormula(before_mlp="", parallel=True),
+]
+CHILDREN = frozenset(formula.children for formula in _FORMULAS)
+
+
+class _Operations(NamedTuple):
+    """The ways to compute a layer's parts: a child's call, the attention's output, and a sum with its norm."""
+
+    call: Callable
+    attend: Callable
+    add_and_normalize: Callable
+
+
+def forward(layer, hidden_states: torch.Tensor, arguments: dict, formula: DecoderFormula = PRE_NORM) -> torch.Tensor:
+    """The forward of transformers' `LlamaDecoderLayer`, or of the variant's decoder layer, with module calls.
+
+    Args:
+        layer: the module.
         hidden_states: `[batch, tokens, hidden_size]`.
         arguments: the attention's, by the layer's names.
     """
-    normed = layer.input_layernorm(hidden_states)
-    attended, _ = layer.self_attn(hidden_states=normed, **arguments)
-    normed, residual = unfused(attended, hidden_states, layer.post_attention_layernorm)
-    del attended  # As in eager: the MLP needs the most memory.
-    return residual + layer.mlp(normed)
+    return _computed(_MODULE_CALLS, layer, formula, hidden_states, arguments)
 
 
-def fused_forward(layer, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
+def fused_forward(layer, formula: DecoderFormula, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
     """`forward` with the kernels, and without module calls that run only a forward."""
-    modules = layer._modules
     # A plain function may replace a module.
-    if not is_dynamo_compiling() and not _MODULES <= modules.keys():
-        return forward(layer, hidden_states, arguments)
-    normed = _called(modules["input_layernorm"], hidden_states)
-    return after_attention(layer, attend(modules["self_attn"], normed, arguments), hidden_states)
+    if not is_dynamo_compiling() and not formula.children <= layer._modules.keys():
+        return forward(layer, hidden_states, arguments, formula)
+    return _computed(_KERNELS, layer, formula, hidden_states, arguments)
+
+
+def _computed(operations, layer, formula, hidden_states, arguments):
+    normed = formula.before_attention
+    normed = operations.call(layer, normed, hidden_states) if normed else hidden_states
+    if formula.parallel:
+        return hidden_states + operations.attend(layer, normed, arguments) + operations.call(layer, "mlp", normed)
+    return _after_attention(operations, layer, formula, operations.attend(layer, normed, arguments), hidden_states)
+
+
+def _after_attention(operations, layer, formula, attended, hidden_states):
+    if formula.after_attention:
+        attended = operations.call(layer, formula.after_attention, attended)
+    if formula.multiplier:
+        attended = attended * getattr(layer, formula.multiplier)
+    if formula.before_mlp:
+        normed, residual = operations.add_and_normalize(attended, hidden_states, layer, formula.before_mlp)
+    else:
+        normed = residual = hidden_states + attended
+    del attended  # As in eager: the MLP needs the most memory.
+    out = operations.call(layer, "mlp", normed)
+    if formula.pair:
+        out, _ = out
+    if formula.after_mlp:
+        out = operations.call(layer, formula.after_mlp, out)
+    if formula.multiplier:
+        out = out * getattr(layer, formula.multiplier)
+    return residual + out
 
 
 def after_attention(layer, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The part of `fused_forward` after the attention."""
-    modules = layer._modules
-    normed, residual = fused(attended, hidden_states, modules["post_attention_layernorm"])
-    del attended
-    return residual + _called(modules["mlp"], normed)
+    """The part of `PRE_NORM`'s `fused_forward` after the attention."""
+    return _after_attention(_KERNELS, layer, PRE_NORM, attended, hidden_states)
 
 
-def _called(module, hidden_states):
+def _called_as_module(layer, name, hidden_states):
+    return getattr(layer, name)(hidden_states)
+
+
+def _called(layer, name, hidden_states):
+    module = layer._modules[name]
     return module.forward(hidden_states) if is_bare(module) else module(hidden_states)
+
+
+def _attended_by_module(layer, hidden_states, arguments):
+    attended, _ = layer.self_attn(hidden_states=hidden_states, **arguments)
+    return attended
+
+
+def _attended(layer, hidden_states, arguments):
+    return attend(layer._modules["self_attn"], hidden_states, arguments)
 
 
 def unfused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
@@ -78,68 +184,111 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
     return unfused(hidden_states, residual, norm)
 
 
+def _unfused_by_name(hidden_states, residual, layer, name):
+    return unfused(hidden_states, residual, getattr(layer, name))
+
+
+def _fused_by_name(hidden_states, residual, layer, name):
+    return fused(hidden_states, residual, layer._modules[name])
+
+
+_MODULE_CALLS = _Operations(_called_as_module, _attended_by_module, _unfused_by_name)
+_KERNELS = _Operations(_called, _attended, _fused_by_name)
+
+
 def _warmup_part(layer) -> tuple[torch.nn.Module, Callable]:
-    """The norm after the layer's attention, and the fused residual add + RMSNorm as that norm's forward."""
-    self_attn, norm = map(layer._modules.get, ("self_attn", "post_attention_layernorm"))
+    """The norm after the layer's first sum, and the fused residual add + RMSNorm as that norm's forward."""
+    names = [formula.before_mlp for formula in _candidates(type(layer)) if formula.before_mlp]
+    self_attn, norm = layer._modules.get("self_attn"), layer._modules.get(names[0]) if names else None
     if self_attn is None or norm is None:
-        raise Outside("no self_attn or no post_attention_layernorm")
+        raise Outside("no self_attn, or no norm after the first sum")
     return norm, functools.partial(_sum_and_norm, type(layer), type(self_attn))
 
 
 def _sum_and_norm(layer_class, attention_class, norm, hidden_states, residual):
     attention_formula_of(attention_class, hidden_states)
-    if not is_proved(layer_class, hidden_states) or not is_bare(norm):
+    if formula_of(layer_class, hidden_states) is None or not is_bare(norm):
         return hidden_states  # The layer does not use the fused kernel.
     return fused(hidden_states, residual, norm)
 
 
-WARMUP["LlamaDecoderLayer"] = Warmup(warmup_shapes, _warmup_part)
+WARMUP.update(
+    dict.fromkeys(
+        ("LlamaDecoderLayer", "MixtralDecoderLayer", "Qwen3VLTextDecoderLayer"), Warmup(warmup_shapes, _warmup_part)
+    )
+)
 
 
 # Proof
 
 
-def is_proved(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> bool:
-    """Whether `owner.forward` is proved to compute `forward` on this device. `state` is the layer's `__dict__`."""
+def formula_of(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> Optional[DecoderFormula]:
+    """The variant that `owner.forward` is proved to compute on this device; None if it is none.
+
+    `state` is the layer's `__dict__`.
+    """
     if not isinstance(hidden_states, torch.Tensor) or not runs_kernels(hidden_states.device):
-        return False
+        return None
     if is_dynamo_compiling():
-        return hidden_states.is_cuda and _is_proved_for_compile(owner, hidden_states.device.index or 0)
+        if not hidden_states.is_cuda:
+            return None
+        number = _number_for_compile(owner, hidden_states.device.index or 0)
+        return None if number is None else _FORMULAS[number]
     code = inspection.code_of(owner)
     if code.helpers and not inspection.are_current(code.helpers, owner, state):
-        return False
+        return None
     key = ("decoder", hidden_states.get_device())
-    proved = code.memo.get(key)
-    if proved is None:
-        proved = _verdict(owner, hidden_states.device)
-        if proved is not None:
-            inspection.code_of(owner).memo[key] = proved
-    return bool(proved)
+    if key in code.memo:
+        return code.memo[key]
+    formula, final = _match_formula(owner, hidden_states.device)
+    if final:
+        inspection.code_of(owner).memo[key] = formula
+    return formula
 
 
 @torch.compiler.assume_constant_result
-def _is_proved_for_compile(owner, device_index) -> bool:
-    return bool(_verdict(owner, torch.device("cuda", device_index)))
+def _number_for_compile(owner, device_index) -> Optional[int]:
+    formula, _ = _match_formula(owner, torch.device("cuda", device_index))
+    return None if formula is None else _FORMULAS.index(formula)
 
 
-def _verdict(owner, device) -> Optional[bool]:
-    """None if no verdict is possible at present, as inside a CUDA graph's capture."""
+def _candidates(owner) -> list[DecoderFormula]:
+    """The variants whose names the forward reads."""
+    functions = inspection.functions_of(owner)
+    names = frozenset(functions[0].__code__.co_names) if functions else None
+    return [formula for formula in _FORMULAS if formula.names == names]
+
+
+def _match_formula(owner, device) -> tuple[Optional[DecoderFormula], bool]:
+    """The variant, and whether the result is final: inside a CUDA graph's capture, for example, no verdict is possible."""
     functions = inspection.functions_of(owner)
     if owner.__module__ == LAYERS_MODULE or functions is None:
         proof.record_unreadable_forward(owner)
-        return False
-    if not _MODULES.issuperset(functions[0].__code__.co_names):
-        proof.record_refusal(owner.forward, "its forward uses more than two norms, an attention and an MLP")
-        return False
+        return None, True
+    candidates = _candidates(owner)
+    if not candidates:
+        known = frozenset().union(*(formula.names for formula in _FORMULAS))
+        others = ", ".join(sorted({*functions[0].__code__.co_names} - known))
+        what = f"uses {others}, which no known decoder layer does" if others else "has no known decoder layer's parts"
+        proof.record_refusal(owner.forward, f"its forward {what}")
+        return None, True
     key = ("decoder", functions, device)
-    subject = proof.Subject(owner.forward, device, "any dtype", _FORMULA)
-    proved = proof.match_formula(key, subject, {True: functools.partial(_comparisons, owner, device)})
-    return bool(proved) if proof.is_final(key) else None
+    subject = proof.Subject(owner.forward, device, "any dtype")
+    comparisons = {formula: functools.partial(_comparisons, owner, formula, device) for formula in candidates}
+    formula = proof.match_formula(key, subject, comparisons)
+    return formula, proof.is_final(key)
 
 
-class _ScaledTuple(Scaled):
+class _Mlp(Scaled):
+    """A stand-in that returns its output as the first of `outputs`; without a tuple if that is 0."""
+
+    def __init__(self, weight, outputs):
+        super().__init__(weight)
+        self.outputs = outputs
+
     def forward(self, hidden_states):
-        return (super().forward(hidden_states),)
+        out = super().forward(hidden_states)
+        return (out, *[None] * (self.outputs - 1)) if self.outputs else out
 
 
 class _Attention(Scaled):
@@ -154,27 +303,31 @@ class _Attention(Scaled):
         return torch.cos(named["hidden_states"] * self.weight), None
 
 
-def _comparisons(owner, device):
+def _comparisons(owner, formula, device):
     # The layer passes these on to its attention, whatever their values.
     names = ("attention_mask", "position_ids", "past_key_values", "position_embeddings", "another")
-    yield from _of_arguments(owner, device, torch.float32, {"use_cache": True, **{name: object() for name in names}})
-    yield from _of_arguments(owner, device, torch.bfloat16, {"use_cache": False, **dict.fromkeys(names)})
+    given = {"use_cache": True, **{name: object() for name in names}}
+    yield from _of_arguments(owner, formula, device, torch.float32, given)
+    yield from _of_arguments(owner, formula, device, torch.bfloat16, {"use_cache": False, **dict.fromkeys(names)})
 
 
-def _of_arguments(owner, device, dtype, arguments):
+def _of_arguments(owner, formula, device, dtype, arguments):
     generator = proof.generator(device, seed=3)
 
     def make():
         return torch.randn(2, 3, 8, device=device, generator=generator).to(dtype)
 
-    data, weights, dy, other = make(), [make() for _ in range(4)], make(), make()
+    data, dy, other = make(), make(), make()
+    weights = {name: make() for name in sorted(formula.children)}
 
-    def run(compute, returns_tuple=False):
+    def run(compute, outputs_of_mlp=2 * formula.pair):
         layer = torch.nn.Module.__new__(owner)
         torch.nn.Module.__init__(layer)
-        layer.input_layernorm, layer.post_attention_layernorm = Scaled(weights[0]), Scaled(weights[1])
-        layer.mlp = (_ScaledTuple if returns_tuple else Scaled)(weights[2])
-        layer.self_attn = _Attention(weights[3])
+        for name, weight in weights.items():
+            part = {"mlp": functools.partial(_Mlp, outputs=outputs_of_mlp), "self_attn": _Attention}.get(name, Scaled)
+            setattr(layer, name, part(weight))
+        if formula.multiplier:
+            setattr(layer, formula.multiplier, 0.37)
         hidden_states = data.clone().requires_grad_()
         with torch.enable_grad():
             out = compute(layer, hidden_states, **arguments)
@@ -183,13 +336,13 @@ def _of_arguments(owner, device, dtype, arguments):
         return (out.detach(), *gradients), layer.self_attn.calls
 
     expected, calls = run(owner.forward)
-    found, our_calls = run(lambda layer, hidden_states, **arguments: forward(layer, hidden_states, arguments))
+    found, our_calls = run(lambda layer, hidden_states, **arguments: forward(layer, hidden_states, arguments, formula))
     if calls != our_calls:
         raise ValueError("the attention gets other arguments")
     for number, (ours, theirs) in enumerate(zip(found, expected)):
         yield f"gradient {number}" if number else "the output", ours, theirs
     try:
-        run(owner.forward, returns_tuple=True)
-    except TypeError:
+        run(owner.forward, outputs_of_mlp=1)
+    except (TypeError, ValueError):
         return
-    raise ValueError("it accepts an MLP that returns a tuple")
+    raise ValueError("it accepts an MLP that returns a tuple of one")

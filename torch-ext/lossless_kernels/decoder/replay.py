@@ -33,7 +33,12 @@ _PROJECTIONS = itemgetter("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = itemgetter("q_norm", "k_norm")
 _PARTS_OF_MLP = itemgetter("gate_proj", "up_proj", "down_proj", "act_fn")
 _FORWARD_AND_CALL = attrgetter("forward", "__call__")
-# The MLP layers of this package that a replay supports.
+# The attentions, and the MLP layers of this package, that a replay supports.
+_VARIANTS = [
+    attention.AttentionFormula(normed, window)
+    for normed in ("", attention.HEADS)
+    for window in ("", "module", "config")
+]
 _MLPS = frozenset(("LlamaMLP", "GeGLUMLP"))
 
 
@@ -77,6 +82,8 @@ class Call:
     """
 
     def __init__(self, layer: nn.Module, hidden_states, cos, sin):
+        if decoder.formula_of(type(layer), hidden_states, layer.__dict__) is not decoder.PRE_NORM:
+            raise _Unsupported
         first_norm, self_attn, second_norm, gated = _PARTS(layer._modules)
         *of_mlp, act_fn = _PARTS_OF_MLP(gated._modules)
         linears = (*_PROJECTIONS(self_attn._modules), *of_mlp)
@@ -84,7 +91,7 @@ class Call:
         self.activation = mlp.attributes_of(act_fn)
         subject = mlp.subject_of(act_fn)
         activation = mlp.activation_of(type(gated), subject, hidden_states, gated.__dict__)
-        if self.variant is None or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
+        if self.variant not in _VARIANTS or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
             raise _Unsupported
         head_norms = _HEAD_NORMS(self_attn._modules) if self.variant.normed else ()
         norms = first_norm, second_norm, *head_norms
