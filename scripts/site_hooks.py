@@ -1,5 +1,6 @@
 """What MkDocs does beside its own: pages that are files of the root, and one table of two."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def from_root(text: str) -> str:
 
 def rows_of(text: str) -> list[list[str]]:
     """The cells of the first table in a text, without its head."""
-    table = [line for line in text.splitlines() if line.startswith("|")]
+    lines = itertools.dropwhile(lambda line: not line.startswith("|"), text.splitlines())
+    table = [*itertools.takewhile(lambda line: line.startswith("|"), lines)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 

@@ -43,7 +43,7 @@ LAYERS = {
 # Names of level "decoder" alone. No class of transformers has these names before `name_layers`. Decoder layers differ in the
 # order of their arguments.
 _DECODERS = ("LlamaDecoderLayer", "MixtralDecoderLayer", "Qwen3VLTextDecoderLayer")
-DECODER_LAYERS = {name: name for name in (*_DECODERS, "LlamaRotaryEmbedding")}
+DECODER_LAYERS = {**dict(zip(_DECODERS, _DECODERS)), "LlamaRotaryEmbedding": "LlamaRotaryEmbedding"}
 LEVELS = {"layer": LAYERS, "decoder": {**LAYERS, **DECODER_LAYERS}}
 # Device types with builds.
 _DEVICE_TYPES = ("cuda", "rocm", "cpu")
