@@ -51,10 +51,15 @@ MORE = {
     "DeepseekV32DecoderLayer": NO_GROUPS,
     "Dots1DecoderLayer": {"n_shared_experts": 1},
     "Glm4vMoeTextDecoderLayer": rope(1, 1, 2),
+    **dict.fromkeys(("Glm4vTextDecoderLayer", "GlmImageTextDecoderLayer", "GlmOcrTextDecoderLayer"), rope(2, 3, 3)),
     "GradiumPhononTTSDecoderLayer": {"flow_head_config": {"condition_dim": 64}},
     "HeliumDecoderLayer": {"head_dim": 16, **NO_GROUPS},
     "HunYuanVLDenseV1DecoderLayer": rope(4, 4, 4, 4),
     **dict.fromkeys(CODECS, NO_GROUPS),
+    "OlmoHybridAttentionDecoderLayer": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", *["full_attention"] * 2],
+    },
     "PaddleOCRDecoderLayer": rope(4, 6, 6),
     "PocketTTSDecoderLayer": {"flow_head_config": {"condition_dim": 64}},
     "Qwen2_5OmniDecoderLayer": rope(2, 3, 3),
@@ -63,15 +68,17 @@ MORE = {
     "Qwen3OmniMoeTalkerDecoderLayer": {"shared_expert_intermediate_size": 32},
     "Step3p7DecoderLayer": {"sliding_window": 8},
 }
+# No model makes it: the text model is Exaone4's.
+UNUSED = ("Exaone4_5_DecoderLayer",)
 
 
 def decoder_layers():
-    """(model file, decoder layer) of each row in docs/decoders.md."""
+    """(model file, decoder layer) of each row in docs/decoders.md that a model makes."""
     recognised, _, _ = (ROOT / "docs/decoders.md").read_text(encoding="utf-8").partition("These decoder layers keep")
     for line in recognised.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) > 2:
-            yield from ((cells[1], layer) for layer in LAYER.findall(cells[2]))
+            yield from ((cells[1], layer) for layer in LAYER.findall(cells[2]) if layer not in UNUSED)
 
 
 # Layers that another module makes for the model.
