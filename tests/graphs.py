@@ -10,14 +10,17 @@ from torch import nn
 from transformers import activations
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 TOKENS, HIDDEN_SIZE = 4, 64
 SIZES = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 32, "num_attention_heads": 1, "attn_implementation": "eager"}
+HEADS = {"head_dim": HIDDEN_SIZE, "num_key_value_heads": 1}
 
 
 class Around(nn.Module):
@@ -133,6 +136,13 @@ GRAPHS = {
     "Phi3MLP": (lambda: Phi3MLP(transformers.LlamaConfig(**{**SIZES, "intermediate_size": 64})), "Phi3MLP"),
     "LlamaDecoderLayer": (
         lambda: Around(llama.LlamaDecoderLayer(transformers.LlamaConfig(**SIZES), 0), _decoded), "LlamaDecoderLayer"
+    ),
+    "Gemma2DecoderLayer": (
+        lambda: Around(Gemma2DecoderLayer(transformers.Gemma2Config(**HEADS, **SIZES), 0), _decoded), "MixtralDecoderLayer"
+    ),
+    "Qwen3VLTextDecoderLayer": (
+        lambda: Around(Qwen3VLTextDecoderLayer(transformers.Qwen3VLTextConfig(**HEADS, **SIZES), 0), _decoded),
+        "Qwen3VLTextDecoderLayer",
     ),
     **{
         f"fused_add_rms_norm, {used}": (

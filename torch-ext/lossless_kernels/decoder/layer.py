@@ -151,8 +151,11 @@ def _called_as_module(layer, name, hidden_states):
     return getattr(layer, name)(hidden_states)
 
 
-def _called(layer, name, hidden_states):
-    module = layer._modules[name]
+def _called_by_name(layer, name, hidden_states):
+    return _called(layer._modules[name], hidden_states)
+
+
+def _called(module, hidden_states):
     return module.forward(hidden_states) if is_bare(module) else module(hidden_states)
 
 
@@ -193,7 +196,7 @@ def _fused_by_name(hidden_states, residual, layer, name):
 
 
 _MODULE_CALLS = _Operations(_called_as_module, _attended_by_module, _unfused_by_name)
-_KERNELS = _Operations(_called, _attended, _fused_by_name)
+_KERNELS = _Operations(_called_by_name, _attended, _fused_by_name)
 
 
 def _warmup_part(layer) -> tuple[torch.nn.Module, Callable]:
