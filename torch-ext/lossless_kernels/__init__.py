@@ -13,6 +13,7 @@ from .ops.divergences import kl_div, tvd
 from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
 from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
+from .ops.linear_jsd_loss import linear_jsd_loss
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
 from .ops.rotary import apply_rotary_pos_emb
@@ -45,6 +46,7 @@ __all__ = [
     "layer_norm",
     "layers",
     "linear_cross_entropy",
+    "linear_jsd_loss",
     "name_layers",
     "new_gelu",
     "poly_norm",

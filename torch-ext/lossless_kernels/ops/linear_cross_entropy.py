@@ -52,7 +52,7 @@ def linear_cross_entropy(
     check_reduction(reduction)
     logits = functional.linear(hidden_states, weight, bias).reshape(-1, weight.shape[0])
     target = target.reshape(logits.shape if target.is_floating_point() else -1)
-    if not (is_grad_enabled() and logits.requires_grad) or _is_visible(logits, target):
+    if not (is_grad_enabled() and logits.requires_grad) or is_visible(logits, target):
         return cross_entropy(logits, target, ignore_index, reduction)
     call = call_of(logits, target, ignore_index, reduction)
     if call is None:
@@ -60,11 +60,11 @@ def linear_cross_entropy(
     return apply(call, logits, target, True)
 
 
-def _is_visible(logits, target) -> bool:
-    """Whether other code may hold the logits or see their memory change."""
+def is_visible(logits: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether other code may hold the logits that `F.linear` returned, or see their memory change."""
     return (
         is_dynamo_compiling()
-        or not are_plain(logits, target)
+        or not are_plain(logits, other)
         or torch_internals.function_modes() > 0
         or functional.linear is not torch_internals.linear
         or is_checkpointed()

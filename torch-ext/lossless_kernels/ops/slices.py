@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ..core import proof
 from ..core.domain import PLAIN_TYPES, check_floating, gradients_apart, is_watched
+from ..core.torch_internals import keeps_graph
 
 _REDUCTIONS = ("batchmean", "sum", "mean", "none")
 _IGNORED = -100
@@ -58,14 +59,28 @@ def generalized_jsd_loss(
     """
     check_floating("student_logits", student_logits)
     check_floating("teacher_logits", teacher_logits)
+    check_reduction(reduction)
+    return divergence_loss(
+        student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch, owned=False
+    )
+
+
+def check_reduction(reduction: str) -> None:
+    """Raises ValueError unless `reduction` is one of `generalized_jsd_loss`'s."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(_REDUCTIONS)}, found {reduction!r}")
+
+
+def divergence_loss(
+    student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch, owned: bool
+) -> torch.Tensor:
+    """`generalized_jsd_loss` of checked arguments. With `owned` no other code holds the logits: gradients overwrite them."""
     mask = None if labels is None else labels != _IGNORED
     compute = functools.partial(_divergence, beta=beta, temperature=temperature)
     if _slices_divergence(student_logits, teacher_logits, mask, beta):
         size, rows = _rows_of_slice(student_logits), math.prod(student_logits.shape[:-1])
         count = rows if mask is None else int(mask.sum())
-        terms = _by_slices(compute, student_logits.dim() - 1, size, count, student_logits, teacher_logits, mask)
+        terms = _by_slices(compute, student_logits.dim() - 1, size, count, owned, student_logits, teacher_logits, mask)
         if mask is None:
             terms = terms.view(student_logits.shape)
     else:
@@ -117,7 +132,7 @@ def selective_log_softmax(
         and index.shape[0] == logits.shape[0] > 1
         and _sees_all(logits, index)
     ):
-        found = _by_slices(compute, 1, 1, logits.shape[0], logits, index)
+        found = _by_slices(compute, 1, 1, logits.shape[0], False, logits, index)
     else:
         found = compute(logits, index)
     return found if row_mask is None else found.masked_fill(row_mask == 0, 0.0)
@@ -144,7 +159,7 @@ def entropy_from_logits(logits: torch.Tensor, chunk_size: int = 128) -> torch.Te
     check_floating("logits", logits)
     rows = math.prod(logits.shape[:-1])
     if logits.dim() > 1 and rows > chunk_size > 0 and _sees_all(logits):
-        return _by_slices(_entropy, logits.dim() - 1, chunk_size, rows, logits).view(logits.shape[:-1])
+        return _by_slices(_entropy, logits.dim() - 1, chunk_size, rows, False, logits).view(logits.shape[:-1])
     chunks = logits.reshape(-1, logits.shape[-1]).split(chunk_size)
     return torch.cat([_entropy(chunk) for chunk in chunks]).reshape(logits.shape[:-1])
 
@@ -197,13 +212,14 @@ class Slices(torch.autograd.Function):
     Args:
         size: rows of a slice.
         rows: rows of the result.
+        owned: no other code holds the tensors that require gradients; the gradients overwrite them.
     """
 
     @staticmethod
-    def forward(ctx, compute, dims, size, rows, *tensors):
+    def forward(ctx, compute, dims, size, rows, owned, *tensors):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.compute, ctx.dims, ctx.size = compute, dims, size
+        ctx.compute, ctx.dims, ctx.size, ctx.owned = compute, dims, size, owned
         device = tensors[0].device.type
         ctx.autocast = {
             "device_type": device,
@@ -220,17 +236,26 @@ class Slices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[5:]
         if dy is None:
-            return (None,) * (4 + len(tensors))
+            return (None,) * (5 + len(tensors))
         places = [place for place, each in enumerate(wanted) if each]
         if is_grad_enabled():  # Double backward.
             found = gradients_apart(functools.partial(_joined, ctx, tensors, places), [tensors[p] for p in places], dy)
         else:
-            found = [torch.empty_like(tensors[p], memory_format=torch.contiguous_format) for p in places]
+            # Another backward pass would read the tensors again.
+            overwrites = ctx.owned and not keeps_graph()
+            found = [_gradient_of(tensors[p], overwrites) for p in places]
             _write_gradients(ctx, tensors, places, dy, found)
         of_place = dict(zip(places, found))
-        return (None,) * 4 + tuple(of_place.get(place) for place in range(len(tensors)))
+        return (None,) * 5 + tuple(of_place.get(place) for place in range(len(tensors)))
+
+
+def _gradient_of(tensor, overwrites: bool):
+    """Contiguous memory for the gradient: the tensor's own, or new."""
+    if overwrites and tensor.is_contiguous():
+        return tensor.detach()
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _write_gradients(ctx, tensors, places, dy, gradients) -> None:
@@ -321,7 +346,7 @@ def _comparisons(vocabulary, dtypes, device, beta):
     compute = functools.partial(_divergence, beta=beta, temperature=0.9)
     results = []
     for function in (
-        lambda s, t: _by_slices(compute, 1, _ALIGNED_ROWS, int(mask.sum()), s, t, mask),
+        lambda s, t: _by_slices(compute, 1, _ALIGNED_ROWS, int(mask.sum()), False, s, t, mask),
         lambda s, t: compute(s, t, mask),
     ):
         leaves = [each.clone().requires_grad_() for each in logits]
