@@ -53,9 +53,7 @@ def tvd(p, q, labels, reduction, ignore_index):
     return total if reduction == "sum" else total / (count * (p.shape[1] if reduction == "mean" else 1))
 
 
-EAGER = SimpleNamespace(
-    cross_entropy=cross_entropy, linear_cross_entropy=linear_cross_entropy, kl_div=kl_div, tvd=tvd
-)
+EAGER = SimpleNamespace(cross_entropy=cross_entropy, linear_cross_entropy=linear_cross_entropy, kl_div=kl_div, tvd=tvd)
 # By name a call of the functions in `f`, and what it is called with: logits or hidden states, then further leaves.
 LOGITS = (ROWS, CLASSES), (ROWS, CLASSES)
 
