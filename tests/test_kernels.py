@@ -424,6 +424,44 @@ def test_expanded_gradients(module, seed):
         assert_gradients_equal_the_model(module("rms_norm_backward"), x, weight, expanded, rstd)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [4, 300])
+def test_random_numbers_show_the_order_of_the_rows(module, seed, rows, dtype):
+    """A caller's may not: sums of small fp16 products are exact in every order. The first call of a layout compares others."""
+    backward, proof, llama = module("rms_norm_backward"), module("proof"), module("variants").LLAMA
+    x, dy = torch.randn(rows, 2, 64).to(dtype).transpose(0, 1), torch.tensor(2e-3).to(dtype).expand(2, rows, 64)
+    rstd = aten_model.rms_norm_statistics(x, 1e-5).rstd[..., None]
+
+    def hidden(dy, x, rstd):
+        products = backward.weight_products(llama, dy, x.to(torch.float32), rstd, dtype)
+        as_numbered, as_in_memory = products.reshape(-1, 64), products.transpose(0, 1).reshape(-1, 64)
+        return torch.equal(aten_model.column_sum(as_numbered), aten_model.column_sum(as_in_memory))
+
+    if dtype is torch.float16:
+        assert hidden(dy, x, rstd)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(100):
+        random = functools.partial(proof.random_like, generator=generator)
+        assert not hidden(random(dy), random(x, exponents=backward._EXPONENTS), random(rstd))
+
+
+def test_random_numbers_lie_as_the_tensor_does(module):
+    random_like, generator = module("proof").random_like, torch.Generator().manual_seed(0)
+    whole = torch.zeros(4, 3, 65, dtype=torch.float16)
+    for view in (
+        whole,
+        whole[..., 1:],
+        whole.transpose(0, 1)[1:, ::2, 3:],
+        whole[0, 0, 5].expand(7, 64),
+        whole[:0],
+        whole[0, 0, 0],
+    ):
+        made = random_like(view, generator)
+        assert (made.shape, made.stride(), made.dtype) == (view.shape, view.stride(), view.dtype)
+        assert made.data_ptr() % 16 == view.data_ptr() % 16
+        assert bool(((made.abs() >= 1) & (made.abs() <= 2)).all())
+
+
 # Plans
 
 

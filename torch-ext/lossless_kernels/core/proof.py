@@ -156,6 +156,21 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+def random_like(tensor: torch.Tensor, generator: torch.Generator, exponents: int = 0) -> torch.Tensor:
+    """Numbers in the layout of `tensor`, aligned as it is to 16 bytes: of random sign, from 1 to 2 times a power of two.
+
+    Args:
+        exponents: the powers are those of -exponents to exponents. Numbers of one size add up exactly in every order.
+    """
+    first = tensor.data_ptr() % 16 // tensor.element_size()
+    count = max(first + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())), 0)
+    made = {"device": tensor.device, "generator": generator}
+    powers = torch.randint(-exponents, exponents + 1, (count,), **made)
+    signs = torch.randint(0, 2, (count,), **made) * 2 - 1
+    numbers = torch.ldexp((torch.rand(count, **made) + 1) * signs, powers).to(tensor.dtype)
+    return numbers.as_strided(tensor.shape, tensor.stride(), first)
+
+
 # Reasons of refusals.
 HIDDEN_DEPENDENCY = "its forward depends on more than its module's attributes"
 NOT_PLAIN = "tensors of a subclass or without memory, or under a transform, a trace or a dispatch mode"

@@ -272,7 +272,11 @@ def _match_formula(owner, device) -> tuple[Optional[DecoderFormula], bool]:
     if not candidates:
         known = frozenset().union(*(formula.names for formula in _FORMULAS))
         others = ", ".join(sorted({*functions[0].__code__.co_names} - known))
-        what = f"uses {others}, which no known decoder layer does" if others else "combines its parts as no known decoder layer does"
+        what = (
+            f"uses {others}, which no known decoder layer does"
+            if others
+            else "combines its parts as no known decoder layer does"
+        )
         proof.record_refusal(owner.forward, f"its forward {what}")
         return None, True
     key = ("decoder", functions, device)
