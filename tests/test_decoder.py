@@ -148,6 +148,9 @@ def test_logits_and_gradients(kernel, seed, name, monkeypatch):
         with torch.no_grad():
             assert_bits_equal(each(ids).logits, out.logits)
     assert len(fused) >= 2 and len({*fused}) == 1
+    report = kernel.replacement_report(decoder, verbose=False)
+    (entry,) = [entry for entry in report.layers if entry.layer.endswith("DecoderLayer")]
+    assert (entry.path, entry.formulas) == ("kernel", [fused[0].formula])
     for ours, expected in zip(*reversed(results), strict=True):
         assert (ours is None) == (expected is None)
         if ours is not None:

@@ -359,9 +359,7 @@ def _with_verdicts(entry: LayerReport, original: Callable) -> LayerReport:
     entry.proved = list(dict.fromkeys(f"{subject.device}, {subject.where}" for subject in proved))
     for verdict in verdicts:
         if not verdict:
-            # A decoder layer is compared in torch operations alone.
-            in_torch = _is_of_a_formula(verdict) or verdict.subject.where == "any dtype"
-            kind = OTHER_FORMULA if in_torch else FAILED
+            kind = OTHER_FORMULA if _is_of_a_formula(verdict) else FAILED
             entry.reasons.append(Reason(f"{verdict.subject.where}: {verdict.reason}", kind))
     entry.reasons += [Reason(each, NO_KERNEL) for each in outside]
     if proved:

@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, MutableSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional
 
 import torch
@@ -207,14 +207,22 @@ def kernel_is_proved(key: Hashable, subject: Subject, comparisons: Comparisons) 
     return bool(verdict)
 
 
-def match_formula(key: Hashable, subject: Subject, candidates: Mapping[Any, Comparisons]) -> Optional[Any]:
+def match_formula(
+    key: Hashable,
+    subject: Subject,
+    candidates: Mapping[Any, Comparisons],
+    described: Optional[Callable[[Any], str]] = None,
+) -> Optional[Any]:
     """The formula proof: the first candidate whose comparisons are all equal, or None.
 
     It follows the rules of `kernel_is_proved`, but runs under every policy, since a formula must be chosen.
+
+    Args:
+        described: a candidate's formula in words, for reports, where no proof of a kernel follows.
     """
     verdict = _verdicts.get(key)
     if verdict is None:
-        verdict = _judge(key, subject, candidates)
+        verdict = _judge(key, subject, candidates, described)
     return verdict.chosen if verdict else None
 
 
@@ -258,7 +266,7 @@ def record_unreadable_forward(owner: type) -> None:
     record_refusal(owner.forward, "a layer of this package used by itself" if ours else HIDDEN_DEPENDENCY)
 
 
-def _judge(key, subject, candidates) -> Optional[Verdict]:
+def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:
     if is_watched() or (subject.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
     # A thread in a backward pass does not wait for another thread's proof, which may need this very thread.
@@ -272,6 +280,8 @@ def _judge(key, subject, candidates) -> Optional[Verdict]:
         message = f"lossless-kernels: {subject} keeps its original forward: {reason}"
         if reason is not None and policy() == "strict":
             raise LosslessProofError(message)
+        if reason is None and described is not None:
+            subject = replace(subject, formula=described(chosen))
         # Before the warning: a warnings filter may raise.
         if len(_verdicts) >= _MAX_VERDICTS:
             _verdicts.pop(next(iter(_verdicts)))

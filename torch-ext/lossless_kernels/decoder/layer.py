@@ -1,6 +1,7 @@
 """Decoder layers, with a fused residual add + RMSNorm after the attention: a formula proof recognises the class's forward."""
 
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional
@@ -282,7 +283,7 @@ def _match_formula(owner, device) -> tuple[Optional[DecoderFormula], bool]:
     key = ("decoder", functions, device)
     subject = proof.Subject(owner.forward, device, "any dtype")
     comparisons = {formula: functools.partial(_comparisons, owner, formula, device) for formula in candidates}
-    formula = proof.match_formula(key, subject, comparisons)
+    formula = proof.match_formula(key, subject, comparisons, operator.attrgetter("formula"))
     return formula, proof.is_final(key)
 
 
