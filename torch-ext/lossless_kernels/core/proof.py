@@ -156,6 +156,10 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+# Exponents of numbers whose products with numbers from 1 to 2 fit into fp16.
+WIDE = 12
+
+
 def random_like(tensor: torch.Tensor, generator: torch.Generator, exponents: int = 0) -> torch.Tensor:
     """Numbers in the layout of `tensor`, aligned as it is to 16 bytes: of random sign, from 1 to 2 times a power of two.
 

@@ -624,10 +624,6 @@ def _resolve_call(dy, x, weight, rstd, *more) -> Optional[Backward]:
 _calls, _added_calls = Calls(_resolve_call), Calls(_resolve_call)
 
 
-# fp16 holds the products of such activations with gradients and statistics from 1 to 2.
-_EXPONENTS = 12
-
-
 def _compare(arguments, dx_mode, d_sum=None) -> None:
     """Raises LosslessProofError if the kernels' gradients differ from the formula's; `arguments` as in `resolve`.
 
@@ -637,7 +633,7 @@ def _compare(arguments, dx_mode, d_sum=None) -> None:
     variant, dy, x, weight, rstd, needs_dx, needs_dweight = arguments
     with proof.undisturbed(x.device):
         random = functools.partial(proof.random_like, generator=proof.generator(x.device, seed=x.shape[-1]))
-        dy, x, weight, rstd = random(dy), random(x, exponents=_EXPONENTS), random(weight), random(rstd)
+        dy, x, weight, rstd = random(dy), random(x, exponents=proof.WIDE), random(weight), random(rstd)
         d_sum = d_sum if d_sum is None else random(d_sum)
         arguments = variant, dy, x, weight, rstd, needs_dx, needs_dweight
         dweight_sum = torch.full(weight.shape, math.nan, dtype=torch.float32, device=x.device)
