@@ -6,7 +6,7 @@ A family's key finds its functions in `eager`, `compiled` and `ours`; `libraries
 import functools
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Optional
 
 OURS = "lossless-kernels"
@@ -72,6 +72,12 @@ OPS = {
     "silu_backward": Op("SiLU backward", "silu", tensors=3, vectors=0, backward=True),
     "silu_and_mul": Op("SwiGLU forward", "silu_and_mul", tensors=3, vectors=0, inputs=2),
     "silu_and_mul_backward": Op("SwiGLU backward", "silu_and_mul", tensors=5, vectors=0, backward=True, inputs=2),
+    # The weight is the bias, too.
+    "layer_norm": Op("LayerNorm forward", "layer_norm", tensors=2, vectors=1),
+    "cohere_layer_norm": Op("Cohere's LayerNorm forward", "cohere_layer_norm", tensors=2, vectors=1),
+    "cohere_layer_norm_backward": Op(
+        "Cohere's LayerNorm backward (dx and dweight)", "cohere_layer_norm", tensors=3, vectors=2, backward=True
+    ),
     "softmax": Op("Softmax forward", "softmax", tensors=2, vectors=0),
     # Reads y and dy, writes dx.
     "softmax_backward": Op("Softmax backward", "softmax", tensors=3, vectors=0, backward=True),
@@ -97,7 +103,14 @@ OPS = {
 
 def eager():
     from torch.nn import functional
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def layer_norm(x, weight):
+        return functional.layer_norm(x, weight.shape, weight, weight, EPS)
+
+    def cohere_layer_norm(x, weight):
+        return CohereLayerNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
 
     def rms_norm(x, weight):
         return LlamaRMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
@@ -116,6 +129,7 @@ def eager():
         return functional.cross_entropy(logits.float(), target)
 
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
+    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm}
     return {**families, "silu_and_mul": silu_and_mul, "cross_entropy": cross_entropy, "rotary": plain_rotary()}
 
 
@@ -134,6 +148,15 @@ def compiled():
     torch._dynamo.config.accumulated_recompile_limit = 1024
     # With donated buffers `retain_graph=True` fails; timed calls repeat the backward pass of one graph.
     torch._functorch.config.donated_buffer = False
+
+    def layer_norm(x, weight):
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, weight, EPS)
+
+    def cohere_layer_norm(x, weight):
+        h = x.to(torch.float32)
+        mean = h.mean(-1, keepdim=True)
+        variance = (h - mean).pow(2).mean(-1, keepdim=True)
+        return (weight.to(torch.float32) * ((h - mean) * torch.rsqrt(variance + EPS))).to(x.dtype)
 
     def rms_norm(x, weight):
         h = x.to(torch.float32)
@@ -162,11 +185,24 @@ def compiled():
 
         return rotate(q), rotate(k)
 
-    functions = (rms_norm, add_rms_norm, silu, silu_and_mul, softmax, cross_entropy, rotary)
+    functions = (rms_norm, add_rms_norm, layer_norm, cohere_layer_norm, silu, silu_and_mul, softmax, cross_entropy, rotary)
     return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
 
 
 def ours(kernel):
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+
+    norm = CohereLayerNorm(1, eps=EPS)
+    del norm.weight
+    norm.forward = MethodType(kernel.layers.CohereLayerNorm.forward, norm)
+
+    def layer_norm(x, weight):
+        return kernel.layer_norm(x, weight.shape, weight, weight, EPS)
+
+    def cohere_layer_norm(x, weight):
+        norm.weight = weight
+        return norm(x)
+
     def rms_norm(x, weight):
         return kernel.rms_norm(x, weight, EPS)
 
@@ -174,6 +210,7 @@ def ours(kernel):
         return kernel.fused_add_rms_norm(x, residual, weight, EPS)
 
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu, "softmax": kernel.softmax}
+    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm}
     families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy}
     return {**families, "rotary": kernel.apply_rotary_pos_emb}
 
@@ -268,6 +305,9 @@ TARGETS = {
     Case("silu_backward", (8192, 14336)): (Target(1.03, ROOFLINE),),
     Case("silu_and_mul", (8192, 14336)): (Target(1.03, ROOFLINE),),
     Case("silu_and_mul_backward", (8192, 14336)): (Target(1.03, ROOFLINE),),
+    **{Case("layer_norm", shape): _FASTEST for shape in ((8192, 4096), (32768, 1024))},
+    Case("cohere_layer_norm", (8192, 4096)): _FASTEST,
+    Case("cohere_layer_norm_backward", (8192, 4096)): _FASTEST,
     # Logits of a router over 128 experts; attention scores over 1024 keys.
     **{
         Case(op, shape): (Target(1.0, EAGER), Target(1.0, COMPILED))

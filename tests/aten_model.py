@@ -590,6 +590,63 @@ def layer_norm(
     return LayerNorm(cast(out, x.dtype), mean[:, None], rstd[:, None])
 
 
+class CohereGradients(NamedTuple):
+    """What autograd adds to the gradient of x, one tensor each time; the weight's gradient; and two sums of each row."""
+
+    dx: tuple[Tensor, ...]
+    dweight: Tensor
+    d_rstd: Tensor
+    d_mean: Tensor
+
+
+def cohere_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    rsqrt: Callable[[Tensor], Tensor] = torch.rsqrt,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    row_sum: Callable[[Tensor], Tensor] = row_sum,
+) -> LayerNorm:
+    """Transformers' CohereLayerNorm of rows [R, N], operation by operation; weight [N] or [W, N], whose rows repeat."""
+    h, factor = x.float(), mean_factor(*x.shape)
+    mean = (row_sum(h) * factor)[:, None]
+    centred = h - mean
+    rstd = rsqrt(row_sum(centred * centred)[:, None] * factor + torch.tensor(eps, dtype=torch.float32))
+    out = _weight_of_rows(weight, x) * (centred * rstd)
+    return LayerNorm(cast(out, x.dtype), mean, rstd)
+
+
+def _weight_of_rows(weight: Tensor, x: Tensor) -> Tensor:
+    return weight.float().view(-1, x.shape[1]).repeat(x.shape[0] // (weight.numel() // x.shape[1]), 1)
+
+
+def cohere_layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    row_sum: Callable[[Tensor], Tensor] = row_sum,
+) -> CohereGradients:
+    """Its gradients, dy of the dtype of x. Through rstd, the variance and the mean: an fp32 x gets each of them, one of
+    16 bits their sum."""
+    g, centred = dy.float(), x.float() - mean
+    reciprocal = torch.ones(()) / torch.tensor(float(x.shape[1]))
+    d_normalized = g * _weight_of_rows(weight, x)
+    d_rstd = row_sum(d_normalized * centred)[:, None]
+    through_rstd = d_normalized * rstd
+    d_variance = (-0.5 * d_rstd) * ((rstd * rstd) * rstd)
+    through_variance = (d_variance * reciprocal) * (2.0 * centred)
+    d_mean = (row_sum(-through_rstd) + row_sum(-through_variance))[:, None]
+    through_mean = (d_mean * reciprocal).expand_as(centred)
+    dx = (through_rstd, through_variance, through_mean)
+    if x.dtype != torch.float32:
+        dx = (cast((through_rstd + through_variance) + through_mean, x.dtype),)
+    products = (g * (centred * rstd)).view(-1, weight.numel())
+    return CohereGradients(dx, column_sum(products).view(weight.shape).to(weight.dtype), d_rstd, d_mean)
+
+
 def silu(x: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
     """x / (1 + exp(-x)) in fp32, rounded to the dtype of x. `exp` is called once, with -x in fp32."""
     x_fp32 = x.float()

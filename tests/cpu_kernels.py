@@ -23,7 +23,7 @@ def cpu_kernels(package):
 
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
     rotary, variants, products = module("rotary_formulas"), module("variants").BY_NAME.values(), []
-    divergences = module("ops.divergences")._DIVERGENCES
+    divergences, cohere = module("ops.divergences")._DIVERGENCES, module("ops.cohere_layer_norm")
     tables, softmax, cross_entropy = module("rotary_embedding"), module("ops.softmax"), module("cross_entropy")
 
     def variant_of(constants, x, weight, out):
@@ -80,6 +80,19 @@ def cpu_kernels(package):
         )
         for into, values in zip(outs, torch.native_layer_norm(x.reshape(-1, size), (size,), *vectors, scalars[-1])):
             write(into, values)
+
+    def cohere_layer_norm_forward(constants, scalars, x, weight, out, *moments):
+        write(out, cohere.eager(x, weight, scalars[-1]))
+        for into, values in zip(moments, cohere.statistics(x, scalars[-1])):
+            write(into, values)
+
+    def cohere_layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx, dx_variance, dx_mean, products):
+        found = cohere.formula(dy, x, weight, mean, rstd, constants["DX"], False)
+        for into, values in zip((dx, dx_variance, dx_mean), found):
+            if values is not None:
+                write(into, values)
+        if constants["PRODUCTS"]:
+            write(products, dy.float() * ((x.float() - mean) * rstd))
 
     def activation_forward(constants, scalars, x, out):
         write(out, activation._ACTIVATIONS[constants["ACTIVATION"]].forward(None, x))
@@ -172,6 +185,7 @@ def cpu_kernels(package):
     kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
     kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
     kernels += (divergence_forward, divergence_backward, layer_norm_forward)
+    kernels += (cohere_layer_norm_forward, cohere_layer_norm_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     return {each.__name__: each for each in kernels} | {
         "rotary": rotate,

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import activations
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.llama import modeling_llama as llama
@@ -114,6 +115,7 @@ LAYERS = {
     "nn.RMSNorm without weight": (lambda: nn.RMSNorm(HIDDEN_SIZE, elementwise_affine=False), "TorchRMSNorm"),
     "nn.LayerNorm": (lambda: nn.LayerNorm(HIDDEN_SIZE), "TorchLayerNorm"),
     "nn.LayerNorm without weight": (lambda: nn.LayerNorm(HIDDEN_SIZE, elementwise_affine=False), "TorchLayerNorm"),
+    "CohereLayerNorm": (lambda: CohereLayerNorm(HIDDEN_SIZE), "CohereLayerNorm"),
     "LlamaRMSNorm": (lambda: llama.LlamaRMSNorm(HIDDEN_SIZE), "LlamaRMSNorm"),
     "SiLU": (activations.SiLUActivation, "SiLUActivation"),
     "GELU": (activations.GELUActivation, "GELUActivation"),
@@ -129,6 +131,10 @@ GRAPHS = {
     "T5LayerNorm": (lambda: T5LayerNorm(HIDDEN_SIZE), "LlamaRMSNorm"),
     "Qwen3_5RMSNorm": (lambda: Qwen3_5RMSNorm(HIDDEN_SIZE), "RMSNormZeroCentered"),
     "GemmaRMSNorm": (lambda: GemmaRMSNorm(HIDDEN_SIZE), "RMSNormZeroCentered"),
+    "CohereLayerNorm of heads": (
+        lambda: Around(CohereLayerNorm((2, HIDDEN_SIZE)), lambda f, h: f(h.view(2, 2, HIDDEN_SIZE)).view(h.shape)),
+        "CohereLayerNorm",
+    ),
     "RMSNormGated": (lambda: Around(Qwen3NextRMSNormGated(HIDDEN_SIZE), lambda f, h: f(h, h.sin())), "RMSNormGated"),
     "RMSNormGated of itself": (lambda: Around(Qwen3NextRMSNormGated(HIDDEN_SIZE), lambda f, h: f(h, h)), "RMSNormGated"),
     "GemmaMLP": (lambda: GemmaMLP(transformers.GemmaConfig(**SIZES)), "GeGLUMLP"),

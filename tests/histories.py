@@ -51,8 +51,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 HIDDEN, VOCABULARY = 64, 32
 LEVELS = ("layer", "mlp", "decoder")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-FILES = ("llama", "qwen2", "qwen3", "gemma", "qwen3_5", "qwen3_next", "phi3", "t5")
-LLAMA, QWEN2, QWEN3, GEMMA, QWEN3_5, QWEN3_NEXT, PHI3, T5 = map(modeling, FILES)
+FILES = ("llama", "qwen2", "qwen3", "gemma", "qwen3_5", "qwen3_next", "phi3", "t5", "cohere")
+LLAMA, QWEN2, QWEN3, GEMMA, QWEN3_5, QWEN3_NEXT, PHI3, T5, COHERE = map(modeling, FILES)
 SIZES = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "intermediate_size": 72, "num_attention_heads": 2, "head_dim": 64,
          "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None,
          "bos_token_id": None, "eos_token_id": None}  # fmt: skip
@@ -242,6 +242,9 @@ SUBJECTS = {
     "T5LayerNorm": Subject(lambda: T5.T5LayerNorm(HIDDEN), {T5.T5LayerNorm: "RMSNorm"}),
     "RMSNorm": Subject(lambda: nn.RMSNorm(HIDDEN, eps=1e-6), {nn.RMSNorm: "TorchRMSNorm"}),
     "LayerNorm": Subject(lambda: nn.LayerNorm(HIDDEN), {nn.LayerNorm: "TorchLayerNorm"}),
+    "CohereLayerNorm": Subject(
+        lambda: COHERE.CohereLayerNorm(HIDDEN), {COHERE.CohereLayerNorm: "CohereLayerNorm"}, keeps_copies=True
+    ),
     "Block": Subject(Block, {nn.LayerNorm: "TorchLayerNorm"}),
     "RMSNormGated": Subject(lambda: QWEN3_NEXT.Qwen3NextRMSNormGated(HIDDEN), inputs=2),
     "LlamaMLP": Subject(lambda: LLAMA.LlamaMLP(transformers.LlamaConfig(**SIZES)), {LLAMA.LlamaMLP: "SwiGLUMLP"}),

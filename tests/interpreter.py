@@ -1,12 +1,13 @@
 """What Triton's interpreter rounds otherwise than a GPU, found by trying: its versions differ.
 
-That of Triton 3.7 rounds an FMA twice, that of 3.9 once.
+That of Triton 3.7 rounds an FMA twice, that of 3.9 once. All truncate to bf16.
 """
 
 import functools
 from collections.abc import Callable
 
 import aten_model
+import numpy
 import torch
 import triton
 import triton.language as tl
@@ -36,3 +37,13 @@ def the_fma() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """fp32 a * b + c as the interpreter's `tl.fma` rounds it."""
     return the_fma()(*torch.broadcast_tensors(a, b, c))
+
+
+def numpy_rsqrt(x: Tensor) -> Tensor:
+    """The interpreter's reciprocal square root."""
+    return torch.from_numpy(numpy.asarray(1 / numpy.sqrt(x.numpy())))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 x in another dtype: the interpreter truncates to bf16."""
+    return (x.view(torch.int32) >> 16).to(torch.int16).view(dtype) if dtype == torch.bfloat16 else x.to(dtype)

@@ -388,6 +388,32 @@ def _layer_norm_launches(kernel, machine):
             kernel.layer_norm(x, size, *vectors)
 
 
+# Cohere's LayerNorm
+
+
+def _cohere_layer_norm_calls(module, chooser, given):
+    family, eps = module("ops.cohere_layer_norm"), chooser.choice(EPS_OF_CALLS)
+    weight = given.weight if given.weight is not None else torch.randn(64)
+    return [family.replacement(given.x, of, eps, family.Eager) for of in (weight, weight.detach().expand(2, 64).clone())]
+
+
+def _cohere_layer_norm_timed(module, given):
+    family, eps = module("ops.cohere_layer_norm"), 1e-5
+    calls = [lambda of=of: family.replacement(given.x, of, eps, family.Eager) for of in (given.weight, given.parameter)]
+    return {"CohereLayerNorm": calls[0], "CohereLayerNorm, with gradients": with_grad(calls[1])}
+
+
+def _cohere_layer_norm_launches(kernel, machine):
+    family, empty = machine.module("ops.cohere_layer_norm"), machine.empty
+    # Short rows, heads, a hidden size that fills no tile, and the longest.
+    for size in (64, 128, 4096, 12288, 16384) if machine.every_case else (4096,):
+        for needs in ((True, True), (True, False), (False, True)) if size == 4096 else ((True, True),):
+            for rows in (1, 64) if size == 4096 and all(needs) else (64,):
+                x, weight = empty(2, rows, size), empty(size)
+                call = family._call_of(x, weight, 1e-5, family.Eager, needs)
+                call.gradients(x, x, weight, *call.with_statistics(x, weight)[1:])
+
+
 FAMILIES = (
     Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches, timed=_norm_timed),
     Family(("activation",), _activation_calls, _activation_launches, timed=_activation_timed),
@@ -395,6 +421,13 @@ FAMILIES = (
     # Cross-entropy and divergences read what their kernels wrote, or are computed once a step: they are not timed.
     Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
     Family(("layer_norm",), _layer_norm_calls, _layer_norm_launches, rocm=False, timed=_layer_norm_timed),
+    Family(
+        ("cohere_layer_norm",),
+        _cohere_layer_norm_calls,
+        _cohere_layer_norm_launches,
+        rocm=False,
+        timed=_cohere_layer_norm_timed,
+    ),
     Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed),
     Family(("divergences", "full_sum"), _divergence_calls, _divergence_launches, rocm=False),
 )

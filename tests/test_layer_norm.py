@@ -9,11 +9,10 @@ import random
 from types import MethodType
 
 import aten_model
-import numpy
 import pytest
 import torch
 from bits import assert_bits_equal, bits_equal
-from interpreter import multiply_add
+from interpreter import cast, multiply_add, numpy_rsqrt
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,15 +29,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Less than a step of all threads, whole steps, and both sides of them.
 SIZES = (64, 68, 508, 512, 516, 768, 1020, 1024, 1028, 1280, 2048, 2560, 4096)
 EPS = 1e-5
-
-
-def numpy_rsqrt(x):
-    return torch.from_numpy(numpy.asarray(1 / numpy.sqrt(x.numpy())))
-
-
-def cast(x, dtype):
-    """As the interpreter does."""
-    return (x.view(torch.int32) >> 16).to(torch.int16).view(dtype) if dtype == torch.bfloat16 else x.to(dtype)
 
 
 def special_rows(x, choose):

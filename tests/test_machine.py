@@ -27,7 +27,9 @@ FMAS = {
 _EXP = {"cvt.ftz.sat.f32.f32", "ex2.approx.ftz.f32", "fma.rm.ftz.f32", "fma.rn.ftz.f32"}
 _COS = {"abs.ftz.f32", "cvt.rni.ftz.s32.f32", "fma.rn.ftz.f32", "mul.rn.ftz.f32"}
 APPROXIMATE = {
-    **dict.fromkeys(("rms_norm_forward", "add_rms_norm_forward", "layer_norm_forward"), {"rsqrt.approx.f32"}),
+    **dict.fromkeys(
+        ("rms_norm_forward", "add_rms_norm_forward", "layer_norm_forward", "cohere_layer_norm_forward"), {"rsqrt.approx.f32"}
+    ),
     **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
@@ -250,6 +252,14 @@ def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
         assert entry.count(r"fma\.rn\.f32") >= of_outputs + 2 * elements - lanes + 14, str(entry)
         assert entry.count(r"(?:fma|mad)\S*\.f32") == entry.count(r"fma\.rn\.f32"), str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
+
+
+def test_cohere_layer_norm_rounds_each_operation(compiled):
+    """No FMA, and nothing flushed: eager runs an operation after the other."""
+    kernels = [entry for entry in compiled if entry["kernel"].startswith("cohere_layer_norm")]
+    assert len(kernels) > 2 * len(ARCHS)
+    for entry in kernels:
+        assert not entry.count(r"((fma|mad)\S*\.f32|\S*\.ftz)"), str(entry)
 
 
 def softmaxes(compiled, direction):

@@ -34,7 +34,7 @@ KEPT = {
 # Whose forward looks like Llama's, and whose tables have half the size.
 REFUSED_ROTARY_EMBEDDINGS = {"GptOssRotaryEmbedding", "OpenAIPrivacyFilterRotaryEmbedding"}
 # Names that users give to classes: transformers has none with them.
-GIVEN = {"SwiGLUMLP", "LlamaMLP", "GeGLUMLP", "Phi3MLP", "TorchRMSNorm", "TorchLayerNorm"}
+GIVEN = {"SwiGLUMLP", "LlamaMLP", "GeGLUMLP", "Phi3MLP", "TorchRMSNorm", "TorchLayerNorm", "CohereLayerNorm"}
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from .decoder import layer as decoder
 from .ops import rotary_tables as rotary_embedding
 from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .ops.activation import replacement as activation_replacement
+from .ops.cohere_layer_norm import eager as cohere_layer_norm
+from .ops.cohere_layer_norm import replacement as cohere_layer_norm_replacement
 from .ops.gated_activation import product as product_again
 from .ops.gated_activation import replacement as product_replacement
 from .ops.layer_norm import layer_replacement as layer_norm_replacement
@@ -171,6 +173,24 @@ class TorchLayerNorm(_Layer):
             return _scripted(self, input)
         out = layer_norm_replacement(self, input)
         return _original(self, TorchLayerNorm, input) if out is None else out
+
+
+class CohereLayerNorm(_Layer):
+    """LayerNorm with `weight`, `[hidden_size]` or `[heads, head_dim]`, and `variance_epsilon`, composed of operations.
+
+    `(weight.float() * ((h - mean) * rsqrt(mean((h - mean)**2) + variance_epsilon))).to(dtype)`, `h = hidden_states.float()`.
+    Replaces transformers' `CohereLayerNorm` and classes that compute the same, named by `name_layers`.
+    """
+
+    @torch.jit.ignore
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        owner = type(self)
+        if owner is _SCRIPTED:
+            return _scripted(self, hidden_states)
+        state = self.__dict__
+        eps = getattr(self, "variance_epsilon", None)
+        out = cohere_layer_norm_replacement(hidden_states, _own_weight(state), eps, owner, state)
+        return _original(self, CohereLayerNorm, hidden_states) if out is None else out
 
 
 class RMSNormGated(_Layer):
@@ -484,6 +504,7 @@ _FORMULAS = {
     RMSNormZeroCentered: lambda self, x: ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps),
     TorchRMSNorm: lambda self, x: F.rms_norm(x, self.normalized_shape, self.weight, self.eps),
     TorchLayerNorm: lambda self, input: F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps),
+    CohereLayerNorm: lambda self, hidden_states: cohere_layer_norm(hidden_states, self.weight, self.variance_epsilon),
     RMSNormGated: lambda self, hidden_states, gate=None: gated_eager(
         LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon
     ),

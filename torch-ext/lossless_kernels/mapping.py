@@ -17,6 +17,7 @@ from . import layers
 from .core import proof
 from .core.inspection import functions_of
 from .decoder import layer as decoder
+from .ops import cohere_layer_norm
 from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
 from .ops.rms_norm.proof import variant_of
 
@@ -39,6 +40,7 @@ LAYERS = {
     "Phi3MLP": "Phi3MLP",
     "TorchRMSNorm": "TorchRMSNorm",
     "TorchLayerNorm": "TorchLayerNorm",
+    "CohereLayerNorm": "CohereLayerNorm",
 }
 # Names of level "decoder" alone. No class of transformers has these names before `name_layers`. Decoder layers differ in the
 # order of their arguments.
@@ -160,27 +162,43 @@ def _norm_name(module) -> Optional[str]:
     layer_class, state = type(module), vars(module)
     weight = state["_parameters"].get("weight")
     others = len(state["_parameters"]) > 1 or state["_buffers"] or state["_modules"]
-    if weight is None or weight.dim() != 1 or others or layer_class.__module__.startswith("torch."):
+    if weight is None or weight.dim() > 2 or others or layer_class.__module__.startswith("torch."):
         return None
+    if weight.dim() == 2:  # Of heads.
+        return "CohereLayerNorm" if _is_coheres(layer_class, state) else None
     if "gate" in inspect.signature(layer_class.forward).parameters:
         return "RMSNormGated" if EPS_NAME in state and isinstance(state.get("activation"), str) else None
     eps_name = next((name for name in _NAMES_BY_EPS if isinstance(state.get(name), float)), None)
-    return _NAMES_BY_EPS[eps_name] if eps_name and has_known_formula(layer_class, eps_name) else None
+    if eps_name and has_known_formula(layer_class, eps_name):
+        return _NAMES_BY_EPS[eps_name]
+    return "CohereLayerNorm" if _is_coheres(layer_class, state) else None
+
+
+def _is_coheres(layer_class: type, state: dict) -> bool:
+    """Whether the class computes the formula of `CohereLayerNorm`."""
+    if not isinstance(state.get(EPS_NAME), float) or functions_of(layer_class) is None:
+        return False
+    case = torch.bfloat16, torch.bfloat16, torch.device("cpu")
+    return bool(_quietly(cohere_layer_norm.computes_formula, layer_class, *case))
 
 
 def has_known_formula(layer_class: type, eps_name: str) -> bool:
     """Whether the class computes a formula of RMSNorm, of which `eps_name` holds eps, in operations that a kernel has."""
     if functions_of(layer_class) is None:
         return False
+    variant = _quietly(variant_of, layer_class, eps_name, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    # `F.rms_norm` is replaced by the layer for torch.nn.RMSNorm alone.
+    return bool(variant) and not variant.fused
+
+
+def _quietly(prove: Callable, *arguments) -> Any:
+    """The result of a formula proof, None if it raises: not to replace a layer that has no name is no news."""
     with warnings.catch_warnings():
-        # Not to replace a layer that has no name is no news.
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
-            variant = variant_of(layer_class, eps_name, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
-            # `F.rms_norm` is replaced by the layer for torch.nn.RMSNorm alone.
-            return variant is not None and not variant.fused
+            return prove(*arguments)
         except proof.LosslessProofError:
-            return False
+            return None
 
 
 def _arguments(layer_class: type) -> list:

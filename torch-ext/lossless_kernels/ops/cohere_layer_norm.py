@@ -1,0 +1,514 @@
+"""LayerNorm that returns the bits of transformers' CohereLayerNorm, which composes it of operations, and its gradients."""
+
+import functools
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional
+
+import torch
+from torch import is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .._ops import add_op_namespace_prefix
+from ..core import launch, plans, proof
+from ..core.calls import Calls, Outside
+from ..core.declarations import WARMUP, Warmup
+from ..core.domain import (
+    FLOAT_DTYPES,
+    NO_STATE,
+    PLAIN_TYPES,
+    allocator,
+    are_ours,
+    are_plain,
+    runs_kernels,
+    under_transform,
+)
+from ..core.inspection import are_current, code_of, functions_of
+from ..core.layout import contiguous_strides
+from ..core.reduction import ROW_CLASSES, row_class, row_reduction
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from .rms_norm.backward import without_none
+from .rms_norm.formulas import EPS_NAME
+from .rms_norm.proof import PROOF_EPS, formula_cases, leaves, output_and_gradients, proof_calls, spike, stand_in
+
+if launch.AVAILABLE:
+    from ..kernels_src.cohere_layer_norm import cohere_layer_norm_backward, cohere_layer_norm_forward
+
+
+class Gradients(NamedTuple):
+    """The gradients. An fp32 x gets three, one after the other; that of 16 bits is `dx`, their rounded sum."""
+
+    dx: Optional[torch.Tensor]
+    dx_variance: Optional[torch.Tensor]
+    dx_mean: Optional[torch.Tensor]
+    dweight: Optional[torch.Tensor]
+
+
+def statistics(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's mean and `rsqrt(variance + eps)`, fp32, `[..., 1]`."""
+    h = x.to(torch.float32)
+    mean = h.mean(-1, keepdim=True)
+    return mean, torch.rsqrt((h - mean).pow(2).mean(-1, keepdim=True) + eps)
+
+
+def eager(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`(weight.float() * ((h - mean) * rsqrt(mean((h - mean)**2) + eps))).to(x.dtype)` with `h = x.float()`.
+
+    In torch operations, one rounding each; mean and variance over the last dimension.
+    """
+    h = x.to(torch.float32)
+    mean = h.mean(-1, keepdim=True)
+    variance = (h - mean).pow(2).mean(-1, keepdim=True)
+    normalized = (h - mean) * torch.rsqrt(variance + eps)
+    return (weight.to(torch.float32) * normalized).to(x.dtype)
+
+
+class Eager(torch.nn.Module):
+    """A layer that computes the formula in torch operations."""
+
+    def forward(self, hidden_states):
+        return eager(hidden_states, self.weight, self.variance_epsilon)
+
+
+def formula(dy, x, weight, mean, rstd, needs_dx: bool, needs_dweight: bool, sums: Optional[list] = None) -> Gradients:
+    """The gradients in differentiable torch operations, one rounding each, as autograd computes them.
+
+    Args:
+        sums: gets the fp32 gradients of rstd and of the mean.
+    """
+    h, size = x.to(torch.float32), x.shape[-1]
+    g, centred = dy.to(torch.float32), h - mean
+    dx = dx_variance = dx_mean = dweight = None
+    if needs_dx:
+        d_normalized = g * weight.to(torch.float32)
+        d_rstd = (d_normalized * centred).sum(-1, keepdim=True)
+        dx = d_normalized * rstd
+        dx_variance = (-0.5 * d_rstd) * rstd.pow(3) / size * (2 * centred)
+        d_mean = (-dx).sum(-1, keepdim=True) + (-dx_variance).sum(-1, keepdim=True)
+        dx_mean = d_mean.expand(x.shape) / size
+        if sums is not None:
+            sums += d_rstd, d_mean
+        if x.dtype != torch.float32:
+            dx, dx_variance, dx_mean = ((dx + dx_variance) + dx_mean).to(x.dtype), None, None
+    if needs_dweight:
+        dweight = _weight_gradient(g * (centred * rstd), weight)
+    return Gradients(dx, dx_variance, dx_mean, dweight)
+
+
+def _weight_gradient(products, weight) -> torch.Tensor:
+    """ATen's own sum of the fp32 products over the rows."""
+    return products.sum_to_size(weight.shape).to(weight.dtype)
+
+
+# Calls
+
+
+_MIN_SIZE, _MAX_SIZE = 64, 16384
+_MIN_ELEMENTS_PER_PROGRAM = 2048
+_MAX_WARPS = 16
+_ELEMENTS_PER_THREAD = 16
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties that the kernels are compiled for.
+
+    Attributes:
+        size: elements of a row.
+        rows: the fewest of their class, whose sums have one order.
+    """
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    size: int
+    rows: int
+
+    def _bind(self, kernel, dtypes, rows, device, scalars, **more) -> launch.Launch:
+        order = row_reduction(self.rows, self.size, plans.gpu(device).build)
+        tile = order.columns << order.log2_steps
+        rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), self.rows)
+        constants = {"HIDDEN_SIZE": self.size, "ROWS": rows_per_program, **order.constants, **more}
+        warps = min(max(rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32), 1), _MAX_WARPS)
+        return launch.bind(kernel, constants, warps, device, dtypes, -(-rows // rows_per_program), rows, *scalars)
+
+    def forward(self, rows: int, weight_rows: int, device, eps: float, store_statistics: bool) -> launch.Launch:
+        """The launch for x, weight, output and, if they are stored, mean and rstd."""
+        dtypes = self.dtype, self.weight_dtype, self.dtype, torch.float32, torch.float32
+        scalars = weight_rows, int(store_statistics), eps
+        return self._bind(cohere_layer_norm_forward, dtypes, rows, device, scalars)
+
+    def backward(self, rows: int, weight_rows: int, device, needs, store_sums=False) -> launch.Launch:
+        """The launch for dy, x, weight, mean, rstd, the three terms of dx, the products and both sums of each row.
+
+        Args:
+            needs: whether the gradients of x and of the weight are needed.
+        """
+        needs_dx, needs_dweight = needs
+        fp32 = torch.float32
+        dtypes = (self.dtype, self.dtype, self.weight_dtype, fp32, fp32, self.dtype, *(fp32,) * 5)
+        scalars = weight_rows, int(store_sums)
+        constants = {"DX": needs_dx, "PRODUCTS": needs_dweight}
+        return self._bind(cohere_layer_norm_backward, dtypes, rows, device, scalars, **constants)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call resolved for its tensors' shapes, dtypes and device.
+
+    Args:
+        launch_backward: None without gradients.
+        needs: whether the gradients of x and of the weight are needed.
+    """
+
+    launch: launch.Launch
+    launch_backward: Optional[launch.Launch]
+    empty: Callable[[], torch.Tensor]
+    empty_statistics: Callable[[], torch.Tensor]
+    empty_products: Callable[[], torch.Tensor]
+    eps: float
+    needs: tuple[bool, bool]
+    alignment_mask: int
+
+    def __call__(self, x, weight):
+        # Eager sums an fp32 x itself, whose vectors of 16 bytes begin at their multiples.
+        if x.data_ptr() & self.alignment_mask:
+            return eager(x, weight, self.eps)
+        if self.launch_backward is None:
+            out = self.empty()
+            self.launch.call_3(x, weight, out)
+            return out
+        again = x if x.dtype == torch.float32 else None
+        return _apply(self, x, again, again, weight)
+
+    def with_statistics(self, x, weight):
+        """The output, mean and rstd."""
+        if dispatch_modes() or x.data_ptr() & self.alignment_mask:
+            return (eager(x, weight, self.eps), *statistics(x, self.eps))
+        out, mean, rstd = self.empty(), self.empty_statistics(), self.empty_statistics()
+        self.launch.call_5(x, weight, out, mean, rstd)
+        return out, mean, rstd
+
+    def gradients(self, dy, x, weight, mean, rstd) -> Gradients:
+        """The gradients that are needed, for a dy of the layout and dtype of x."""
+        needs_dx, needs_dweight = self.needs
+        # rstd, which is fp32, stands for tensors that are not written.
+        dx, products = self.empty(), self.empty_products() if needs_dweight else rstd
+        others = (self.empty(), self.empty()) if needs_dx and x.dtype == torch.float32 else (rstd, rstd)
+        self.launch_backward(dy, x, weight, mean, rstd, dx, *others, products)
+        dweight = _weight_gradient(products, weight) if needs_dweight else None
+        if not needs_dx:
+            return Gradients(None, None, None, dweight)
+        return Gradients(dx, *(others if x.dtype == torch.float32 else (None, None)), dweight)
+
+
+def replacement(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, owner: type, state: Mapping = NO_STATE
+) -> Optional[torch.Tensor]:
+    """The output of `owner.forward` from the kernel; None where the caller must compute it.
+
+    Args:
+        owner: the class of the replaced layer.
+        state: the layer's `__dict__`.
+    """
+    if is_dynamo_compiling():
+        return _compiled(x, weight, eps, owner)
+    # The id may belong to another weight by now: everything that decides is compared.
+    recent = _calls.recent.get(id(weight))
+    if recent is not None:
+        same, replaced, forward, helpers, added, grad, compute = recent
+        if (
+            type(x) in PLAIN_TYPES
+            and not x.is_nested
+            and same(x, weight)
+            and replaced() is owner
+            and forward is owner.forward
+            and (not helpers or are_current(helpers, owner, state))
+            and added is eps
+            and grad is is_grad_enabled()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            return compute(x, weight)
+    original = owner.forward
+    if type(x) not in PLAIN_TYPES or not isinstance(weight, torch.Tensor):
+        return proof.record_refusal(original, proof.NOT_PLAIN)
+    needs = (x.requires_grad, weight.requires_grad) if is_grad_enabled() else (False, False)
+    if not are_ours(x, weight, any(needs)):
+        return proof.record_refusal(original, proof.NOT_PLAIN)
+    if any(needs) and (x.is_inference() or weight.is_inference()):
+        return proof.record_refusal(original, proof.INFERENCE_TENSORS)
+    call = _call_of(x, weight, eps, owner, needs, state)
+    if call is None:
+        return None
+    facts = weakref.ref(owner), original, code_of(owner).helpers, eps, is_grad_enabled()
+    return _calls.run(id(weight), call, facts, (x, weight))
+
+
+def _call_of(x, weight, eps, owner, needs, state: Mapping = NO_STATE) -> Optional[_Call]:
+    functions = functions_of(owner, state)
+    if functions is None:
+        return proof.record_unreadable_forward(owner)
+    return _calls.find(owner.forward, (functions, needs, eps), (x, weight), eps, owner, needs)
+
+
+def _check(x, weight, eps) -> None:
+    """Raises Outside if no kernel takes these arguments."""
+    if not runs_kernels(x.device) or weight.device != x.device or torch.version.hip is not None:
+        raise Outside(f"activations on {x.device}, weight on {weight.device}; there are kernels for CUDA")
+    if x.dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
+        raise Outside(f"activations {x.dtype}, weight {weight.dtype}")
+    if not isinstance(eps, (int, float)):
+        raise Outside(f"eps has type {type(eps).__name__}")
+    if not 0 < weight.dim() < x.dim() or x.shape[-weight.dim() :] != weight.shape:
+        raise Outside("weight has not the last dimensions of activations that have more")
+    if not x.is_contiguous() or not weight.is_contiguous() or not x.numel():
+        raise Outside("activations or weight are not contiguous, or empty")
+    if x.shape[-1] % 4 or not _MIN_SIZE <= x.shape[-1] <= _MAX_SIZE:
+        raise Outside("rows that are not of 64 to 16384 elements, a multiple of 4")
+    if x.numel() // x.shape[-1] > launch.MAX_PROGRAMS:
+        raise Outside("too many rows")
+
+
+def _resolve(x, weight, eps, owner, needs) -> Optional[_Call]:
+    _check(x, weight, eps)
+    if not computes_formula(owner, x.dtype, weight.dtype, x.device):
+        return None
+    size = x.shape[-1]
+    rows, weight_rows = x.numel() // size, weight.numel() // size
+    kind = Kind(x.dtype, weight.dtype, size, row_class(rows))
+    if not _proved(kind, owner, x.device, needs):
+        return None
+    strides = contiguous_strides(x.shape)
+    of_rows = (*x.shape[:-1], 1)
+    return _Call(
+        kind.forward(rows, weight_rows, x.device, eps, any(needs)),
+        kind.backward(rows, weight_rows, x.device, needs) if any(needs) else None,
+        allocator(x.shape, strides, x.dtype, x.device),
+        allocator(of_rows, contiguous_strides(of_rows), torch.float32, x.device),
+        allocator(x.shape, strides, torch.float32, x.device),
+        eps,
+        needs,
+        15 if x.dtype == torch.float32 else 0,
+    )
+
+
+_calls = Calls(_resolve)
+
+
+class CohereLayerNorm(torch.autograd.Function):
+    """x enters once, or three times if it is fp32: once for each of eager's gradients."""
+
+    @staticmethod
+    def forward(ctx, call, x, x_again, x_third, weight):
+        out, mean, rstd = call.with_statistics(x, weight)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
+            return None, None, None, None, None
+        x, weight, mean, rstd = ctx.saved_tensors
+        call = ctx.call
+        if is_grad_enabled():  # Double backward: the statistics must be differentiable.
+            return None, *formula(dy, x, weight, *statistics(x, call.eps), *call.needs)
+        if are_plain(dy, x) and are_plain(weight, mean) and dy.is_contiguous() and not dy.data_ptr() & 15:
+            return None, *call.gradients(dy, x, weight, mean, rstd)
+        return None, *formula(dy, x, weight, mean, rstd, *call.needs)
+
+
+_apply = apply_of(CohereLayerNorm)
+
+
+# Proof
+
+
+def computes_formula(owner: type, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `owner.forward` returns the bits of `eager`, and its gradients too."""
+    if owner is Eager:
+        return True
+    functions = functions_of(owner)
+    if EPS_NAME not in {name for function in functions for name in function.__code__.co_names}:
+        proof.record_refusal(owner.forward, f"the forward does not read {EPS_NAME}")
+        return False
+    subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
+    candidates = {Eager: functools.partial(_formula_comparisons, owner, (dtype, weight_dtype), device)}
+    key = ("formula of Cohere's LayerNorm", functions, dtype, weight_dtype, device)
+    return proof.match_formula(key, subject, candidates) is not None
+
+
+def _formula_comparisons(owner, dtypes, device):
+    for of_case, eps, (x,), weight, dy, other in formula_cases(device, 1, dtypes, 1, 512):
+        # Rows with a mean, which another formula may leave.
+        x = x + 0.7 * x.abs().mean(-1, keepdim=True)
+        for of_heads in (False, True):
+            shape = (2, x.shape[-1]) if of_heads else x.shape[-1:]
+            if of_heads and x.shape[-2] % 2:
+                continue
+            results = []
+            for layer_class in (owner, Eager):
+                scale = weight.expand(shape) * torch.linspace(1, 2, shape[0], device=device)[:, None] if of_heads else weight
+                leaf, scale = leaves((x.unflatten(-2, (-1, 2)) if of_heads else x, scale.contiguous()), of_case)
+                with torch.enable_grad():
+                    states = leaf.view_as(leaf)
+                    out = layer_class.forward(stand_in(layer_class, scale, eps, eps_name=EPS_NAME), states)
+                    gradients = [each if each is None else each.view_as(states) for each in (dy, other)]
+                    results.append(output_and_gradients(out, states, (leaf, scale), *gradients))
+            for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
+                yield what, found, expected
+
+
+def _proved(kind: Kind, owner: type, device, needs) -> bool:
+    more = " or more" if kind.rows == ROW_CLASSES[-1] else ""
+    where = f"activations {kind.dtype}, weight {kind.weight_dtype}, hidden size {kind.size}, {kind.rows}{more} rows"
+    subject = proof.Subject(owner.forward, device, where, "weight.float() * (x - mean) * rsqrt(variance + eps)")
+    key = ("Cohere's LayerNorm", functions_of(owner), kind, device, needs)
+    return proof.kernel_is_proved(key, subject, functools.partial(_comparisons, kind, owner, device, needs))
+
+
+def _comparisons(kind, owner, device, needs):
+    """Output, statistics, gradients and the row sums in them, in fp32, where another order of additions shows."""
+    source = proof.generator(device, kind.size)
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=source)
+    calls, rows = proof_calls(kind.rows)
+    for call in range(calls):
+        leaf = spike(make(rows, kind.size) + make(rows, 1), call)
+        leaf[-1] *= torch.finfo(kind.dtype).tiny / 8
+        leaf = leaf.to(kind.dtype).requires_grad_()
+        weight = make(kind.size).to(kind.weight_dtype).requires_grad_()
+        dy = spike(make(rows, kind.size), call + 1).to(kind.dtype)
+        with torch.enable_grad():
+            out = owner.forward(stand_in(owner, weight, PROOF_EPS), leaf.view_as(leaf))
+            expected = torch.autograd.grad(out, (leaf, weight), dy) if any(needs) else ()
+        x, weight = leaf.detach(), weight.detach()
+        mean, rstd = torch.full((2, rows, 1), math.nan, device=device).unbind()
+        ours = torch.full_like(x, math.nan)
+        kind.forward(rows, 1, device, PROOF_EPS, True)(x, weight, ours, mean, rstd)
+        yield from zip(("the fp32 mean", "the fp32 rstd"), (mean, rstd), statistics(x, PROOF_EPS))
+        yield "the output", ours, out.detach()
+        if any(needs):
+            yield from _gradient_comparisons(kind, device, needs, dy, x, weight, expected)
+
+
+def _gradient_comparisons(kind, device, needs, dy, x, weight, expected):
+    mean, rstd = statistics(x, PROOF_EPS)
+    parts = [torch.full_like(x, math.nan) for _ in range(3)]
+    products = torch.full_like(x, math.nan, dtype=torch.float32)
+    d_rstd, d_mean = torch.full((2, *rstd.shape), math.nan, device=device).unbind()
+    others = parts[1:] if x.dtype == torch.float32 else (products, products)
+    launched = kind.backward(len(x), 1, device, needs, store_sums=True)
+    launched(dy, x, weight, mean, rstd, parts[0], *others, products, d_rstd, d_mean)
+    if needs[0]:
+        sums = []
+        formula(dy, x, weight, mean, rstd, True, False, sums)
+        yield from zip(("the fp32 gradient of rstd", "the fp32 gradient of the mean"), (d_rstd, d_mean), sums)
+        dx = functools.reduce(torch.add, parts) if x.dtype == torch.float32 else parts[0]
+        yield "the input's gradient", dx, expected[0]
+    if needs[1]:
+        yield "the weight's gradient", _weight_gradient(products, weight), expected[1]
+
+
+def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:
+    """The inputs that `warmup` calls a layer with: with the given `rows`, or one for each order of additions."""
+    if weight is None:
+        raise Outside("a norm without a weight has no hidden size")
+    return [(count, *weight.shape) for count in rows or ROW_CLASSES]
+
+
+WARMUP["CohereLayerNorm"] = Warmup(warmup_shapes)
+
+
+# torch.compile
+
+
+# `again` and `third` are hidden_states twice more if eager sends them three gradients.
+@torch.library.custom_op(add_op_namespace_prefix("cohere_layer_norm"), mutates_args=())
+def _cohere_layer_norm_op(
+    hidden_states: torch.Tensor,
+    again: Optional[torch.Tensor],
+    third: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _call_of(hidden_states, weight, eps, Eager, (True, True))
+    if call is None:
+        return (eager(hidden_states, weight, eps), *statistics(hidden_states, eps))
+    return call.with_statistics(hidden_states, weight)
+
+
+@_cohere_layer_norm_op.register_fake
+def _(hidden_states, again, third, weight, eps):
+    return (eager(hidden_states, weight, eps), *statistics(hidden_states, eps))
+
+
+@torch.library.custom_op(add_op_namespace_prefix("cohere_layer_norm_backward"), mutates_args=())
+def _cohere_layer_norm_backward_op(
+    dy: torch.Tensor,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    needs_dx: bool,
+    needs_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    needs = needs_dx, needs_dweight
+    call = _call_of(hidden_states, weight, eps, Eager, needs) if dy.is_contiguous() else None
+    tensors = dy, hidden_states, weight, mean, rstd
+    found = formula(*tensors, *needs) if call is None else call.gradients(*tensors)
+    return without_none(found, dy)
+
+
+@_cohere_layer_norm_backward_op.register_fake
+def _(dy, hidden_states, weight, mean, rstd, eps, needs_dx, needs_dweight):
+    return without_none(formula(dy, hidden_states, weight, mean, rstd, needs_dx, needs_dweight), dy)
+
+
+def _setup_context(ctx, inputs, output):
+    hidden_states, _, _, weight, ctx.eps = inputs
+    ctx.save_for_backward(hidden_states, weight, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _op_gradient(ctx, dy, d_mean, d_rstd):
+    if dy is None:
+        return None, None, None, None, None
+    needs_dx, needs_again, needs_third, needs_dweight, _ = ctx.needs_input_grad
+    found = _cohere_layer_norm_backward_op(dy, *ctx.saved_tensors, ctx.eps, needs_dx, needs_dweight)
+    needed = zip((needs_dx, needs_again, needs_third, needs_dweight), found)
+    return *(gradient if need else None for need, gradient in needed), None
+
+
+_cohere_layer_norm_op.register_autograd(_op_gradient, setup_context=_setup_context)
+
+
+@torch.compiler.assume_constant_result
+def _is_proved_for_compile(owner, dtype, weight_dtype, size, device_index) -> bool:
+    """Whether the forward is proved for all row classes: a graph with dynamic shapes meets them all."""
+    device = torch.device("cuda", device_index)
+    if under_transform() or functions_of(owner) is None or not computes_formula(owner, dtype, weight_dtype, device):
+        return False
+    kinds = (Kind(dtype, weight_dtype, size, rows) for rows in ROW_CLASSES)
+    return all(_proved(kind, owner, device, (False, False)) for kind in kinds)
+
+
+def _compiled(x, weight, eps, owner) -> Optional[torch.Tensor]:
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original forward.
+
+    The operators verify more at their first call, like uncompiled calls, and fall back to the formula.
+    """
+    if not x.is_cuda or not isinstance(weight, torch.Tensor) or not isinstance(eps, (int, float)):
+        return None
+    if not 0 < weight.dim() < x.dim() or x.shape[-weight.dim() :] != weight.shape or torch.version.hip is not None:
+        return None
+    size = int(weight.shape[-1])
+    if size % 4 or not _MIN_SIZE <= size <= _MAX_SIZE or not {x.dtype, weight.dtype} <= set(FLOAT_DTYPES):
+        return None
+    if not _is_proved_for_compile(owner, x.dtype, weight.dtype, size, x.device.index or 0):
+        return None
+    again = x if x.dtype == torch.float32 and is_grad_enabled() else None
+    return _cohere_layer_norm_op(x, again, again, weight, eps)[0]
