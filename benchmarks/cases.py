@@ -185,7 +185,17 @@ def compiled():
 
         return rotate(q), rotate(k)
 
-    functions = (rms_norm, add_rms_norm, layer_norm, cohere_layer_norm, silu, silu_and_mul, softmax, cross_entropy, rotary)
+    functions = (
+        rms_norm,
+        add_rms_norm,
+        layer_norm,
+        cohere_layer_norm,
+        silu,
+        silu_and_mul,
+        softmax,
+        cross_entropy,
+        rotary,
+    )
     return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
 
 

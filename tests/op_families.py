@@ -394,7 +394,9 @@ def _layer_norm_launches(kernel, machine):
 def _cohere_layer_norm_calls(module, chooser, given):
     family, eps = module("ops.cohere_layer_norm"), chooser.choice(EPS_OF_CALLS)
     weight = given.weight if given.weight is not None else torch.randn(64)
-    return [family.replacement(given.x, of, eps, family.Eager) for of in (weight, weight.detach().expand(2, 64).clone())]
+    return [
+        family.replacement(given.x, of, eps, family.Eager) for of in (weight, weight.detach().expand(2, 64).clone())
+    ]
 
 
 def _cohere_layer_norm_timed(module, given):

@@ -61,7 +61,9 @@ def random_case(choose, generator):
     size, dtype = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, 160))), choose.choice(DTYPES)
     heads = choose.choice((1, 1, 2, 3))
     rows = choose.choice(ROWS) * heads
-    x = torch.randn(rows, size, generator=generator) * choose.choice((0.01, 1.0, 30.0)) + choose.choice((0.0, 1.0, -50.0))
+    x = torch.randn(rows, size, generator=generator) * choose.choice((0.01, 1.0, 30.0)) + choose.choice(
+        (0.0, 1.0, -50.0)
+    )
     for row in x:
         value = choose.choice((*(None,) * 12, 0.0, -0.0, 3.0, math.inf, -math.inf, math.nan, 1e4))
         if value is not None:
@@ -224,7 +226,9 @@ def test_the_proof_tells_other_gradients(family, monkeypatch, seed, dtype):
     right, kind = aten_model.cohere_layer_norm_backward, family.Kind(dtype, dtype, 512, 16)
 
     def without_mean(dy, x, weight, mean, rstd, row_sum):
-        found, fp32 = (right(*given, weight, mean, rstd, row_sum=row_sum) for given in ((dy, x), (dy.float(), x.float())))
+        found, fp32 = (
+            right(*given, weight, mean, rstd, row_sum=row_sum) for given in ((dy, x), (dy.float(), x.float()))
+        )
         terms = (*fp32.dx[:2], torch.zeros_like(mean).expand(x.shape))
         return found._replace(dx=terms if x.dtype == torch.float32 else (functools.reduce(torch.add, terms).to(dtype),))
 
@@ -348,7 +352,9 @@ FILES = ("cohere", "cohere2", "cohere2_moe", "cohere_compass")
 
 
 def norm_of(folder):
-    (found,) = [each for name, each in vars(modeling(folder)).items() if name.endswith("LayerNorm") and "Cohere" in name]
+    (found,) = [
+        each for name, each in vars(modeling(folder)).items() if name.endswith("LayerNorm") and "Cohere" in name
+    ]
     return found
 
 

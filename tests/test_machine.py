@@ -28,7 +28,8 @@ _EXP = {"cvt.ftz.sat.f32.f32", "ex2.approx.ftz.f32", "fma.rm.ftz.f32", "fma.rn.f
 _COS = {"abs.ftz.f32", "cvt.rni.ftz.s32.f32", "fma.rn.ftz.f32", "mul.rn.ftz.f32"}
 APPROXIMATE = {
     **dict.fromkeys(
-        ("rms_norm_forward", "add_rms_norm_forward", "layer_norm_forward", "cohere_layer_norm_forward"), {"rsqrt.approx.f32"}
+        ("rms_norm_forward", "add_rms_norm_forward", "layer_norm_forward", "cohere_layer_norm_forward"),
+        {"rsqrt.approx.f32"},
     ),
     **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),

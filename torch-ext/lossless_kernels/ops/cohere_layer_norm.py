@@ -351,7 +351,11 @@ def _formula_comparisons(owner, dtypes, device):
                 continue
             results = []
             for layer_class in (owner, Eager):
-                scale = weight.expand(shape) * torch.linspace(1, 2, shape[0], device=device)[:, None] if of_heads else weight
+                scale = (
+                    weight.expand(shape) * torch.linspace(1, 2, shape[0], device=device)[:, None]
+                    if of_heads
+                    else weight
+                )
                 leaf, scale = leaves((x.unflatten(-2, (-1, 2)) if of_heads else x, scale.contiguous()), of_case)
                 with torch.enable_grad():
                     states = leaf.view_as(leaf)
