@@ -143,8 +143,7 @@ ROWS_MOVED = {
     "rms_norm_backward_streamed": (4, 1),
     "rms_norm_sum_chains": (2, 0),
     "cohere_layer_norm_forward": (1, 1),
-    # And the fp32 products.
-    "cohere_layer_norm_backward": (2, 2),
+    "cohere_layer_norm_backward": (2, 1),
     "activation_forward": (1, 1),
     "activation_backward": (2, 1),
     "gated_activation_forward": (2, 1),
