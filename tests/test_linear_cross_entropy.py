@@ -1,5 +1,6 @@
 """The linear layer with its loss: eager's bits, one tensor of the logits' size, and logits that later passes still find."""
 
+import functools
 import gc
 
 import pytest
@@ -206,3 +207,226 @@ def test_memory_is_the_gradient_of_the_logits(kernel, seed):
         eager = peak(lambda x, target: functional.cross_entropy(x.float(), target), logits, target)
         print(f"{dtype}: ours {ours / size:.3f}, eager {eager / size:.3f} times the logits")
         assert eager >= of_eager * size
+
+
+# Chunks of a frozen head
+
+
+def by_rows(hidden, weight, bias=None):
+    """A linear layer whose rows do not depend on their number, as a CPU's products of matrices may."""
+    rows = torch.stack([weight @ row for row in hidden.reshape(-1, weight.shape[1])])
+    return (rows if bias is None else rows + bias).view(*hidden.shape[:-1], len(weight))
+
+
+@pytest.fixture
+def linear(module, monkeypatch):
+    """The numbers of rows of all linear layers, computed by `by_rows`."""
+    found = []
+
+    def spy(hidden, weight, bias=None):
+        found.append(hidden.shape[:-1].numel())
+        return by_rows(hidden, weight, bias)
+
+    monkeypatch.setattr(functional, "linear", spy)
+    monkeypatch.setattr(module("core.torch_internals"), "linear", spy)
+    module("cross_entropy")._calls.clear()
+    module("proof")._verdicts.clear()
+    yield found
+    module("cross_entropy")._calls.clear()
+    module("proof")._verdicts.clear()
+
+
+@pytest.fixture
+def many(seed):
+    return forty_tokens(seed, 66)
+
+
+def forty_tokens(seed, vocabulary):
+    """Chunks of 16, 16 and 8."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator) for shape in ((2, 20, HIDDEN), (vocabulary, HIDDEN), (vocabulary,))
+    )
+    target = torch.randint(vocabulary, (2, 20), generator=generator)
+    target[0, 3], target[1, :9] = IGNORE, IGNORE
+    return (hidden, weight, bias), target
+
+
+def of_hidden_states(function, tensors, dtype=torch.float32):
+    hidden, weight, bias = (each.to(dtype) for each in tensors)
+    hidden.requires_grad_()
+    loss = function(hidden, weight, bias)
+    return loss.detach(), *torch.autograd.grad(loss, hidden)
+
+
+CHUNKS, CHUNKS_TWICE, WHOLE = [16, 16, 8], [16, 16, 8] * 2, [40]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "vocabulary, dtype, reduction",
+    [
+        (66, torch.float16, "mean"),
+        (67, torch.float32, "sum"),
+        pytest.param(9217, torch.float32, "mean", marks=pytest.mark.long),
+    ],
+)
+def test_chunks_of_a_frozen_head_have_the_bits_of_the_whole(
+    kernel, monkeypatch, seed, linear, vocabulary, dtype, reduction
+):
+    """Rows of 9217 numbers begin at another distance from a multiple of 16 bytes each, which decides their sums."""
+    tensors, target = forty_tokens(seed, vocabulary)
+    options = {"reduction": reduction}
+    expected = of_hidden_states(ours(kernel, target, **options), tensors, dtype)
+    assert linear == WHOLE
+    options["chunk_size"] = 16
+    for policy in ("off", "strict"):  # With "off" the loss's own kernels are taken, which a CPU's eager does not equal.
+        monkeypatch.setenv("LOSSLESS_PROOF", policy)
+        linear.clear()
+        found = of_hidden_states(ours(kernel, target, **options), tensors, dtype)
+        # Verification computes the whole and chunks, of random and of the given hidden states.
+        assert linear == (CHUNKS_TWICE if policy == "off" else (WHOLE + CHUNKS) * 2 + CHUNKS_TWICE)
+        assert_bits_equal(found[0], expected[0])
+        assert_bits_equal(found[1], expected[1])
+        assert found[1].stride() == expected[1].stride()
+    linear.clear()
+    of_hidden_states(ours(kernel, target, **options), tensors, dtype)
+    assert linear == CHUNKS_TWICE
+    with torch.no_grad():
+        monkeypatch.setenv("LOSSLESS_PROOF", "off")
+        linear.clear()
+        assert_bits_equal(ours(kernel, target, **options)(*(each.to(dtype) for each in tensors)), expected[0])
+        assert linear == CHUNKS
+
+
+@interpreted
+def test_chunks_with_other_bits_are_not_taken(kernel, module, monkeypatch, many, linear):
+    """A product of fewer rows that rounds otherwise, in the logits or in their gradient alone."""
+    tensors, target = many
+    expected = of_hidden_states(ours(kernel, target), tensors)
+    of_hidden_states(ours(kernel, target, chunk_size=16), tensors)  # The loss's own kernels are found again.
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    family = module("ops.linear_cross_entropy")
+    layer = family._layer
+
+    def of_logits(hidden, *arguments):
+        leaf, logits = layer(hidden, *arguments)
+        with torch.enable_grad():
+            return leaf, logits if hidden.dim() == 3 else logits * (1 + 2**-23)
+
+    def of_gradients(hidden, *arguments):
+        leaf, logits = layer(hidden, *arguments)
+        if hidden.dim() == 2:
+            logits.register_hook(lambda gradient: gradient * (1 + 2**-23))
+        return leaf, logits
+
+    for wrong, what in ((of_logits, "the logits"), (of_gradients, "the gradient of the hidden states")):
+        monkeypatch.setattr(family, "_layer", wrong)
+        module("proof")._verdicts.clear()
+        module("proof")._warned.clear()
+        with pytest.warns(
+            RuntimeWarning, match=rf"linear_cross_entropy .* chunks of 16 tokens, keeps .* of {what} differ"
+        ):
+            found = of_hidden_states(ours(kernel, target, chunk_size=16), tensors)
+        linear.clear()
+        assert_bits_equal(found[1], expected[1])
+        of_hidden_states(ours(kernel, target, chunk_size=16), tensors)
+        assert linear == WHOLE
+    module("proof")._verdicts.clear()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case", ["weight", "bias", "autocast", "checkpoint", "few tokens", "another dtype", "not dense"]
+)
+def test_all_tokens_at_once_where_chunks_cannot_be(kernel, many, linear, case):
+    (hidden, weight, bias), target = many
+    given = [hidden, weight, bias]
+    for place, name in ((1, "weight"), (2, "bias")):
+        given[place] = given[place].clone().requires_grad_(case == name)
+    if case == "another dtype":
+        given[0] = hidden.half()
+        with pytest.raises(RuntimeError):  # Of eager.
+            ours(kernel, target, chunk_size=16)(*given)
+        return
+    if case == "not dense":
+        given[1] = weight.t().contiguous().t()
+    function = ours(kernel, target, chunk_size=48 if case == "few tokens" else 16)
+    given[0] = hidden.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        loss = checkpoint(function, *given, use_reentrant=False) if case == "checkpoint" else function(*given)
+    loss.backward()
+    assert set(linear) == {40}
+    assert all(each.grad is not None for each in given if each.requires_grad)
+
+
+@interpreted
+def test_chunks_walked_twice_and_differentiated(kernel, many, linear):
+    tensors, target = many
+    hidden, weight, bias = tensors
+    expected = of_hidden_states(ours(kernel, target), tensors)
+    leaf = hidden.clone().requires_grad_()
+    loss = ours(kernel, target, chunk_size=16)(leaf, weight, bias)
+    for last in (False, True):
+        assert_bits_equal(torch.autograd.grad(loss, leaf, retain_graph=not last)[0], expected[1])
+    second = []
+    for options in ({}, {"chunk_size": 16}):
+        leaf = hidden.clone().requires_grad_()
+        loss = ours(kernel, target, **options)(leaf, weight, bias)
+        (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        second.append((first.detach(), *torch.autograd.grad(first.square().sum(), leaf)))
+    for found, expected in zip(*second):
+        assert_bits_equal(found, expected)
+    with torch.no_grad():
+        leaf = hidden.clone().requires_grad_()
+    loss = ours(kernel, target, chunk_size=16)(leaf * 1.0, weight, bias)
+    weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@interpreted
+def test_memory_of_chunks(kernel, module, monkeypatch, seed):
+    """One chunk's logits at a time, and the hidden states' gradient."""
+    launcher = module("launch").Launcher
+    through_triton = launcher.through_triton
+
+    def collecting(self, *arguments):
+        through_triton(self, *arguments)
+        gc.collect()  # The interpreter leaves cycles, which hold the tensors.
+
+    monkeypatch.setattr(launcher, "through_triton", collecting)
+    tokens, vocabulary, size = 64, 4_096, 16
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(vocabulary, (tokens,), generator=generator)
+    hidden = torch.randn(tokens, 16, generator=generator).requires_grad_()
+    weight = torch.randn(vocabulary, 16, generator=generator)
+    chunk = size * vocabulary * 4
+    found = peak(functools.partial(kernel.linear_cross_entropy, chunk_size=size), hidden, weight, target)
+    print(f"{found / chunk:.3f} times a chunk's logits")
+    assert chunk <= found <= chunk + 512 * tokens
+
+
+def test_wrong_chunks_are_named(kernel, given):
+    (hidden, weight, _), target = given
+    for wrong in (0, -16, 24, 16.0, "16"):
+        with pytest.raises(ValueError, match="chunk_size: expected a positive multiple of 16, found"):
+            kernel.linear_cross_entropy(hidden, weight, target, chunk_size=wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_on_a_gpu(kernel, monkeypatch, seed, dtype):
+    """Equal to the whole, whether verification takes them or not."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for tokens, size in ((2048, 1024), (3000, 256), (8192, 2048)):
+        tensors = [
+            torch.randn(shape, generator=generator, device="cuda")
+            for shape in ((tokens, 1024), (32000, 1024), (32000,))
+        ]
+        target = torch.randint(32000, (tokens,), generator=generator, device="cuda")
+        expected = of_hidden_states(ours(kernel, target), tensors, dtype)
+        found = of_hidden_states(ours(kernel, target, chunk_size=size), tensors, dtype)
+        for mine, theirs in zip(found, expected):
+            assert_bits_equal(mine, theirs, f"{tokens} tokens in chunks of {size}")

@@ -142,3 +142,17 @@ def test_a_function_of_the_same_name_is_not_taken_for_it(kernel, seed, change):
     with pytest.raises(ValueError):
         kernel.attach_loss(model)
     assert model.loss_function is another
+
+
+def test_nothing_carries_the_name_of_the_loss_for_kernelize(seed):
+    """Why this package has no layer for it (docs/losses.md): no module of a model, nor the function, has the layer name."""
+    model = make(seed)
+    assert not hasattr(ForCausalLMLoss, "kernel_layer_name") and not hasattr(ForCausalLMLoss, "use_kernel_layer")
+    assert "ForCausalLMLoss" not in {getattr(type(module), "kernel_layer_name", None) for module in model.modules()}
+
+    class Loss(torch.nn.Module):
+        def forward(self, logits, labels, vocab_size, **kwargs):
+            return ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+
+    model.loss_function = Loss()
+    assert model.loss_function is ForCausalLMLoss

@@ -239,6 +239,14 @@ def _access_unit(logits) -> int:
     return math.gcd(logits.shape[1], row_stride, 16 // logits.dtype.itemsize)
 
 
+def nll_loss(logp, checked, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the number of rows that count, from the forward kernel's log-probabilities and checked targets.
+
+    ATen's own kernel: its order, which depends on the number of rows alone, differs between versions.
+    """
+    return _nll_loss(logp[:, None], checked, None, _REDUCTIONS[reduction], -100)
+
+
 class _LossCall:
     """A call, resolved for the logits' layout, dtype and device, and for `ignore_index` and `reduction`."""
 
@@ -260,8 +268,7 @@ class _LossCall:
         """The loss, and for the gradient maxima, log sums and the number of rows that count."""
         maxima, log_sums, logp, checked = self.statistics(), self.statistics(), self.statistics(), self.targets()
         self.forward.call_6(logits, target, maxima, log_sums, logp, checked)
-        # ATen's own kernel: its order, which depends on the number of rows alone, differs between versions.
-        loss, count = _nll_loss(logp[:, None], checked, None, _REDUCTIONS[self.reduction], -100)
+        loss, count = nll_loss(logp, checked, self.reduction)
         return loss, maxima, log_sums, count
 
     def gradient(self, logits, target, maxima, log_sums, d_loss, count, dx=None):
