@@ -51,27 +51,30 @@ ROWS = (
     Row("2.15.0", "3.9.0"),
     Row("2.15.0", "3.9.0", transformers="5.23.0"),
 )
-# Launches, private names and their absence, offline compilation, the interpreter, recognition and fallbacks, what
-# transformers and kernels do.
-TESTS = (
-    "test_launch.py",
-    "test_torch_internals.py",
-    "test_overrides.py",
-    "test_idle_decorators.py",
-    # Every layer of the demo's model is replaced.
-    "test_example.py::test_on_a_cpu",
-    "test_machine.py::test_ptxas_contracts_nothing",
-    "test_machine.py::test_nothing_is_computed_in_double_precision",
-    "test_machine.py::test_nothing_else_is_approximate_or_flushed",
-    "test_machine.py::test_no_sum_crosses_warps_numbered_in_turn",
-    "test_machine.py::test_rms_norm_has_no_fma_but_in_the_sum_of_torchs_own",
-    "test_machine.py::test_rms_norm_divides_with_correct_rounding",
-    "test_softmax_kernel.py",
-    "test_rotary.py",
-    "test_host.py",
-    "test_kernels.py",
-    "test_cross_entropy.py",
-)
+# Every file of tests/ runs in each row but these.
+_NO_CPU = "every test needs a GPU"
+_HUB = "scripts and the Hub's client, which every row has in the same version"
+LEFT_OUT = {
+    "test_benchmarks.py": "what prints and draws benchmarks, with libraries that the rows do not have",
+    "test_build.py": "how files are copied into build/",
+    "test_decoder_truth.py": _NO_CPU,
+    "test_distributed.py": _NO_CPU,
+    "test_docs.py": "the documentation's text",
+    "test_interface.py": "scripts/interface.py, which compares source text",
+    "test_kernels_ci.py": _NO_CPU,
+    "test_local_hub.py": _HUB,
+    "test_publish.py": _HUB,
+    "test_repository.py": "the repository's text",
+    "test_stranger.py": "a clone and its demo, whose parts run in other files",
+    "test_training.py": _NO_CPU,
+    "test_truth.py": _NO_CPU,
+    "test_vendor.py": _HUB,
+    "test_verify.py": _HUB,
+    "test_versions.py": "this script",
+}
+TESTS = tuple(sorted({path.name for path in (ROOT / "tests").glob("test_*.py")} - {*LEFT_OUT}))
+# A test that takes longer has failed.
+SECONDS, TIMEOUT = 900, "pytest-timeout==2.4.0"
 # No machine's constraints (they may cap a row's torch), and the machine tests compile one hidden size for one GPU.
 ENVIRONMENT = {"PIP_CONSTRAINT": os.devnull, "LOSSLESS_MACHINES": "one"}
 _ROWS_OWN = {*Row.__dataclass_fields__}
@@ -119,7 +122,7 @@ def packages(row: Row) -> list[str]:
     lines = [line.split("#")[0].split(";")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     names = {line: re.split("[=<>~! ]", line)[0].lower() for line in lines if line}
     rest = [line for line, name in names.items() if name not in _ROWS_OWN | _NOT_TESTED]
-    return [*(f"{name}=={version}" for name, version in asdict(row).items()), *rest]
+    return [*(f"{name}=={version}" for name, version in asdict(row).items()), *rest, TIMEOUT]
 
 
 def last_line(text: str) -> str:
@@ -142,9 +145,11 @@ def run_row(
     pip: tuple = (),
     processes: int = 0,
     minutes: float = 60,
+    results: Optional[Path] = None,
 ) -> Outcome:
     """Installs the row into `folder`, runs the tests there, removes it unless it is to stay. `save` takes the outcome so
-    far, after each file of tests and when the row is cut. The minutes are those of the tests."""
+    far, after each file of tests and when the row is cut. The minutes are those of the tests. Files that have results in
+    `results` do not run again."""
     outcome, python, doing = Outcome(row, date, tests), folder / "bin/python", "pip"
     environment = {**os.environ, **ENVIRONMENT}
     install = [str(python), "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check", *pip]
@@ -164,18 +169,35 @@ def run_row(
         outcome.guards, outcome.torch = found["guards"], found["torch"]
         end = time.monotonic() + 60 * minutes
         for doing, selection in by_file(tests):
-            results = folder / f"{doing}.xml"
-            command = [str(python), "-m", "pytest", "-n", str(processes), "--tb=short", "-p", "no:cacheprovider"]
-            command += ["-m", "not gpu and not gpu2 and not long", f"--junitxml={results}"]
+            written, kept = folder / f"{doing}.xml", results and results / f"{doing}.xml"
+            if kept and kept.exists():
+                read_results(outcome, kept)
+                outcome.files += (doing,)
+                continue
+            command = [
+                str(python),
+                "-m",
+                "pytest",
+                "-n",
+                str(processes),
+                "--dist",
+                "worksteal",
+                "--tb=short",
+                "-p",
+                "no:cacheprovider",
+            ]
+            command += ["-m", "not gpu and not gpu2 and not long", f"--timeout={SECONDS}", f"--junitxml={written}"]
             command += [f"tests/{name}" for name in selection]
             status = run_until(end, command, environment)
-            if results.exists():
-                read_results(outcome, results)
+            if written.exists():
+                read_results(outcome, written)
             if status is None:
                 outcome.cut = f"{minutes:g} minutes were over in {doing}"
                 return outcome
             if status not in (0, 1):  # A crash, or nothing collected.
                 outcome.failed += ((doing, f"pytest ended with status {status}"),)
+            elif kept:
+                shutil.copy(written, kept)
             outcome.files += (doing,)
             save(outcome)
     except KeyboardInterrupt:
@@ -233,6 +255,7 @@ def line(outcome: Outcome) -> str:
         tests = f"{outcome.passed} passed, {len(outcome.failed)} failed, {outcome.skipped} skipped; "
         if len(outcome.files) < len(files):
             ran = ", ".join(f"`{name}`" for name in outcome.files) or "no file"
+            ran = f"the first {len(outcome.files)} of {len(files)} files" if outcome.tests == TESTS else ran
             tests += f"{ran}; {outcome.cut or 'not at its end'}"
         elif outcome.tests == TESTS:
             tests += f"all {len(files)} files"
@@ -301,9 +324,15 @@ def main(arguments=None) -> int:
         "--minutes", type=float, default=60, help="of a row's tests (default: 60); the rest is left out"
     )
     parser.add_argument(
-        "--tests", nargs="+", metavar="FILE", default=TESTS, help="files of tests/ instead of the usual ones"
+        "--tests", nargs="+", metavar="FILE", default=TESTS, help="files of tests/ instead of all but LEFT_OUT"
     )
     parser.add_argument("--folder", type=Path, help="where environments are made; a temporary folder if not given")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="keep each file's results there; files with results do not run again",
+    )
     parser.add_argument("--keep", action="store_true", help="leave the environments, in --folder")
     parser.add_argument("--find-links", metavar="DIR", help="a folder of wheels that pip takes as well")
     parser.add_argument("--dry-run", action="store_true", help="say what would be installed, and end")
@@ -328,6 +357,10 @@ def main(arguments=None) -> int:
         parser.error("build/ holds no built kernel: run `make build` first")
     pip = ("--find-links", given.find_links) if given.find_links else ()
     date, outcomes = datetime.date.today().isoformat(), []
+
+    def save(outcome: Outcome) -> None:
+        write([outcome])
+
     # A run that is told to end writes its row's line, as one that is interrupted does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"Python {platform.python_version()}, {len(rows)} environments, {len(by_file(given.tests))} files of tests")
@@ -336,10 +369,10 @@ def main(arguments=None) -> int:
         for row in rows:
             print(f"== {row}", flush=True)
             folder = base / f"torch-{row.torch}-transformers-{row.transformers}"
-            tests = tuple(given.tests)
-            outcome = run_row(
-                row, tests, folder, date, lambda each: write([each]), given.keep, pip, given.processes, given.minutes
-            )
+            tests, results = tuple(given.tests), given.results and given.results / folder.name
+            if results:
+                results.mkdir(parents=True, exist_ok=True)
+            outcome = run_row(row, tests, folder, date, save, given.keep, pip, given.processes, given.minutes, results)
             outcomes.append(outcome)
             print(line(outcome), *failures(outcome), sep="\n", flush=True)
     return int(any(outcome.problem or outcome.failed or outcome.cut for outcome in outcomes))
