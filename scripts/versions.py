@@ -9,7 +9,6 @@ Each file of tests runs in a process of its own, and the row's line is written a
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -130,9 +129,12 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def by_file(tests: tuple) -> list[tuple]:
-    """The files, each with what of it runs."""
-    return [(name, [*each]) for name, each in itertools.groupby(tests, lambda test: test.split("::")[0])]
+def by_file(tests: tuple) -> dict[str, list]:
+    """What runs of each file."""
+    files: dict[str, list] = {}
+    for test in tests:
+        files.setdefault(test.split("::")[0], []).append(test)
+    return files
 
 
 def run_row(
@@ -168,24 +170,15 @@ def run_row(
         outcome.missing, outcome.optional = tuple(found["missing"]), tuple(found["optional"])
         outcome.guards, outcome.torch = found["guards"], found["torch"]
         end = time.monotonic() + 60 * minutes
-        for doing, selection in by_file(tests):
-            written, kept = folder / f"{doing}.xml", results and results / f"{doing}.xml"
-            if kept and kept.exists():
-                read_results(outcome, kept)
-                outcome.files += (doing,)
-                continue
-            command = [
-                str(python),
-                "-m",
-                "pytest",
-                "-n",
-                str(processes),
-                "--dist",
-                "worksteal",
-                "--tb=short",
-                "-p",
-                "no:cacheprovider",
-            ]
+        selections = by_file(tests)
+        for doing in [doing for doing in selections if results and (results / f"{doing}.xml").exists()]:
+            read_results(outcome, results / f"{doing}.xml")
+            outcome.files += (doing,)
+            del selections[doing]
+        for doing, selection in selections.items():
+            written = folder / f"{doing}.xml"
+            command = [str(python), "-m", "pytest", "--tb=short", "-p", "no:cacheprovider"]
+            command += ["-n", str(processes), "--dist", "worksteal"]
             command += ["-m", "not gpu and not gpu2 and not long", f"--timeout={SECONDS}", f"--junitxml={written}"]
             command += [f"tests/{name}" for name in selection]
             status = run_until(end, command, environment)
@@ -196,8 +189,8 @@ def run_row(
                 return outcome
             if status not in (0, 1):  # A crash, or nothing collected.
                 outcome.failed += ((doing, f"pytest ended with status {status}"),)
-            elif kept:
-                shutil.copy(written, kept)
+            elif results:
+                shutil.copy(written, results)
             outcome.files += (doing,)
             save(outcome)
     except KeyboardInterrupt:
@@ -251,13 +244,15 @@ def line(outcome: Outcome) -> str:
     if outcome.problem:
         tests, names = outcome.problem, ""
     else:
-        files = by_file(outcome.tests)
+        files, whole = by_file(outcome.tests), {*outcome.tests} == {*TESTS}
         tests = f"{outcome.passed} passed, {len(outcome.failed)} failed, {outcome.skipped} skipped; "
         if len(outcome.files) < len(files):
             ran = ", ".join(f"`{name}`" for name in outcome.files) or "no file"
-            ran = f"the first {len(outcome.files)} of {len(files)} files" if outcome.tests == TESTS else ran
+            if whole and len(outcome.files) > len(files) / 2:
+                missing = ", ".join(f"`{name}`" for name in files if name not in outcome.files)
+                ran = f"{len(outcome.files)} of {len(files)} files, without {missing}"
             tests += f"{ran}; {outcome.cut or 'not at its end'}"
-        elif outcome.tests == TESTS:
+        elif whole:
             tests += f"all {len(files)} files"
         else:
             tests += ", ".join(f"`{name}`" for name in outcome.tests)

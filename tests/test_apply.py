@@ -274,7 +274,8 @@ def test_again_and_otherwise(kernel):
     assert_unchanged(model, before)
 
 
-def test_in_the_middle_of_training(kernel, seed):
+@pytest.mark.parametrize("loss", [False, True])
+def test_in_the_middle_of_training(kernel, loss, seed):
     """Gradients that were accumulated, an optimizer's state, hooks and a graph that is not used yet: all as without."""
     results = []
     for applied in (False, True):
@@ -287,7 +288,8 @@ def test_in_the_middle_of_training(kernel, seed):
         pending = model(tokens(2), labels=tokens(2)).loss
         gradients = [parameter.grad for parameter in model.parameters()]
         if applied:
-            kernel.apply(model, loss=False)
+            kernel.apply(model, loss=loss)
+            assert (model.loss_function is kernel.causal_lm_loss) == loss
         assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), gradients))
         pending.backward()
         model(tokens(3), labels=tokens(3)).loss.backward()
@@ -676,8 +678,16 @@ def test_models_that_cannot_be_replaced_are_named(kernel):
     model.model.norm.compile()
     with pytest.raises(ValueError, match="found the module 'model.norm' compiled"):
         kernel.apply(model)
-    with pytest.raises(ValueError, match="model: expected tensors on a device, found all of them on meta"):
-        kernel.apply(make().to("meta"))
+    whole, part, buffer = (make() for _ in range(3))
+    whole.to("meta"), part.model.layers[1].mlp.to("meta"), buffer.model.rotary_emb.to("meta")
+    for model, found in (
+        (whole, "23 on meta, model.embed_tokens.weight first"),
+        (part, "3 on meta, model.layers.1.mlp.gate_proj.weight first"),
+        (buffer, "2 on meta, model.rotary_emb.inv_freq first"),
+    ):
+        with pytest.raises(ValueError, match=f"model: expected tensors on a device, found {found}: load the model"):
+            kernel.apply(model)
+        assert not ours(kernel, model)
     with pytest.raises(TypeError, match="model: expected a torch.nn.Module, found NoneType"):
         kernel.restore(None)
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 OVERRIDDEN = """
     import json, sys, warnings
@@ -113,8 +114,29 @@ def test_eagers_own_operators_are_not(build, interpreted, overridden):
     assert found["equal"] and "elements of" in warning and "other arithmetic" not in warning
 
 
-def test_a_setting_that_changes_sums_is_named_where_there_is_one(build, interpreted):
+@pytest.mark.parametrize(
+    "place, setting, named",
+    [("/torch/_native/registry.py", "1", True), ("/torch/_native/registry.py", "0", False), ("/other.py", "0", True)],
+)
+def test_torchs_sums_are_named_where_they_run(module, monkeypatch, place, setting, named):
+    """torch 2.14 replaces the operator for every GPU, and calls ATen's unless the setting is on."""
+    internals, x, scope = module("core.torch_internals"), torch.randn(4, 8), {"torch": torch}
+    expected = x.sum(-1)
+    monkeypatch.setenv("PYTORCH_SUM_INNER_TREE", setting)
+    exec(compile("library = torch.library.Library('aten', 'IMPL')", place, "exec"), scope)
+    try:
+        scope["library"].impl(
+            "sum.dim_IntList", lambda x, dim, keepdim=False, dtype=None: x.cumsum(dim[0])[:, -1], "CPU"
+        )
+        found = internals.other_arithmetic(x.device, lambda: (x.sum(-1), x * 2))
+        of_a_mean = internals.other_arithmetic(x.device, lambda: x.pow(2).mean(-1))
+    finally:
+        scope["library"]._destroy()
+    assert found == [f"aten::sum.dim_IntList by {place}:1"] * named and not of_a_mean
+    assert torch.equal(x.sum(-1), expected) and not internals.other_arithmetic(x.device, lambda: x.sum(-1))
+
+
+def test_a_setting_without_its_operators_is_not_named(build, interpreted):
+    """Without CuTeDSL, or on a CPU, torch ignores it."""
     (of_a_norm,) = run(interpreted, "rms_norm", PYTORCH_SUM_INNER_TREE=1)["warnings"]
-    assert "eager itself has other arithmetic here: PYTORCH_SUM_INNER_TREE is set" in of_a_norm
-    (of_an_activation,) = run(interpreted, "silu", PYTORCH_SUM_INNER_TREE=1)["warnings"]
-    assert "elements of" in of_an_activation and "SUM" not in of_an_activation
+    assert "elements of" in of_a_norm and "other arithmetic" not in of_a_norm

@@ -14,6 +14,7 @@ WITHOUT_EACH = """
     import functools, importlib.util, json, os, sys, warnings
     from pathlib import Path
     import torch, triton
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder, names = Path(sys.argv[1]), json.loads(sys.argv[2])
     x, weight = torch.randn(3, 64, requires_grad=True), torch.rand(64, requires_grad=True)
@@ -38,6 +39,20 @@ WITHOUT_EACH = """
 
     def missing_names(alias):
         return sys.modules[f"{alias}.core.torch_internals"].MISSING
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    model, tokens = LlamaForCausalLM(LlamaConfig(**sizes)).eval(), torch.arange(7)[None]
+    with torch.no_grad():
+        logits = model(tokens).logits
+
+    def applied(package):
+        # What `apply` says of a model, and whether the model computes what it did.
+        with warnings.catch_warnings(record=True) as warned, torch.no_grad():
+            warnings.simplefilter("always")
+            report = package.apply(model)
+            equal = torch.equal(model(tokens).logits, logits)
+        warned = [str(each.message) for each in warned if "lossless-kernels" in str(each.message)]
+        return warned, equal, sorted({str(reason) for entry in report.layers for reason in entry.reasons})
 
     aten, init = torch.ops.aten, torch.nn.Module.__init__
 
@@ -93,12 +108,13 @@ WITHOUT_EACH = """
         results = [outs[0], *gradients[0], *package.fused_add_rms_norm(x, y, weight, 1e-6), package.silu(x)]
         reference = reference or results
         as_ever = all(map(torch.equal, results, reference))
+        warned = [str(each.message) for each in warned if "lossless-kernels" in str(each.message)]
         # What its module no longer has is read by the original alone.
         norm = torch.nn.Module.__new__(Norm)
         found[name] = {
             "forward": package.layers.LlamaRMSNorm.forward(norm, x) if missing_names(alias) else "eager",
             "launched": bool(launched), "equal": equal, "as_ever": as_ever, "guards": sys.modules[f"{alias}.core.torch_internals"].guards_tell(),
-            "warnings": [str(each.message) for each in warned if "lossless-kernels" in str(each.message)],
+            "warnings": warned, "applied": applied(package) if missing_names(alias) else None,
         }
     print(json.dumps(found))
 """
@@ -200,6 +216,13 @@ def test_without_a_private_name(without, name, path, optional):
     assert f"torch.{path}" in warning
     assert ("results are the same" if optional else "all layers keep their original forward") in warning
     assert found["guards"] == (name != "TensorGuards")
+    if not optional:
+        (warning,), equal, reasons = found["applied"]
+        (reason,) = reasons
+        assert equal and reason.startswith(f"torch {torch.__version__} has no torch.{path}")
+        assert warning.startswith(
+            f"lossless-kernels: apply replaced no layer of LlamaForCausalLM: {reason}. Next: install"
+        )
 
 
 @pytest.mark.parametrize("path", TRITON)

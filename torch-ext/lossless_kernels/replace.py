@@ -36,12 +36,12 @@ def apply(
     - A rotary function of transformers, for all models of its file. `restore` puts it back with the last model that `apply`
       changed.
 
-    Parameters, buffers, gradients, hooks and an existing autograd graph stay. Classes have their layer names only during the
-    call. After `set_use_kernels`, `apply` takes over the layers that have kernels here, and `model.train()` no longer gives
+    Parameters, buffers, gradients, hooks and an existing autograd graph stay: `apply` and `restore` may be called in the middle
+    of training, between a forward pass and its backward pass too. Classes have their layer names only during the call. After `set_use_kernels`, `apply` takes over the layers that have kernels here, and `model.train()` no longer gives
     them to transformers' own mapping.
 
     The original layers run where the device has no kernels. In a model that is split over a GPU and a CPU the layers on the GPU
-    run kernels and those on the CPU keep their original forward. If nothing can be replaced, one RuntimeWarning gives the
+    run kernels and those on the CPU compute their original operations. If nothing can be replaced, one RuntimeWarning gives the
     reason and the next step. A second call replaces the first, with its own mode and level. If `apply` raises, the original
     forwards run.
 
@@ -57,9 +57,11 @@ def apply(
         What `replacement_report(model)` returns. It is not printed.
 
     Raises:
-        TypeError: `model` is no `torch.nn.Module`, `mode` no `kernels.Mode`, or `loss` no bool.
-        ValueError: `level` or `mode` is none of the above; a module of `model` is compiled (apply, then compile); all of
-            its tensors are on "meta" (load it, then apply); or `loss=True` for a model without such a loss.
+        TypeError: `model` is no `torch.nn.Module`, a class of models for example; `mode` is no `kernels.Mode`; or `loss` is no
+            bool.
+        ValueError: `level` or `mode` is none of the above; a module of `model` is compiled (apply, then compile); some of its
+            tensors are on "meta", and no hook of accelerate loads them at a call (load the model, then apply); or `loss=True`
+            for a model without such a loss.
         ImportError: `kernels` is not installed.
     """
     mapping.check_model(model)
@@ -68,9 +70,8 @@ def apply(
         raise TypeError(f"loss: expected True, False or None, found {loss!r}")
     mode = mapping.mode_for(model, mode)
     _check_uncompiled(model)
+    _check_loaded(model)
     devices = report.devices_of(model)
-    if {device.type for device in devices} == {"meta"}:
-        raise ValueError("model: expected tensors on a device, found all of them on meta: load the model, then apply")
     _undo(model)
     obstacle = report.obstacle(model)
     try:
@@ -168,6 +169,21 @@ def _check_uncompiled(model) -> None:
             raise ValueError(
                 f"model: expected a model that is not compiled, found {where} compiled: apply, then compile"
             )
+
+
+def _check_loaded(model) -> None:
+    """Raises if tensors are on "meta" that no hook of accelerate loads at a call."""
+    offloaded, names = set(), []
+    for path, module in model.named_modules():
+        if path.rpartition(".")[0] in offloaded or "_hf_hook" in vars(module):
+            offloaded.add(path)
+            continue
+        for name, tensor in (*module.named_parameters(path, False), *module.named_buffers(path, False)):
+            names += [name] * (tensor.device.type == "meta")
+    if names:
+        raise ValueError(
+            f"model: expected tensors on a device, found {len(names)} on meta, {names[0]} first: load the model, then apply"
+        )
 
 
 def _why_nothing(model) -> report.Reason:

@@ -165,13 +165,14 @@ def matmul_precision():
     return _fp32_precision("cuda", "matmul")
 
 
-# torch 2.14 and later read it: it selects another order of sums.
-_ORDER_OF_SUMS = "PYTORCH_SUM_INNER_TREE"
+# torch 2.14 replaces sums along contiguous rows on every GPU for which it finds CuTeDSL, and calls ATen's unless this is set.
+# Later versions replace them only if it is. Means, the row statistic of norms, are ATen's in all of them.
+_OTHER_SUMS = "PYTORCH_SUM_INNER_TREE"
 
 
 def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]:
-    """The names of what gives eager another arithmetic than ATen's kernels: operators in `call` that other code has
-    replaced on this device (torch itself does so from 2.13 on, in `torch/_native`), and a setting for sums."""
+    """The operators in `call` that other code has replaced on this device, and that code. torch itself does so from 2.13
+    on, in `torch/_native`."""
     dump, mode = _find("dispatch_dump"), _find("TorchDispatchMode")
     if dump is None or mode is None:
         return []
@@ -188,14 +189,12 @@ def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]
             call()
     except Exception:  # The call fails by itself or under a mode.
         pass
-    if os.environ.get(_ORDER_OF_SUMS, "0") not in ("", "0") and any(
-        each in name for name in names for each in ("sum", "mean")
-    ):
-        found.append(f"{_ORDER_OF_SUMS} is set")
+    sums_are_atens = os.environ.get(_OTHER_SUMS, "") in ("", "0")
     for name in sorted(names):
         for line in dump(name).splitlines():
             key, _, place = line.partition(": registered at ")
-            if key == device.type.upper() and "/ATen/" not in place:
+            unused = sums_are_atens and name.startswith("aten::sum.") and "/_native/" in place
+            if key == device.type.upper() and "/ATen/" not in place and not unused:
                 found.append(f"{name} by {place.split(' :: ')[0]}")
     return found
 
