@@ -94,9 +94,14 @@ def main() -> int:
         help="last part of the namespace of the ops (default: the first 7 digits of the commit's tree id, followed by _dirty "
         "if the files differ from the commit's; without a commit, a hash of the files followed by _uncommitted)",
     )
+    parser.add_argument(
+        "--kernel-sha",
+        metavar="COMMIT",
+        help="the commit whose files these are, for metadata.json (default: the repository's, if its files are unchanged)",
+    )
     arguments = parser.parse_args()
     try:
-        build(ROOT, arguments.output.absolute(), arguments.backends, arguments.unique_id)
+        build(ROOT, arguments.output.absolute(), arguments.backends, arguments.unique_id, arguments.kernel_sha)
     except (BuildError, OSError, ValueError) as error:
         # Some parsers raise messages of several lines.
         print("build_kernel: error:", " ".join(str(error).split()), file=sys.stderr)
@@ -107,7 +112,14 @@ def main() -> int:
     return 0
 
 
-def build(root: Path, output: Path, backends: str | None, unique_id: str | None, quiet: bool = False) -> None:
+def build(
+    root: Path,
+    output: Path,
+    backends: str | None,
+    unique_id: str | None,
+    kernel_sha: str | None = None,
+    quiet: bool = False,
+) -> None:
     rust = kernels_rust()
     rust.Build.open(root)
     config = tomllib.loads((root / "build.toml").read_text(encoding="utf-8"))
@@ -123,6 +135,9 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
         check_registrations(package, files)
         if unique_id is None:
             unique_id = git_id(root, package, files) or content_id(files)
+            # kernels logs a warning for each layer that it loads from a build with changes. Their id says it, too.
+            if kernel_sha is None and "_" not in unique_id:
+                kernel_sha = git(root, "rev-parse", "HEAD")
         elif not f"_{unique_id}".isidentifier():
             raise BuildError(f"--unique-id: expected letters, digits and underscores, found {unique_id!r}")
         variants = {backend: new / f"torch-{backend}" for backend in choose_backends(general["backends"], backends)}
@@ -131,8 +146,9 @@ def build(root: Path, output: Path, backends: str | None, unique_id: str | None,
             for path, content in {**files, "_ops.py": OPS_PY.format(name=names[backend]).encode()}.items():
                 write(variant / path, content)
         interface = find_interface(next(iter(variants.values())), general)
-        # No commit: publishing builds a commit's files again, in a folder without a repository, and compares.
         provenance = {"kernel-builder": {"version": BUILDER}}
+        if kernel_sha is not None:
+            provenance["kernel"] = {"commit": kernel_sha, "dirty": False}
         for backend, variant in variants.items():
             write(variant / "interface.json", interface)
             write_metadata(rust, variant, names[backend], backend, general, noarch, provenance)

@@ -167,10 +167,10 @@ def export(root: Path, commit: str, folder: Path) -> None:
             raise CommandError(f"{link.relative_to(folder)}: link to {os.readlink(link)}, which is outside the commit")
 
 
-def fresh_build(source: Path, unique_id: str | None, output: Path) -> dict[str, bytes]:
+def fresh_build(source: Path, commit: str | None, unique_id: str | None, output: Path) -> dict[str, bytes]:
     """The build of the project in `source`, made by its own build_kernel.py: path on the branch -> content."""
     command = [sys.executable, source / "scripts/build_kernel.py", "--output", output]
-    command += ["--unique-id", unique_id] if unique_id else []
+    command += ["--unique-id", unique_id, "--kernel-sha", commit] if unique_id else []
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -422,7 +422,7 @@ def prepare(root: Path, build: Path, repo_id: str | None, allow_dirty: bool, ste
                 raise CommandError(str(error)) from None
             unique_id = build_kernel.git(root, "rev-parse", f"{origin}^{{tree}}")[:7]
         project = read_project(tree, repo_id)
-        files = fresh_build(tree, unique_id, Path(scratch, "build"))
+        files = fresh_build(tree, origin, unique_id, Path(scratch, "build"))
         step("comparing both builds")
         compare_builds(build, found, files)
         files.update({f"benchmarks/{path.name}": path.read_bytes() for path in tree.glob("benchmarks/benchmark*.py")})

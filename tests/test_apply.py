@@ -5,6 +5,7 @@ import copy
 import gc
 import importlib.util
 import logging
+import sys
 import warnings
 from types import MethodType
 
@@ -239,6 +240,31 @@ def test_the_forwards_are_those_of_kernelize(kernel, level, mode):
     kernel.apply(model, mode, level)
     assert bound(model) == expected and len(ours(kernel, model)) > 6
     assert (vars(model).get("_loss_function") is not None) == (level == "decoder" and Mode.TRAINING in mode)
+
+
+def calls_of(model):
+    """How many Python and C functions a call of the model enters."""
+    calls = []
+    logits(model)
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
+    try:
+        logits(model)
+    finally:
+        sys.setprofile(None)
+    return calls.count("call") + calls.count("c_call")
+
+
+def test_a_call_costs_what_it_costs_without_apply(kernel):
+    """Beside `kernelize` by hand, and after `restore` beside a model that was never changed."""
+    by_hand, model, never = make(), make(), make()
+    kernel.name_layers(by_hand)
+    mapping = kernel.kernel_mapping(level="decoder", devices=("cuda", "rocm", "cpu"))
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        kernelize(by_hand, mode=Mode.INFERENCE)
+    kernel.apply(model)
+    assert calls_of(model) == calls_of(by_hand)
+    kernel.restore(model), kernel.restore(by_hand)
+    assert calls_of(model) == calls_of(never)
 
 
 def test_mode_and_loss_by_default(kernel):

@@ -26,6 +26,13 @@ def built_id(project):
     return json.loads((project / "build/torch-cpu/metadata.json").read_text())["id"][len("_lossless_kernels_cpu_") :]
 
 
+def built_commit(project):
+    """The commit that metadata.json names, as kernel-builder writes it; None if it names none."""
+    kernel = _rust.Metadata.read_from_file(project / "build/torch-cpu/metadata.json").provenance.kernel
+    assert kernel is None or not kernel.dirty
+    return kernel and str(kernel.commit)
+
+
 def quick(project, output=None, unique_id=None):
     """A build in this process."""
     build_kernel.build(project, output or project / "build", None, unique_id, quiet=True)
@@ -148,17 +155,18 @@ def test_id_is_the_tree_of_the_commit(project):
     tree = git(project, "rev-parse", "HEAD^{tree}")[:7]
     (project / "untracked.txt").write_text("")
     build(project)
-    assert built_id(project) == tree
+    assert built_id(project) == tree and built_commit(project) == git(project, "rev-parse", "HEAD")
     with open(project / "build.toml", "a") as file:
         file.write("# changed\n")
     build(project)
-    assert built_id(project) == f"{tree}_dirty"
+    assert built_id(project) == f"{tree}_dirty" and built_commit(project) is None
     git(project, "add", "build.toml")
     build(project)
     assert built_id(project) == f"{tree}_dirty"
     git(project, "commit", "--quiet", "--message", "changed")
     build(project)
     assert built_id(project) == git(project, "rev-parse", "HEAD^{tree}")[:7] != tree
+    assert built_commit(project) == git(project, "rev-parse", "HEAD")
 
 
 def ignored(project):
@@ -223,7 +231,7 @@ def test_id_inside_another_repository(exported):
     git(above, "init", "--quiet")
     commit(above)
     quick(exported)
-    assert built_id(exported).endswith("_uncommitted")
+    assert built_id(exported).endswith("_uncommitted") and built_commit(exported) is None
 
 
 def test_id_without_a_commit_is_a_hash_of_the_files(exported):
@@ -341,10 +349,11 @@ def test_options(project, tmp_path):
     assert sorted(path.name for path in output.iterdir()) == ["torch-cpu", "torch-cuda"]
     assert _rust.Metadata.read_from_file(output / "torch-cuda/metadata.json").id == "_lossless_kernels_cuda_abc"
     assert not (project / "build").exists()
-    for option in ("--output", "--backends", "--unique-id"):
+    for option in ("--output", "--backends", "--unique-id", "--kernel-sha"):
         assert option in build(project, "--help").stdout
     assert_fails_in_one_line(project, "--backends", "cuda,vulkan", match="vulkan")
     assert_fails_in_one_line(project, "--unique-id", "not a name", match="not a name")
+    assert_fails_in_one_line(project, "--kernel-sha", "not a commit", match="not a commit")
 
 
 def put(path, content=b""):

@@ -361,6 +361,8 @@ def assert_committed(project, hub):
     repository = hub.repositories.root / f"{REPO_ID}.git"
     subject = run(["git", "log", "-1", "--format=%s", "v1"], repository).stdout
     named = re.fullmatch(r"lossless-kernels v1, built from ([0-9a-f]{40})\n", subject)[1]
+    metadata = json.loads(run(["git", "show", "v1:build/torch-cpu/metadata.json"], repository).stdout)
+    assert metadata["provenance"]["kernel"] == {"commit": named, "dirty": False}
     ours = git(project, "--no-replace-objects", "ls-tree", "-r", named).splitlines()
     blobs = {path: what.split()[2] for what, _, path in (line.partition("\t") for line in ours)}
     found = {path: blob for path, blob in held(hub, "v1").items() if path.startswith(("build/", "benchmarks/"))}
