@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import sys
 import warnings
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import families
 import pytest
@@ -245,7 +245,8 @@ def test_the_forwards_are_those_of_kernelize(kernel, level, mode):
 def calls_of(model):
     """How many Python and C functions a call of the model enters."""
     calls = []
-    logits(model)
+    for _ in range(3):
+        logits(model)
     sys.setprofile(lambda frame, event, argument: calls.append(event))
     try:
         logits(model)
@@ -642,6 +643,23 @@ def test_a_model_that_accelerate_has_dispatched(kernel):
     kernel.restore(model)
     assert_unchanged(model, before)
     assert_bits_equal(logits(model), expected)
+
+
+def test_a_model_that_is_split_over_a_gpu_and_a_cpu(kernel, module, monkeypatch):
+    """The first layer says that it computes on a GPU, as accelerate's hook does. Layers that get CPU tensors compute their
+    original operations."""
+    monkeypatch.setattr(module("domain"), "_KERNEL_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = make().cpu()
+    expected = model(tokens().cpu()).logits
+    vars(model.model.layers[0])["_hf_hook"] = SimpleNamespace(execution_device="cuda:0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel.apply(model)
+        assert model.model.norm.forward.__func__ is kernel.layers.LlamaRMSNorm.forward
+        assert_bits_equal(model(tokens().cpu()).logits, expected)
+    kernel.restore(model)
+    assert not ours(kernel, model)
 
 
 def test_what_fails_on_the_way_leaves_the_originals(kernel, module, monkeypatch):

@@ -1269,7 +1269,8 @@ def test_nested_tensors_after_others(kernel, module, proof_off):
     nested = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)])
     norm, weight = torch.nn.RMSNorm(64), torch.ones(64)
     eager = module("variants").EAGER[module("variants").LLAMA]
-    cos = torch.ones(1, 3, 64)
+    # Without a layer name it is a plain function.
+    cos, rotate = torch.ones(1, 3, 64), modeling_llama.apply_rotary_pos_emb
     calls = {
         "rms_norm": lambda x: module("rms_norm").replacement(x, weight, 1e-6, eager),
         "F.rms_norm": lambda x: module("rms_norm").replacement(
@@ -1281,7 +1282,7 @@ def test_nested_tensors_after_others(kernel, module, proof_off):
             x, x.clone(), functional.silu, module("gated_activation").ACTIVATIONS["silu"]
         ),
         "rotary": lambda x: module("rotary").replacement(
-            x, x.clone(), cos, cos, 1, type(modeling_llama.apply_rotary_pos_emb).forward
+            x, x.clone(), cos, cos, 1, getattr(type(rotate), "forward", rotate)
         ),
     }
     for name, call in calls.items():

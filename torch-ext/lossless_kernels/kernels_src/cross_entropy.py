@@ -7,7 +7,7 @@ the kernel that ATen runs for an fp32 copy of the logits (`core/softmax.py`).
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp, exp_add, log, maximum
+from .primitives import divide, exp, exp_add, log, mask_if, maximum
 from .summation import _sum_in_sequence, _sum_of_lanes, chain_of_vectors, in_vectors, sum_of_block
 
 # Threads of a block of ATen's kernels, except the kernel for short rows, which gives a row one warp.
@@ -49,7 +49,7 @@ def _over_row(
     if HEAD:
         # Lane t takes element t - k if the row begins k elements after a multiple of 16 bytes.
         of_head = lane - (LANES - head)
-        x = tl.load(row_ptr + of_head, mask=(of_head >= 0) & (head > 0), other=NOTHING, eviction_policy=EVICT)
+        x = tl.load(row_ptr + of_head, mask=mask_if(of_head >= 0, head > 0), other=NOTHING, eviction_policy=EVICT)
         if SUM:
             of_lanes = exp_add(of_lanes, x.to(tl.float32) - largest)
         else:
@@ -292,9 +292,9 @@ def _gradient_across_rows(
     wanted = (ignored == 0) | ((next_ignored == 0) & (rest < BLOCK))
     if MASKED:
         in_range = element < rows * VOCAB - first
-        x = tl.load(x_ptr + first + element, mask=in_range & wanted, other=0.0)
+        x = tl.load(x_ptr + first + element, mask=mask_if(in_range, wanted), other=0.0)
     else:
-        x = tl.load(x_ptr + first + element, mask=wanted, other=0.0)
+        x = tl.load(x_ptr + first + element, mask=mask_if(element < BLOCK, wanted), other=0.0)
     dx = _gradient(
         x,
         element == tl.where(is_next, next_target + rest, target - begin),
@@ -368,6 +368,6 @@ def cross_entropy_backward(
             target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index
         )
         in_row = element < VOCAB
-        x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row & (ignored == 0), other=0.0)
+        x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=mask_if(in_row, ignored == 0), other=0.0)
         dx = _gradient(x, element == target, ignored, largest, log_sum, of_row, gradient)
         tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
