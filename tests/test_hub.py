@@ -10,11 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hub import ORGANISATION, Fault, client, local_hub, release_of, upload
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from projects import PACKAGE, REPO_ID, ROOT, commit, contents, run, script
 from verify import main as verify
 from verify import repository_folder
+
+# What kernels takes for this torch, whether there is a GPU or not.
+VARIANT = f"torch-{'cuda' if torch.version.cuda else 'rocm' if torch.version.hip else 'cpu'}"
 
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "local"}
 
@@ -111,7 +115,7 @@ def test_commands_of_kernels(hub, lockfile, published, tmp_path):
     statuses = json.loads(python(COMMANDS, json.dumps(commands), folder=project, **environment).splitlines()[-1])
     assert {name: status for name, (status, _) in statuses.items()} == dict.fromkeys(statuses, 0), statuses
     assert "Backends: cpu, cuda, rocm" in statuses["info"][1]
-    assert "torch-cpu compatible, preferred" in statuses["versions"][1]
+    assert f"{VARIANT} compatible, preferred" in statuses["versions"][1]
 
 
 @pytest.mark.parametrize("trust", [False, True], ids=["plain", "--trust"])
@@ -176,7 +180,7 @@ def test_every_entry_point_without_a_network(hub, lockfile, tmp_path):
     cache = tmp_path / "cache"
     locked = json.loads(lockfile.read_text())[0]["lock"]["commit"]
     client(hub).snapshot_download(
-        REPO_ID, repo_type="kernel", revision=locked, allow_patterns="build/torch-cpu/*", cache_dir=cache
+        REPO_ID, repo_type="kernel", revision=locked, allow_patterns=f"build/{VARIANT}/*", cache_dir=cache
     )
     (tmp_path / "entry_points.py").write_text(ENTRY_POINTS)
     load = f"{sys.executable} {tmp_path}/entry_points.py {REPO_ID} {lockfile} {locked}"
@@ -187,7 +191,7 @@ def test_every_entry_point_without_a_network(hub, lockfile, tmp_path):
     read_only = (f"mount --bind {cache} {cache}", f"mount -o remount,bind,ro {cache}")
     done = run(isolated(*read_only, f"touch {cache}/x 2> /dev/null && exit 9", load), tmp_path, **environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{repository_folder(cache, REPO_ID)}/snapshots/{locked}/build/torch-cpu/")
+    assert done.stdout.startswith(f"{repository_folder(cache, REPO_ID)}/snapshots/{locked}/build/{VARIANT}/")
 
 
 # Two versions, and one version twice
@@ -259,15 +263,15 @@ def test_two_versions_and_one_twice_in_a_process(hub, published, interpreted, tm
 
 # Repository -> where the fault is, which, and what the user gets to see; None if the client gets over it.
 CLIENT_FAULTS = {
-    "status-500": ("GET .*/torch-cpu/layers.py", 500, "HfHubHTTPError"),
-    "status-404": ("GET .*/torch-cpu/layers.py", 404, "HfHubHTTPError"),
+    "status-500": (f"GET .*/{VARIANT}/layers.py", 500, "HfHubHTTPError"),
+    "status-404": (f"GET .*/{VARIANT}/layers.py", 404, "HfHubHTTPError"),
     "no-tree": ("GET .*/tree/", 500, None),
     "no-refs": ("GET .*/refs", "reset", "ReadError"),
-    "reset": ("GET .*/torch-cpu/layers.py", "reset", "ReadError"),
-    "truncate": ("GET .*/torch-cpu/layers.py", "truncate", None),
-    "shorten": ("GET .*/torch-cpu/layers.py", "shorten", "OSError"),
-    "no-etag": ("HEAD .*/torch-cpu/layers.py", "no-etag", "Error"),
-    "wrong-etag": ("HEAD .*/torch-cpu/layers.py", "wrong-etag", None),
+    "reset": (f"GET .*/{VARIANT}/layers.py", "reset", "ReadError"),
+    "truncate": (f"GET .*/{VARIANT}/layers.py", "truncate", None),
+    "shorten": (f"GET .*/{VARIANT}/layers.py", "shorten", "OSError"),
+    "no-etag": (f"HEAD .*/{VARIANT}/layers.py", "no-etag", "Error"),
+    "wrong-etag": (f"HEAD .*/{VARIANT}/layers.py", "wrong-etag", None),
     "untrusted": ("GET .*/overview", 500, "ValueError"),
 }
 FETCH = """
@@ -311,8 +315,8 @@ def test_faults_while_kernels_fetches(published, tmp_path):
     names = [*CLIENT_FAULTS, "no-cpu", "bad-metadata", "strangers/kernel"]
     with published.serve(tmp_path / "hub", names) as hub:
         for repository, operation in (
-            ("no-cpu", CommitOperationDelete("build/torch-cpu/", is_folder=True)),
-            ("bad-metadata", CommitOperationAdd("build/torch-cpu/metadata.json", b"{")),
+            ("no-cpu", CommitOperationDelete(f"build/{VARIANT}/", is_folder=True)),
+            ("bad-metadata", CommitOperationAdd(f"build/{VARIANT}/metadata.json", b"{")),
         ):
             client(hub).create_commit(
                 f"{ORGANISATION}/{repository}", [operation], commit_message="x", repo_type="kernel", revision="v1"
@@ -342,8 +346,8 @@ def test_faults_while_kernels_fetches(published, tmp_path):
         # Whatever happened on the way, what came to lie in the cache is the build.
         for name in CLIENT_FAULTS:
             folder = repository_folder(tmp_path / "cache", f"{ORGANISATION}/{name}")
-            (variant,) = folder.glob("snapshots/*/build/torch-cpu")
-            assert contents(variant) == contents(published.release.build / "torch-cpu"), name
+            (variant,) = folder.glob(f"snapshots/*/build/{VARIANT}")
+            assert contents(variant) == contents(published.release.build / VARIANT), name
 
 
 @pytest.mark.parametrize(
