@@ -17,6 +17,7 @@ NATIVE_BARE = "F.rms_norm, no module"
 LIGER = "Liger"
 QUACK = "quack"
 CUTILE = "cuTile (Liger)"
+CUT = "cut-cross-entropy"
 
 EPS = 1e-5
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -38,7 +39,9 @@ class Op:
         tables: tensors [tokens, head_dim] that are read once, cos and sin; inputs are then
             [batch, tokens, heads, head_dim].
         step: the timed call is the forward and the backward pass.
-        drawn: what the inputs are: "rows" of the case's shape, "heads" of queries and keys, "logits" with targets.
+        drawn: what the inputs are: "rows" of the case's shape, "heads" of queries and keys, "logits" with targets,
+            "distributions" (log-probabilities and probabilities), "layer" (hidden states, a weight and targets of a shape
+            [tokens, hidden_size, vocabulary]).
     """
 
     title: str
@@ -91,6 +94,36 @@ OPS = {
         step=True,
         drawn="logits",
     ),
+    # Read both forward, and the target backward; the gradient of the log-probabilities is written.
+    "kl_div": Op(
+        "KL divergence (batchmean) forward and backward",
+        "kl_div",
+        tensors=4,
+        vectors=0,
+        backward=True,
+        step=True,
+        drawn="distributions",
+    ),
+    # Reads both in each pass and writes one gradient.
+    "tvd": Op(
+        "Total variation distance (batchmean) forward and backward",
+        "tvd",
+        tensors=5,
+        vectors=0,
+        backward=True,
+        step=True,
+        drawn="distributions",
+    ),
+    # Hidden states and weight are read, their gradients written. Products of matrices take most of the time.
+    "linear_cross_entropy": Op(
+        "Linear layer and cross-entropy forward and backward",
+        "linear_cross_entropy",
+        tensors=2,
+        vectors=0,
+        backward=True,
+        step=True,
+        drawn="layer",
+    ),
     # Four query heads for each key head. The backward pass need not read q and k: tensors=2 are dy and dx.
     "rotary": Op("Rotary embedding of queries and keys", "rotary", tensors=2, vectors=0, tables=2, drawn="heads"),
     "rotary_backward": Op(
@@ -125,12 +158,27 @@ def eager():
     def softmax(x):
         return functional.softmax(x, -1)
 
+    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
+    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm}
+    return {**families, **losses(), "silu_and_mul": silu_and_mul, "rotary": plain_rotary()}
+
+
+def losses():
+    from torch.nn import functional
+
     def cross_entropy(logits, target):
         return functional.cross_entropy(logits.float(), target)
 
-    families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
-    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm}
-    return {**families, "silu_and_mul": silu_and_mul, "cross_entropy": cross_entropy, "rotary": plain_rotary()}
+    def linear_cross_entropy(hidden_states, weight, target):
+        return functional.cross_entropy(functional.linear(hidden_states, weight).float(), target)
+
+    def kl_div(input, target):
+        return functional.kl_div(input, target, reduction="batchmean")
+
+    def tvd(p, q):
+        return ((p - q).abs() / 2.0).sum() / p.shape[0]
+
+    return {each.__name__: each for each in (cross_entropy, linear_cross_entropy, kl_div, tvd)}
 
 
 def plain_rotary():
@@ -175,9 +223,6 @@ def compiled():
     def softmax(x):
         return torch.nn.functional.softmax(x, -1)
 
-    def cross_entropy(logits, target):
-        return torch.nn.functional.cross_entropy(logits.float(), target)
-
     def rotary(q, k, cos, sin):
         def rotate(x):
             first, second = x.chunk(2, dim=-1)
@@ -193,7 +238,7 @@ def compiled():
         silu,
         silu_and_mul,
         softmax,
-        cross_entropy,
+        *losses().values(),
         rotary,
     )
     return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
@@ -221,7 +266,9 @@ def ours(kernel):
 
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu, "softmax": kernel.softmax}
     families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm}
-    families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy}
+    families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy, "tvd": kernel.tvd}
+    families |= {"linear_cross_entropy": kernel.linear_cross_entropy}
+    families["kl_div"] = functools.partial(kernel.kl_div, reduction="batchmean")
     return {**families, "rotary": kernel.apply_rotary_pos_emb}
 
 
@@ -250,6 +297,9 @@ class Case:
     def bytes(self, dtype: str) -> int:
         """The fewest bytes that must move: each input is read once, each output written once."""
         op = OPS[self.op]
+        if op.drawn == "layer":
+            tokens, hidden_size, vocabulary = self.shape
+            return op.tensors * hidden_size * (tokens + vocabulary) * ITEM_SIZES[dtype]
         elements = op.tensors * math.prod(self.shape) + op.vectors * self.hidden_size
         if op.tables:
             elements += op.tables * self.shape[1] * self.hidden_size
@@ -327,6 +377,8 @@ TARGETS = {
     # [tokens, vocabulary]
     Case("cross_entropy", (4096, 128256)): (Target(1.15, ROOFLINE), Target(1.0, QUACK, recorded_ms=0.863)),
     **{Case("cross_entropy", shape): _FASTEST for shape in ((8192, 32000), (16384, 151936))},
+    **{Case(op, (4096, 32000)): _FASTEST for op in ("kl_div", "tvd")},
+    Case("linear_cross_entropy", (4096, 2048, 128256)): (Target(1.0, EAGER),),
     Case("rotary", (8, 2048, 40, 128)): (Target(1.15, ROOFLINE), *_FASTEST),
     Case("rotary_backward", (8, 2048, 40, 128)): (Target(1.0, EAGER), Target(1.0, COMPILED)),
     Case("cpu_time_inference", CPU_SHAPE): (Target(1.0, NATIVE_BARE),),

@@ -3,7 +3,7 @@
 import functools
 import importlib
 
-from cases import COMPILED, CUTILE, EAGER, EPS, LIGER, NATIVE, QUACK, compiled, eager
+from cases import COMPILED, CUT, CUTILE, EAGER, EPS, LIGER, NATIVE, QUACK, compiled, eager
 
 
 def native():
@@ -48,19 +48,32 @@ def liger(module, swiglu=None):
             return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, offset, casting_mode, in_place)
 
         families["add_rms_norm"] = add_rms_norm
-        families["cross_entropy"] = liger_cross_entropy()
+        families |= liger_losses()
     return families
 
 
-def liger_cross_entropy():
+def liger_losses():
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    from liger_kernel.ops.kl_div import LigerKLDivLossFunction
+    from liger_kernel.ops.tvd import LigerTVDLossFunction
 
     def cross_entropy(logits, target):
         return LigerCrossEntropyFunction.apply(logits, target, None)[0]
 
     # The forward pass overwrites the logits with their gradient.
     cross_entropy.in_place = True
-    return cross_entropy
+
+    def linear_cross_entropy(hidden_states, weight, target):
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden_states, weight, target)[0]
+
+    def kl_div(input, target):
+        return LigerKLDivLossFunction.apply(input, target, "batchmean")
+
+    def tvd(p, q):
+        return LigerTVDLossFunction.apply(p, q, None, "batchmean")
+
+    return {each.__name__: each for each in (cross_entropy, linear_cross_entropy, kl_div, tvd)}
 
 
 def quack():
@@ -77,11 +90,18 @@ def quack():
     return {"rms_norm": rms_norm, "cross_entropy": cross_entropy}
 
 
+def cut():
+    from cut_cross_entropy import linear_cross_entropy
+
+    return {"linear_cross_entropy": linear_cross_entropy}
+
+
 PEERS = {
     EAGER: eager,
     COMPILED: compiled,
     NATIVE: native,
     LIGER: functools.partial(liger, "liger_kernel.ops.rms_norm", swiglu="liger_kernel.ops.swiglu"),
     QUACK: quack,
+    CUT: cut,
     CUTILE: functools.partial(liger, "liger_kernel.ops.cutile.ops.rms_norm"),
 }

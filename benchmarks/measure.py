@@ -140,6 +140,10 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
         return [_rotary_inputs(case, op, normal) for _ in range(count)]
     if op.drawn == "logits":
         return [_loss_inputs(case, normal, generator) for _ in range(count)]
+    if op.drawn == "distributions":
+        return [_distributions(case, normal) for _ in range(count)]
+    if op.drawn == "layer":
+        return [_layer_inputs(case, normal, generator) for _ in range(count)]
     # A weight of 1 would hide where a formula rounds.
     weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.vectors else []
 
@@ -183,6 +187,30 @@ def _loss_inputs(case: Case, normal, generator) -> Inputs:
     logits = normal(case.shape).requires_grad_()
     target = torch.randint(vocabulary, (tokens,), device=logits.device, generator=generator)
     return Inputs((logits, target), torch.ones((), device=logits.device))
+
+
+def _distributions(case: Case, normal) -> Inputs:
+    """Log-probabilities for `kl_div`, else probabilities, and probabilities without a gradient, [tokens, vocabulary]."""
+    first = normal(case.shape).log_softmax(-1)
+    first = first if case.op == "kl_div" else first.exp()
+    return Inputs(
+        (first.requires_grad_(), normal(case.shape).softmax(-1)), torch.ones((), dtype=first.dtype, device=first.device)
+    )
+
+
+def _layer_inputs(case: Case, normal, generator) -> Inputs:
+    """Hidden states and weight of logits of a few units, and the targets.
+
+    Raises:
+        ValueError: the shape is not [tokens, hidden_size, vocabulary].
+    """
+    if len(case.shape) != 3:
+        raise ValueError(f"--cases: {case.op} expects [tokens, hidden_size, vocabulary], found {list(case.shape)}")
+    tokens, hidden_size, vocabulary = case.shape
+    hidden_states, weight = normal((tokens, hidden_size)), normal((vocabulary, hidden_size)) / hidden_size**0.5
+    target = torch.randint(vocabulary, (tokens,), device=weight.device, generator=generator)
+    one = torch.ones((), device=weight.device)
+    return Inputs((hidden_states.requires_grad_(), weight.requires_grad_(), target), one)
 
 
 def outcome(function, inputs: Inputs, op: Op) -> tuple:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time lossless-kernels beside eager, torch.compile, F.rms_norm, Liger and quack: one process, one GPU, the same tensors.
+"""Time lossless-kernels beside eager, torch.compile, F.rms_norm, Liger, quack and others: one process, one GPU, the same tensors.
 
 Each case is timed by CUDA events around single calls and as device time in a CUDA graph of many calls. Peers take turns;
 inputs rotate over more memory than the L2 cache holds. The memcpy roofline of a case is the time in which a device-to-device
@@ -63,6 +63,7 @@ PACKAGES = (
     "kernels",
     "liger-kernel",
     "quack-kernels",
+    "cut-cross-entropy",
     "nvidia-cutlass-dsl",
     "cuda-tile",
 )

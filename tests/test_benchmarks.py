@@ -73,7 +73,7 @@ def report():
 
 
 def test_every_case_has_an_op_and_a_target():
-    assert len(cases.CASES) == len(set(cases.CASES)) == 39
+    assert len(cases.CASES) == len(set(cases.CASES)) == 42
     assert all(targets for targets in cases.TARGETS.values())
     assert {case.op for case in cases.CASES} == set(cases.OPS)
     assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
@@ -486,3 +486,24 @@ def test_a_step_is_the_loss_and_the_gradient_of_its_logits():
     call = measure.prepare(function, [inputs], op)
     for _ in range(2):  # Each call has a graph of its own.
         assert torch.equal(call(0)[0], gradient)
+
+
+@pytest.mark.parametrize("op, shape", [("kl_div", (6, 40)), ("tvd", (6, 40)), ("linear_cross_entropy", (6, 8, 40))])
+def test_losses_of_distributions_and_of_a_layer(kernel, module, monkeypatch, op, shape):
+    """Without kernels ours is eager's."""
+    import measure
+
+    for name in ("cross_entropy", "ops.divergences"):
+        monkeypatch.setattr(module(name), "runs_kernels", lambda device: False)
+        module(name)._calls.clear()
+    case = cases.Case(op, shape)
+    (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
+    assert len(inputs.differentiable) == (2 if op == "linear_cross_entropy" else 1)
+    moved = {"kl_div": 4 * 6 * 40, "tvd": 5 * 6 * 40, "linear_cross_entropy": 2 * 8 * (6 + 40)}
+    assert case.bytes("bf16") == 2 * moved[op]
+    functions = [families[op] for families in (cases.eager(), cases.ours(kernel))]
+    expected, found = (measure.outcome(function, inputs, cases.OPS[op]) for function in functions)
+    assert len(expected) == 1 + len(inputs.differentiable)
+    assert all(map(torch.equal, found, expected))
+    for name in ("cross_entropy", "ops.divergences"):
+        module(name)._calls.clear()
