@@ -753,6 +753,34 @@ def _tanh_backward(dy: Tensor, y: Tensor) -> Tensor:
     return _times(dy, (1.0 - _times(y, y).float()).to(y.dtype))
 
 
+def complex_product(a: Tensor, b: Tensor) -> Tensor:
+    """a * b of complex64 as ATen's CUDA kernels compute it, real parts and imaginary parts in the last dimension."""
+    (ar, ai), (br, bi) = (torch.broadcast_tensors(*parts) for parts in ((a[..., 0], a[..., 1]), (b[..., 0], b[..., 1])))
+    (ar, br), (ai, bi) = torch.broadcast_tensors(ar, br), torch.broadcast_tensors(ai, bi)
+    return torch.stack((fused_multiply_add(ar, br, -(ai * bi)), fused_multiply_add(ar, bi, ai * br)), -1)
+
+
+def complex_rotary(x: Tensor, freqs: Tensor, conjugate: bool = False) -> Tensor:
+    """Pairs of neighbours of x times complex freqs [..., head_dim / 2], rounded to the dtype of x."""
+    factor = torch.view_as_real(freqs).clone()
+    if conjugate:
+        factor[..., 1] = -factor[..., 1]
+    return complex_product(x.float().unflatten(-1, (-1, 2)), factor).flatten(-2).to(x.dtype)
+
+
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor, tanh: Function = tanh) -> Tensor:
+    """weight * tanh(x * alpha) + bias, operation by operation."""
+    normalized = _of_fp32(tanh, _times(x, alpha))
+    return (_times(normalized, weight).float() + bias.float()).to(x.dtype)
+
+
+def dyt_terms(dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor, tanh: Function = tanh) -> tuple[Tensor, ...]:
+    """Its dx, and the terms whose sums are the gradients of alpha and of the weight."""
+    normalized = _of_fp32(tanh, _times(x, alpha))
+    d_scaled = _tanh_backward(_times(dy, weight), normalized)
+    return _times(d_scaled, alpha), _times(d_scaled, x), _times(dy, normalized)
+
+
 def _new_gelu_tanh(x: Tensor, tanh: Function) -> Tensor:
     cube = _times(_times(x, x), x)
     return _of_fp32(tanh, _times(x + _times(cube, 0.044715), 0.7978845608028654))

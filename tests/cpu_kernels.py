@@ -24,6 +24,7 @@ def cpu_kernels(package):
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
     rotary, variants, products = module("rotary_formulas"), module("variants").BY_NAME.values(), []
     divergences, cohere = module("ops.divergences")._DIVERGENCES, module("ops.cohere_layer_norm")
+    dyt, complex_family = module("ops.dyt"), module("ops.complex_rotary")
     tables, softmax, cross_entropy = module("rotary_embedding"), module("ops.softmax"), module("cross_entropy")
 
     def variant_of(constants, x, weight, out):
@@ -133,14 +134,43 @@ def cpu_kernels(package):
                 variant = next(v for v in rotary.FORMULAS.values() if v.keeps_dtype == constants["FP32_COMPUTE"])
                 heads(out, count, into).copy_(variant.rotate(x, cos, sin))
                 continue
+            if constants["FP32_COMPUTE"]:
+                heads(out, count, into).copy_(rotary.FP32.gradient(x, cos, sin, out.dtype))
+                continue
             halves, through_cos = rotary.PLAIN.gradients(x, cos, sin, out.dtype)
             heads(out, count, into).copy_(halves if straight else halves + through_cos)
             if straight:
                 heads(straight[number], count, into).copy_(through_cos)
 
+    def complex_rotary(constants, scalars, x, freqs, out):
+        tokens, groups, heads, *steps = scalars
+        dim, unit = 2 * constants["HALF"], constants["UNIT"]
+        batch = out.numel() // (tokens * heads * dim)
+        x, out = (
+            each.as_strided((batch, tokens, heads, dim), (*(step * unit for step in steps[at : at + 3]), 1))
+            for each, at in ((x, 0), (out, 3))
+        )
+        steps = [step * constants["FREQS_UNIT"] // 2 for step in steps[6:]]
+        freqs = torch.view_as_complex(freqs).as_strided((batch, tokens, dim // 2), (*steps, 1))
+        out.copy_(complex_family.eager(x, freqs.conj() if constants["CONJUGATE"] else freqs, 2))
+
     def rotary_tables(constants, scalars, position_ids, inv_freq, cos, sin):
         for into, values in zip((cos, sin), tables.TABLES.eager(cos, position_ids, inv_freq, scalars[-1])):
             write(into, values)
+
+    def dyt_forward(constants, scalars, x, alpha, weight, bias, out):
+        write(out, dyt.eager(x, alpha, weight, bias))
+
+    def dyt_backward(constants, scalars, dy, x, alpha, weight, dx, of_alpha, of_weight):
+        y = torch.tanh(x * alpha)
+        d_scaled = torch.ops.aten.tanh_backward(dy * weight, y)
+        for wanted, into, values in (
+            (True, dx, d_scaled * alpha),
+            (constants["OF_ALPHA"], of_alpha, d_scaled * x),
+            (constants["OF_WEIGHT"], of_weight, dy * y),
+        ):
+            if wanted:
+                write(into, values)
 
     def softmax_forward(constants, scalars, x, y):
         write(y, functional.softmax(x, -1))
@@ -185,7 +215,7 @@ def cpu_kernels(package):
     kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
     kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
     kernels += (divergence_forward, divergence_backward, layer_norm_forward)
-    kernels += (cohere_layer_norm_forward, cohere_layer_norm_backward)
+    kernels += (complex_rotary, cohere_layer_norm_forward, cohere_layer_norm_backward, dyt_forward, dyt_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     return {each.__name__: each for each in kernels} | {
         "rotary": rotate,

@@ -13,7 +13,9 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
@@ -85,6 +87,18 @@ def _rotated(used):
         return {"query": q, "key": k}.get(used, q * 2.0 + k).view(TOKENS, HIDDEN_SIZE)
 
     return call
+
+
+def _vision_rotated(f, h):
+    q, k = f(*(x.view(TOKENS, 1, HIDDEN_SIZE) for x in (h, h.sin())), *(table[0] for table in _tables(h)))
+    return (q * 2.0 + k).view(TOKENS, HIDDEN_SIZE)
+
+
+def _complex_rotated(f, h):
+    angles = torch.linspace(0, 3, TOKENS * HIDDEN_SIZE // 2).view(1, TOKENS, HIDDEN_SIZE // 2)
+    q, k = (x.view(1, TOKENS, 1, HIDDEN_SIZE) for x in (h, h.sin()))
+    q, k = f(q, k, torch.polar(torch.ones_like(angles), angles))
+    return (q * 2.0 + k).view(TOKENS, HIDDEN_SIZE)
 
 
 def _loss(call):
@@ -196,6 +210,17 @@ GRAPHS = {
     "layer_norm without bias": (
         lambda: Around(F.layer_norm, lambda f, h, weight: f(h, (HIDDEN_SIZE,), weight), HIDDEN_SIZE), "layer_norm"
     ),
+    "dyt": (
+        lambda: Around(
+            lambda x, alpha, weight, bias: weight * torch.tanh(x * alpha) + bias, lambda f, h, *vectors: f(h, *vectors),
+            1, HIDDEN_SIZE, HIDDEN_SIZE,
+        ),
+        "dyt",
+    ),
+    "apply_rotary_pos_emb_vision": (
+        lambda: Around(qwen2_vl.apply_rotary_pos_emb_vision, _vision_rotated), "apply_rotary_pos_emb_vision"
+    ),
+    "apply_rotary_emb": (lambda: Around(llama4.apply_rotary_emb, _complex_rotated), "apply_rotary_emb"),
     "silu": (lambda: Around(F.silu), "silu"),
     "gelu": (lambda: Around(F.gelu), "gelu"),
     "new_gelu": (lambda: Around(activations.NewGELUActivation()), "new_gelu"),

@@ -292,6 +292,35 @@ def _rotary_launches(kernel, machine):
                         rotary.gradients(variant, *outs, cos, sin, 1, dtype, apart)
 
 
+# Rotary embeddings as complex products
+
+
+def _complex_rotary_calls(module, chooser, given):
+    x, unsqueeze_dim = torch.randn(2, 3, 3, 16).to(given.dtype), chooser.choice((1, 2))
+    given.leaves.append(x.requires_grad_(given.x.requires_grad))
+    freqs = torch.polar(torch.ones(chooser.choice((1, 2)), 3, 8), torch.randn(1, 3, 8))
+    return [module("ops.complex_rotary").replacement(x, freqs, unsqueeze_dim)]
+
+
+def _complex_rotary_timed(module, given):
+    family, x = module("ops.complex_rotary"), torch.randn(1, 4, 8, 64)
+    freqs = torch.polar(torch.ones(1, 4, 32), torch.randn(1, 4, 32))
+    gradient = torch.no_grad()(family.gradient)
+    return {
+        "complex rotary": lambda: family.replacement(x, freqs, 2),
+        "complex rotary backward": lambda: gradient(x, freqs, 2),
+    }
+
+
+def _complex_rotary_launches(kernel, machine):
+    family = machine.module("ops.complex_rotary")
+    for head_dim in (64, 80, 128) if machine.every_case else (128,):
+        x, freqs = machine.empty(2, 3, 8, head_dim), torch.empty(1, 3, head_dim // 2, dtype=torch.complex64)
+        family.rotated(x, freqs, 2)
+        with torch.no_grad():
+            family.gradient(x, freqs, 2)
+
+
 # Losses
 
 
@@ -416,9 +445,34 @@ def _cohere_layer_norm_launches(kernel, machine):
                 call.gradients(x, x, weight, *call.with_statistics(x, weight)[1:])
 
 
+# Dynamic tanh
+
+
+def _dyt_calls(module, chooser, given):
+    vectors = torch.randn(64).to(given.dtype), torch.randn(64).to(given.dtype)
+    return [module("ops.dyt").replacement(given.x, torch.full((1,), 0.5, dtype=given.dtype), *vectors)]
+
+
+def _dyt_timed(module, given):
+    replacement, alpha, bias = module("ops.dyt").replacement, torch.full((1,), 0.5), torch.randn(64)
+    calls = [lambda of=of: replacement(given.x, alpha, of, bias) for of in (given.weight, given.parameter)]
+    return {"dyt": calls[0], "dyt, with gradients": with_grad(calls[1])}
+
+
+def _dyt_launches(kernel, machine):
+    family = machine.module("ops.dyt")
+    for size in (1024, 4096) if machine.every_case else (4096,):
+        x, weight, alpha = machine.empty(3, size), machine.empty(size), machine.empty(1)
+        call = family._resolve(x, alpha, weight, weight, (True,) * 4)
+        call.gradients(call.output(x, alpha, weight, weight), x, alpha, weight)
+
+
 FAMILIES = (
     Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches, timed=_norm_timed),
     Family(("activation",), _activation_calls, _activation_launches, timed=_activation_timed),
+    Family(
+        ("complex_rotary",), _complex_rotary_calls, _complex_rotary_launches, rocm=False, timed=_complex_rotary_timed
+    ),
     Family(("rotary",), _rotary_calls, _rotary_launches, timed=_rotary_timed),
     # Cross-entropy and divergences read what their kernels wrote, or are computed once a step: they are not timed.
     Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
@@ -430,6 +484,7 @@ FAMILIES = (
         rocm=False,
         timed=_cohere_layer_norm_timed,
     ),
+    Family(("dyt",), _dyt_calls, _dyt_launches, rocm=False, timed=_dyt_timed),
     Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed),
     Family(("divergences", "full_sum"), _divergence_calls, _divergence_launches, rocm=False),
 )

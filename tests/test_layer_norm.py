@@ -188,6 +188,17 @@ def test_the_proof_tells_a_wrong_order(module, monkeypatch, seed, name, size, dt
     assert tells(family, kind)
 
 
+@pytest.mark.long
+def test_1000_wrong_orders_are_told(module, monkeypatch, seed):
+    """Each with a proof of its own, in lanes of unequal counts, where every one of them has other bits."""
+    family, choose = module("ops.layer_norm"), random.Random(seed)
+    for _ in range(1000):
+        name, dtype, size = choose.choice([*WRONG]), choose.choice(DTYPES), choose.choice((768, 1280))
+        with monkeypatch.context() as patch:
+            in_the_kernels_place(family, patch, choose.randrange(1 << 30), moments=WRONG[name])
+            assert tells(family, family.Kind(dtype, size, 8, True, True)), (name, dtype, size)
+
+
 @pytest.mark.parametrize("size", [64, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_proof_tells_another_output(module, monkeypatch, seed, dtype, size):

@@ -32,6 +32,7 @@ APPROXIMATE = {
         {"rsqrt.approx.f32"},
     ),
     **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
+    **dict.fromkeys(("dyt_forward", "dyt_backward"), {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
     **dict.fromkeys(("divergence_blocks", "divergence_forward", "divergence_backward"), _EXP),
@@ -272,6 +273,20 @@ def test_cohere_layer_norm_rounds_each_operation(compiled):
     assert len(kernels) > 2 * len(ARCHS)
     for entry in kernels:
         assert not entry.count(r"((fma|mad)\S*\.f32|\S*\.ftz)"), str(entry)
+
+
+def test_dyt_moves_16_bytes_at_a_time_and_has_the_fmas_of_tanh(compiled):
+    """Six of tanh, and in fp32 that of its gradient; alpha is a single number."""
+    for entry in compiled:
+        if not entry["kernel"].startswith("dyt"):
+            continue
+        elements, backward = entry["constants"]["BLOCK"] // entry.threads, entry["kernel"] == "dyt_backward"
+        accesses = elements * entry["itemsize"] // 16
+        assert entry.count(r"ld\.global\S*\.v4\.b32") == 3 * accesses, str(entry)
+        assert entry.count(r"st\.global\S*\.v4\.b32") == (3 if backward else 1) * accesses, str(entry)
+        fmas = 6 + (backward and entry["itemsize"] == 4)
+        assert entry.count(r"(?:fma|mad)\S*\.f32") == fmas * elements, str(entry)
+        assert_only_trivial_fmas_of_bf16(entry)
 
 
 def softmaxes(compiled, direction):

@@ -6,16 +6,18 @@ Without a GPU it runs in Triton's interpreter, in fp32 and fp16: elementwise ope
 import contextlib
 import copy
 import functools
+import importlib
 import itertools
 import random
+from pathlib import Path
 
 import kernels
 import pytest
 import torch
 import transformers
-from bits import assert_bits_equal
+from bits import assert_bits_equal, bits_equal
 from kernels import Mode, kernelize, use_kernel_func_from_hub, use_kernel_mapping
-from places import python_module
+from places import modeling, python_module
 from torch.autograd import forward_ad
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -40,6 +42,8 @@ def layer_of(function):
 
 LLAMA = type(layer_of(modeling_llama.apply_rotary_pos_emb)).forward
 OLMO2 = type(layer_of(modeling_olmo2.apply_rotary_pos_emb)).forward
+# It casts its inputs first, as the rotary functions of vision towers do.
+HUNYUAN = type(layer_of(modeling("hunyuan_vl").apply_rotary_pos_emb)).forward
 decorated = pytest.mark.skipif(
     not isinstance(modeling_llama.apply_rotary_pos_emb, torch.nn.Module),
     reason="transformers' decorators are idle with this version of kernels: its rotary functions are functions",
@@ -131,7 +135,7 @@ def gradients(function, call, generator_seed, before=False, after=False):
     return found, outs
 
 
-ORIGINALS = {"llama": LLAMA, "olmo2": OLMO2}
+ORIGINALS = {"llama": LLAMA, "olmo2": OLMO2, "hunyuan_vl": HUNYUAN}
 
 
 def replaced(rotary, subject, **options):
@@ -527,12 +531,65 @@ def test_operators_keep_torch_library_rules(kernel, seed):
     for dtype, table_dtype in SOME_PAIRS:
         q, k, cos, sin, dim = a_call(seed)
         cos, sin = cos.to(table_dtype), sin.to(table_dtype)
-        for variant in ("plain", "fp32_compute"):
+        for variant in ("plain", "fp32_compute", "fp32"):
             leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k)]
             torch.library.opcheck(namespace.rotary.default, (*leaves, cos, sin, dim, variant))
             dy = LLAMA(None, q.to(dtype), k.to(dtype), cos, sin, dim)[0]
-            dy = dy.to(dtype) if variant == "fp32_compute" else dy
+            dy = dy.to(dtype) if variant != "plain" else dy
             torch.library.opcheck(namespace.rotary_backward.default, (dy, cos, sin, dim, variant, dtype))
+
+
+# Vision towers
+
+
+# A part of the head stays as it is.
+OTHER_VISION = ["minimax_m3_vl"]
+
+
+def vision_functions():
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if "def apply_rotary_pos_emb_vision" in path.read_text():
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            yield path.parent.name, module.apply_rotary_pos_emb_vision
+
+
+def vision_call(generator, dtypes, head_dim=32, batch=()):
+    make = functools.partial(numbers, generator=generator)
+    q, k = make((2, *batch, 5, 3, head_dim), dtypes[0]).unbind()
+    return q, k[..., :2, :], *make((2, *batch, 5, head_dim), dtypes[1]).unbind()
+
+
+def test_vision_towers_have_the_formula(rotary, seed):
+    """Every function of this name, but one."""
+    formula, equal = functools.partial(rotary.FP32.eager, unsqueeze_dim=-2), {}
+    for folder, function in vision_functions():
+        found = []
+        for dtypes in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2):
+            call = vision_call(torch.Generator(DEVICE).manual_seed(seed), dtypes)
+            with contextlib.suppress(RuntimeError):
+                ours, theirs = (gradients(each, call, seed, before=True) for each in (formula, function))
+                found.append(all(map(bits_equal, (*ours[0], *ours[1]), (*theirs[0], *theirs[1]))))
+        equal[folder] = found == [True] * 3
+    assert len(equal) == 24 and [folder for folder in equal if not equal[folder]] == OTHER_VISION
+
+
+def test_the_vision_function_is_transformers(kernel, rotary, seed):
+    rotary._calls.clear()
+    theirs = modeling("qwen2_vl").apply_rotary_pos_emb_vision
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for dtypes in PAIRS:
+        call = vision_call(generator, dtypes, 80)
+        for before in (False, True):
+            found, outs = gradients(kernel.apply_rotary_pos_emb_vision, call, seed, before)
+            expected, eagers = gradients(theirs, call, seed, before)
+            assert all(is_ours(out, kernel) for out in outs)
+            assert_same((*found, *outs), (*expected, *eagers), f"vision, {dtypes}, others before {before}")
+        call = vision_call(generator, dtypes, batch=(2,))
+        with torch.no_grad():
+            assert_same(kernel.apply_rotary_pos_emb_vision(*call), theirs(*call), f"vision, batch, {dtypes}")
+    assert None not in rotary._calls.resolved.values()
+    with pytest.raises(ValueError, match=r"cos: expected a shape that broadcasts"):
+        kernel.apply_rotary_pos_emb_vision(*call[:2], call[2][:, :3], call[3])
 
 
 # On a GPU only

@@ -28,8 +28,6 @@ KEPT = {
     # cos and sin of half the size.
     "apply_rotary_pos_emb, gpt_oss",
     "apply_rotary_pos_emb, openai_privacy_filter",
-    # Both paths' gradients are added in fp32.
-    "apply_rotary_pos_emb, hunyuan_vl",
 }
 # Whose forward looks like Llama's, and whose tables have half the size.
 REFUSED_ROTARY_EMBEDDINGS = {"GptOssRotaryEmbedding", "OpenAIPrivacyFilterRotaryEmbedding"}

@@ -62,7 +62,7 @@ def _heads(
         out_second = _rounded(second * cos_second, DTYPE) + _rounded(first * sin_second, DTYPE)
         _store_halves(out_ptr, out_offset, mask, out_first, out_second, HALF)
     else:
-        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+        DTYPE: tl.constexpr = tl.float32 if FP32_COMPUTE else out_ptr.dtype.element_ty
         # Eager pads the gradient of each half with zeros and adds the two: no gradient is -0.
         rotated_first = _rounded(second * sin_second, DTYPE) + 0.0
         rotated_second = 0.0 - _rounded(first * sin_first, DTYPE)

@@ -25,7 +25,7 @@ from ..core.domain import (
 from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .rotary_formulas import FORMULAS, PLAIN, RotaryFormula
+from .rotary_formulas import FORMULAS, FP32, PLAIN, RotaryFormula
 from .rotary_layout import launch_plan, place_of, walk_of
 
 
@@ -55,6 +55,13 @@ def apply_rotary_pos_emb(
     The kernel runs for fp32, fp16 and bf16 on CUDA if `head_dim` is even, up to 1024 and contiguous in every tensor and
     if `cos` and `sin` need no gradient. Eager computes everything else.
     """
+    _check_arguments(q, k, cos, sin, unsqueeze_dim)
+    out = replacement(q, k, cos, sin, unsqueeze_dim, PLAIN.eager)
+    return PLAIN.eager(q, k, cos, sin, unsqueeze_dim) if out is None else out
+
+
+def _check_arguments(q, k, cos, sin, unsqueeze_dim) -> None:
+    """Raises TypeError or ValueError unless these are arguments of `apply_rotary_pos_emb`."""
     for name, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_floating(name, tensor)
         if tensor.device != q.device:
@@ -78,8 +85,34 @@ def apply_rotary_pos_emb(
                     f"{name}: expected a shape that broadcasts with {other} {list(tensor.shape)} after unsqueezing at "
                     f"{unsqueeze_dim}, found {list(table.shape)}"
                 ) from None
-    out = replacement(q, k, cos, sin, unsqueeze_dim, PLAIN.eager)
-    return PLAIN.eager(q, k, cos, sin, unsqueeze_dim) if out is None else out
+
+
+def apply_rotary_pos_emb_vision(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding of query and key in fp32, as in the vision towers of Qwen2-VL and others.
+
+    `(x.float() * cos.float() + rotate_half(x.float()) * sin.float()).to(x.dtype)` for x = q and x = k, with `cos` and
+    `sin` unsqueezed at -2. Bit for bit what the function of this name in transformers returns.
+
+    Args:
+        q: `[tokens, heads, head_dim]` or `[batch, tokens, heads, head_dim]`, any strides, any real floating dtype.
+        k: as `q`; the number of heads may differ.
+        cos: `[tokens, head_dim]` or `[batch or 1, tokens, head_dim]`, any real floating dtype.
+        sin: as `cos`.
+
+    Returns:
+        `(q_embed, k_embed)` of the shapes, dtypes and strides that eager returns.
+
+    Raises:
+        TypeError: an argument is no tensor or not of a real floating dtype.
+        ValueError: tensors on two devices, or shapes that do not broadcast.
+
+    The kernel runs where that of `apply_rotary_pos_emb` does. Eager computes everything else.
+    """
+    _check_arguments(q, k, cos, sin, -2)
+    out = replacement(q, k, cos, sin, -2, FP32.eager)
+    return FP32.eager(q, k, cos, sin, -2) if out is None else out
 
 
 # From a call's tensors to a kernel
@@ -118,7 +151,7 @@ class _Training:
     forward: _Forward
 
     def __call__(self, q, k, cos, sin):
-        if self.sole_consumer:
+        if self.sole_consumer or self.variant.has_one_edge(q.dtype):
             return _apply(self, k, None, q, None, cos, sin)
         return _apply(self, k, k, q, q, cos, sin)
 
@@ -231,7 +264,9 @@ def _resolve(q, k, cos, sin, function, unsqueeze_dim, needs, sole_consumer):
     for of_gradients in (False, True)[: 1 + any(needs)]:
         if not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device, of_gradients):
             return None
-    launch = walk.launch("forward", variant.keeps_dtype, (q.dtype, cos.dtype, outs[0].dtype), q.device)
+    launch = walk.launch(
+        "forward", variant.computes_in_fp32("forward", q.dtype), (q.dtype, cos.dtype, outs[0].dtype), q.device
+    )
     if launch is None:
         raise Outside("more heads than a launch has programs for")
     forward = _Forward(launch, *outs)
@@ -326,8 +361,7 @@ def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: 
     def eager(dy):
         if dy is None:
             return _UNUSED
-        paths = variant.gradients(dy, cos, sin, dtype)
-        return paths if per_path else (paths[0] + paths[1], None)
+        return variant.gradients(dy, cos, sin, dtype) if per_path else (variant.gradient(dy, cos, sin, dtype), None)
 
     return eager(dq_embed), eager(dk_embed)
 
@@ -345,7 +379,7 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
     if one:
         walk = replace(walk, k_heads=0)
     step, dtypes = "gradients" if per_path else "gradient", (dq_embed.dtype, cos.dtype, dtype)
-    launch = walk.launch(step, variant.keeps_dtype, dtypes, cos.device)
+    launch = walk.launch(step, variant.computes_in_fp32(step, dtype), dtypes, cos.device)
     if launch is None:
         raise Outside("more heads than a launch has programs for")
     empty_q, empty_k = (
@@ -443,7 +477,8 @@ def _launch_sample(step, variant, dtypes, unit, q, k, cos, sin, *outs):
     walk = walk_of(q, k, cos, sin, 1, outs[0].stride(), outs[1].stride())
     if walk.unit != unit:
         raise AssertionError(f"the sample's unit is {walk.unit}, not {unit}")
-    walk.launch(step, variant.keeps_dtype, dtypes, q.device)(q, k, cos, sin, *outs)
+    fp32_compute = variant.computes_in_fp32(step, dtypes[0 if step == "forward" else 2])
+    walk.launch(step, fp32_compute, dtypes, q.device)(q, k, cos, sin, *outs)
 
 
 def _comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
@@ -461,7 +496,8 @@ def _gradient_comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
     inputs = [torch.zeros(dy.shape, dtype=dtype, device=device, requires_grad=True) for dy in dys]
     others = [_numbers(dy.shape, dtype, proof.generator(device, 6)) for dy in dys]
     found = {}
-    for step, paths in (("gradient", 1), ("gradients", 2)):
+    one_edge = variant.has_one_edge(dtype)
+    for step, paths in (("gradient", 1), ("gradients", 2))[: 2 - one_edge]:
         outs = [torch.full(dy.shape, math.nan, dtype=dtype, device=device) for _ in range(paths) for dy in dys]
         _launch_sample(step, variant, (dy_dtype, cos_dtype, dtype), unit, *dys, cos, sin, *outs)
         found[step] = outs
@@ -471,8 +507,11 @@ def _gradient_comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
         # Another gradient of x shows how many the function sends, and in which order.
         joined = torch.autograd.grad((*outs, *(x * 1.0 for x in inputs)), inputs, (*dys, *others))
     for index, other in enumerate(others):
-        rotated, straight = found["gradients"][index::2]
         yield "the input's gradient", found["gradient"][index], alone[index]
+        if one_edge:
+            yield "the input's gradient with another", other + found["gradient"][index], joined[index]
+            continue
+        rotated, straight = found["gradients"][index::2]
         yield "the input's gradient", rotated + straight, alone[index]
         yield "the input's gradient with another", other + rotated + straight, joined[index]
 

@@ -18,6 +18,10 @@ def _rotate_in_fp32(x, cos, sin):
     return _rotate(x, cos.to(torch.float32), sin.to(torch.float32)).to(x.dtype)
 
 
+def _rotate_fp32(x, cos, sin):
+    return _rotate_in_fp32(x.to(torch.float32), cos, sin).to(x.dtype)
+
+
 def _eager_function(rotate):
     def eager(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -37,6 +41,7 @@ class RotaryFormula:
         rotate: `rotate(x, cos, sin)` in torch operations, with unsqueezed cos and sin.
         eager: query and key, as transformers' function.
         keeps_dtype: the formula computes in fp32 and rounds the output to the dtype of q.
+        one_edge: it casts the input first, so that 16 bits get one gradient, computed in fp32.
     """
 
     name: str
@@ -44,10 +49,24 @@ class RotaryFormula:
     rotate: Callable
     eager: Callable
     keeps_dtype: bool
+    one_edge: bool = False
 
     @classmethod
-    def of(cls, name, formula, rotate, keeps_dtype):
-        return cls(name, formula, rotate, _eager_function(rotate), keeps_dtype)
+    def of(cls, name, formula, rotate, keeps_dtype, one_edge=False):
+        return cls(name, formula, rotate, _eager_function(rotate), keeps_dtype, one_edge)
+
+    def has_one_edge(self, dtype: torch.dtype) -> bool:
+        """Whether an input of this dtype gets one gradient; otherwise one for each path."""
+        return self.one_edge and dtype != torch.float32
+
+    def computes_in_fp32(self, step: str, dtype: torch.dtype) -> bool:
+        """Whether a step of the kernel, for inputs of this dtype, rounds its result alone."""
+        return self.keeps_dtype if step == "forward" else self.has_one_edge(dtype)
+
+    def gradient(self, dy, cos, sin, dtype) -> torch.Tensor:
+        """The sum of `gradients`."""
+        halves, straight = self.gradients(dy, cos, sin, torch.float32 if self.one_edge else dtype)
+        return (halves + straight).to(dtype)
 
     def gradients(self, dy, cos, sin, dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Eager's gradients of an input of this dtype, in the order of arrival: of the halves, then of x * cos.
@@ -73,4 +92,7 @@ PLAIN = RotaryFormula.of("plain", "x * cos + rotate_half(x) * sin", _rotate, kee
 FP32_COMPUTE = RotaryFormula.of(
     "fp32_compute", "(x.float() * cos + rotate_half(x).float() * sin).to(dtype)", _rotate_in_fp32, keeps_dtype=True
 )
-FORMULAS = {variant.name: variant for variant in (PLAIN, FP32_COMPUTE)}
+FP32 = RotaryFormula.of(
+    "fp32", "(x.float() * cos + rotate_half(x.float()) * sin).to(dtype)", _rotate_fp32, keeps_dtype=True, one_edge=True
+)
+FORMULAS = {variant.name: variant for variant in (PLAIN, FP32_COMPUTE, FP32)}

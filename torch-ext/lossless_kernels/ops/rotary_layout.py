@@ -67,17 +67,18 @@ class Walk:
         """The number of elements per access, up to eight."""
         return math.gcd(8, self.head_dim // 2, *self.q, *self.k, *self.q_out, *self.k_out, *self.cos, *self.sin)
 
-    def launch(self, step: str, keeps_dtype: bool, dtypes, device: torch.device) -> Optional[launch.Launch]:
+    def launch(self, step: str, fp32_compute: bool, dtypes, device: torch.device) -> Optional[launch.Launch]:
         """The launch, to be called with q, k, cos, sin and the outputs; None if it takes too many programs.
 
         Args:
+            fp32_compute: the step rounds its result alone.
             dtypes: of the inputs, of cos and of the outputs.
         """
         read, table, written = dtypes
         plan = launch_plan(self.head_dim, read)
         constants = {
             "STEP": step,
-            "FP32_COMPUTE": keeps_dtype and step == "forward",
+            "FP32_COMPUTE": fp32_compute,
             "HALF": self.head_dim // 2,
             "HALF_BLOCK": 1 << (self.head_dim // 2 - 1).bit_length(),
             "UNIT": self.unit,

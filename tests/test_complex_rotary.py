@@ -1,0 +1,241 @@
+"""Rotary embedding as a complex product: the kernel in Triton's interpreter against the transcription of ATen's product.
+
+The interpreter truncates where a GPU rounds to bf16: bf16 is left to the GPU.
+"""
+
+import functools
+import math
+import random
+
+import aten_model
+import pytest
+import torch
+from bits import assert_bits_equal, bits_equal
+from interpreter import the_fma
+from places import modeling
+
+pytestmark = [
+    pytest.mark.usefixtures("proof_off"),
+    # numpy, which the interpreter computes with, warns of the infinities and NaNs that some tests are about.
+    pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value|divide by zero):RuntimeWarning"),
+]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16)
+HEAD_DIMS = (2, 6, 10, 64, 80, 128, 256)
+
+
+@pytest.fixture
+def family(module):
+    family = module("ops.complex_rotary")
+    family._calls.clear()
+    family._gradient_calls.clear()
+    return family
+
+
+@pytest.fixture
+def its_fma(monkeypatch):
+    """The interpreter's FMA."""
+    monkeypatch.setattr(aten_model, "fused_multiply_add", the_fma())
+
+
+def drawn(choose, generator, device=CPU, dtypes=DTYPES):
+    """x as from a projection, fused or transposed, freqs_cis of one sequence or of all, and the heads' dimension."""
+    make = functools.partial(torch.randn, generator=generator, device=device)
+    batch, tokens, heads, head_dim = (choose.choice(each) for each in ((1, 2, 3), (1, 2, 5), (1, 2, 8, 9), HEAD_DIMS))
+    unsqueeze_dim, layout, dtype = choose.choice((1, 2)), choose.choice("cptf"), choose.choice(dtypes)
+    x = make(batch, tokens, heads + 2 * (layout == "f"), head_dim + 2 * (layout == "p"))
+    x.view(-1)[:4] = torch.tensor((-0.0, math.inf, math.nan, 0.0))[: x.numel()]
+    x = x.to(dtype)[:, :, :heads, :head_dim]
+    if layout == "t":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    if unsqueeze_dim == 1:
+        x = x.transpose(1, 2)
+    angle = make(choose.choice((1, batch)), tokens, head_dim // 2)
+    angle[:, ::2] = 0.0
+    return x, torch.polar(torch.ones_like(angle), angle), unsqueeze_dim
+
+
+def transcribed(x, freqs, unsqueeze_dim, conjugate=False):
+    return aten_model.complex_rotary(x, freqs.unsqueeze(unsqueeze_dim), conjugate)
+
+
+def gradient_of(function, x, dy, *more):
+    leaf = x.detach().requires_grad_()
+    out = function(leaf, *more)
+    return out.detach(), torch.autograd.grad(out, leaf, dy)[0]
+
+
+def assert_same(found, expected, label):
+    assert_bits_equal(found, expected, label)
+    strides = [pair for size, *pair in zip(found.shape, found.stride(), expected.stride()) if size > 1]
+    assert all(one == other for one, other in strides), f"{label}: {found.stride()}, expected {expected.stride()}"
+
+
+@interpreted
+@pytest.mark.parametrize("cases", [30, pytest.param(200, marks=pytest.mark.long)])
+def test_the_kernel_equals_the_transcription(family, its_fma, seed, cases):
+    """In eager's layout, for gradients of any layout; the second call is recognised."""
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    for case in range(cases):
+        x, *more = drawn(choose, generator)
+        label = f"case {case}, {list(x.shape)} {x.stride()} {x.dtype}, {more[1]}"
+        eager_out = family.eager(x, *more)
+        dy = torch.empty_like(choose.choice((x, eager_out))).copy_(torch.randn(x.shape, generator=generator))
+        _, eager_dx = gradient_of(family.eager, x, dy, *more)
+        for _ in range(2):
+            out, dx = gradient_of(family.replacement, x, dy, *more)
+            assert_same(out, eager_out.copy_(transcribed(x, *more)), f"the output of {label}")
+            assert_same(dx, eager_dx.copy_(transcribed(dy, *more, conjugate=True)), f"dx of {label}")
+    assert None not in [*family._calls.resolved.values(), *family._gradient_calls.resolved.values()]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("wrong", [None, "no FMA", "the other product", "not conjugated"])
+def test_the_proof_tells_another_product(family, monkeypatch, dtype, conjugate, wrong):
+    def launch(kind, batch, tokens, heads, steps, freqs_steps, device):
+        def run(x, freqs, out):
+            factor = freqs.clone().unsqueeze(2)
+            if kind.conjugate and wrong != "not conjugated":
+                factor[..., 1] *= -1.0
+            pairs = x.float().unflatten(-1, (-1, 2))
+            if wrong == "no FMA":
+                (a, b), (c, d) = pairs.unbind(-1), factor.unbind(-1)
+                product = torch.stack((a * c - b * d, a * d + b * c), -1)
+            elif wrong == "the other product":
+                product = aten_model.complex_product(factor, pairs)
+            else:
+                product = aten_model.complex_product(pairs, factor)
+            out.copy_(product.flatten(-2))
+
+        return run
+
+    class Transcribed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, freqs, unsqueeze_dim):
+            ctx.more = freqs, unsqueeze_dim
+            return transcribed(x, freqs, unsqueeze_dim)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return transcribed(dy, *ctx.more, conjugate=True), None, None
+
+    monkeypatch.setattr(family.Kind, "launch", launch)
+    monkeypatch.setattr(family, "eager", Transcribed.apply)
+    pairs = [*family._comparisons(family.Kind(dtype, 64, 8, 4, conjugate), CPU)]
+    differs = wrong is not None and (conjugate or wrong != "not conjugated")
+    assert any(not bits_equal(found, expected) for _, found, expected in pairs) == differs
+
+
+# Transformers' functions
+
+
+def test_transformers_functions_have_the_formula(family, seed):
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    for folder, unsqueeze_dim in (("llama4", 2), ("deepseek_v2", 1)):
+        function = modeling(folder).apply_rotary_emb
+        for _ in range(10):
+            x, freqs, dim = drawn(choose, generator, dtypes=(*DTYPES, torch.bfloat16))
+            x = x if dim == unsqueeze_dim else x.transpose(1, 2)
+            theirs = gradient_of(lambda x, freqs: function(x, x.detach(), freqs)[0], x, x, freqs)  # noqa: B023
+            for found, expected in zip(gradient_of(family.eager, x, x, freqs, unsqueeze_dim), theirs):
+                assert_same(found, expected, f"{folder}, {list(x.shape)} {x.dtype}")
+
+
+@interpreted
+def test_the_public_function(kernel, family, its_fma, seed):
+    x, freqs, dim = drawn(random.Random(seed), torch.Generator().manual_seed(seed))
+    q, k = kernel.apply_rotary_emb(x, x.narrow(dim, 0, 1), freqs, dim)
+    assert_bits_equal(q, transcribed(x, freqs, dim))
+    assert_bits_equal(k, transcribed(x.narrow(dim, 0, 1), freqs, dim))
+    with pytest.raises(TypeError, match="freqs_cis: expected a tensor of torch.complex64, found torch.float32"):
+        kernel.apply_rotary_emb(x, x, freqs.real, dim)
+    with pytest.raises(ValueError, match="unsqueeze_dim: expected 1 or 2, found 3"):
+        kernel.apply_rotary_emb(x, x, freqs, 3)
+    with pytest.raises(ValueError, match="xk: expected four dimensions"):
+        kernel.apply_rotary_emb(x, x[0], freqs, dim)
+    with pytest.raises(ValueError, match=r"freqs_cis: expected \[.*\] for xq"):
+        kernel.apply_rotary_emb(x, x, torch.cat((freqs, freqs), 1), dim)
+
+
+def outside():
+    x, freqs = torch.randn(2, 3, 4, 8), torch.polar(torch.ones(1, 3, 4), torch.randn(1, 3, 4))
+    return {
+        "float64": (x.double(), freqs),
+        "odd strides": (torch.randn(2, 3, 4, 9)[..., :8], freqs),
+        "a strided head": (torch.randn(2, 3, 4, 16)[..., ::2], freqs),
+        "no tokens": (x[:, :0], freqs[:, :0]),
+        "a conjugate": (x, freqs.conj()),
+    }
+
+
+@interpreted
+@pytest.mark.parametrize("case", outside())
+def test_outside_the_domain_eager_runs(kernel, family, case):
+    """Or refuses what it cannot see as complex numbers."""
+    x, freqs = outside()[case]
+    if case in ("odd strides", "a strided head", "no tokens"):
+        messages = []
+        for function in (kernel.apply_rotary_emb, modeling("llama4").apply_rotary_emb):
+            with pytest.raises(RuntimeError) as raised:
+                function(x, x, freqs)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+        return
+    found = gradient_of(lambda x: kernel.apply_rotary_emb(x, x.detach(), freqs)[0], x, x)
+    for mine, expected in zip(found, gradient_of(family.eager, x, x, freqs, 2)):
+        assert_same(mine, expected, case)
+
+
+@interpreted
+def test_gradients_of_gradients_and_of_freqs(kernel, family, seed):
+    x, freqs, dim = drawn(random.Random(seed), torch.Generator().manual_seed(seed), dtypes=(torch.float32,))
+    x = x.nan_to_num(1.0, 1.0)
+    results = []
+    for function in (family.rotated, family.eager):
+        leaf, dy = x.detach().clone().requires_grad_(), x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(function(leaf, freqs, dim), leaf, dy, create_graph=True)
+        results.append((dx.detach(), torch.autograd.grad(dx.square().sum(), dy)[0]))
+    for mine, expected in zip(*results):
+        assert_bits_equal(mine, expected)
+    factor = freqs.clone().requires_grad_()
+    assert torch.autograd.grad(family.rotated(x, factor, dim).sum(), factor)[0].any()
+
+
+@interpreted
+def test_the_operators_for_torch_compile(family, seed):
+    namespace = getattr(torch.ops, family._complex_rotary_op._qualname.split("::")[0])
+    x, freqs, dim = drawn(random.Random(seed), torch.Generator().manual_seed(seed), dtypes=(torch.float32,))
+    x = x.nan_to_num(1.0, 1.0)
+    torch.library.opcheck(namespace.complex_rotary.default, (x.clone().requires_grad_(), freqs, dim))
+    torch.library.opcheck(namespace.complex_rotary_backward.default, (x, freqs, dim))
+
+
+# On a GPU: eager itself
+
+
+@pytest.mark.gpu
+def test_output_and_gradient_are_those_of_eager(family, seed, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    generator, choose = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
+    for case in range(300):
+        x, freqs, dim = drawn(choose, generator, "cuda", (*DTYPES, torch.bfloat16))
+        dy = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
+        label = f"case {case}, {list(x.shape)} {x.stride()} {x.dtype}"
+        ours, theirs = (gradient_of(each, x, dy, freqs, dim) for each in (family.rotated, family.eager))
+        for mine, eagers in zip(ours, theirs):
+            assert_same(mine, eagers, label)
+    assert None not in family._calls.resolved.values()
+
+
+@pytest.mark.gpu
+def test_compiled_is_uncompiled(kernel, family):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, freqs: kernel.apply_rotary_emb(x, x, freqs)[0], fullgraph=True)
+    freqs = torch.polar(torch.ones(1, 9, 64), torch.randn(1, 9, 64)).cuda()
+    for dtype in (*DTYPES, torch.bfloat16):
+        x = torch.randn(2, 9, 4, 128, device="cuda").to(dtype)
+        for found, expected in zip(gradient_of(compiled, x, x, freqs), gradient_of(family.eager, x, x, freqs, 2)):
+            assert_bits_equal(found, expected, str(dtype))

@@ -1,0 +1,348 @@
+"""Rotary position embedding as a complex product, with the bits of the functions of Llama 4 and DeepSeek-V2."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .._ops import add_op_namespace_prefix
+from ..core import launch, proof
+from ..core.calls import Calls, Outside
+from ..core.domain import (
+    FLOAT_DTYPES,
+    allocator,
+    are_ours,
+    are_plain,
+    check_floating,
+    have_strides,
+    is_traced_plainly,
+    runs_kernels,
+)
+from ..core.layout import Output, contiguous_strides
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+
+if launch.AVAILABLE:
+    from ..kernels_src.complex_rotary import complex_rotary
+
+
+def apply_rotary_emb(
+    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding of query and key, pairs of neighbours as complex numbers, in fp32.
+
+    `view_as_real(view_as_complex(x.float().reshape(..., -1, 2)) * freqs_cis.unsqueeze(unsqueeze_dim)).flatten(3)`, rounded
+    to the dtype of x, for x = xq and x = xk. Bit for bit what `apply_rotary_emb` of transformers' Llama 4 returns, and
+    with `unsqueeze_dim=1` that of DeepSeek-V2.
+
+    Args:
+        xq: `[batch, tokens, heads, head_dim]`, with `unsqueeze_dim=1` `[batch, heads, tokens, head_dim]`; any strides, any
+            real floating dtype.
+        xk: as `xq`; the number of heads may differ.
+        freqs_cis: `[batch or 1, tokens, head_dim / 2]`, complex64.
+        unsqueeze_dim: the heads' dimension: 2 or 1.
+
+    Returns:
+        Both embedded, of the shapes, dtypes and strides that eager returns.
+
+    Raises:
+        TypeError: `xq` or `xk` is no tensor of a real floating dtype, or `freqs_cis` none of complex64.
+        ValueError: tensors on two devices, shapes that do not fit, or another `unsqueeze_dim`.
+
+    The kernel runs for fp32, fp16 and bf16 on CUDA if `head_dim` is at most 1024 and contiguous in every tensor, all strides
+    of `xq` and `xk` are even, and `freqs_cis` needs no gradient. Eager computes everything else.
+    """
+    if not isinstance(freqs_cis, torch.Tensor) or freqs_cis.dtype != torch.complex64:
+        found = freqs_cis.dtype if isinstance(freqs_cis, torch.Tensor) else type(freqs_cis).__name__
+        raise TypeError(f"freqs_cis: expected a tensor of torch.complex64, found {found}")
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim: expected 1 or 2, found {unsqueeze_dim!r}")
+    for name, x in (("xq", xq), ("xk", xk)):
+        check_floating(name, x)
+        if x.device != freqs_cis.device:
+            raise ValueError(f"{name}: expected device {freqs_cis.device} of freqs_cis, found {x.device}")
+        if x.dim() != 4 or freqs_cis.dim() != 3 or x.shape[-1] != 2 * freqs_cis.shape[-1]:
+            raise ValueError(
+                f"{name}: expected four dimensions, the last twice as long as that of freqs_cis {list(freqs_cis.shape)}, "
+                f"found {list(x.shape)}"
+            )
+        batch, tokens = x.shape[0], x.shape[3 - unsqueeze_dim]
+        if freqs_cis.shape[0] not in (1, batch) or freqs_cis.shape[1] != tokens:
+            raise ValueError(
+                f"freqs_cis: expected [{batch} or 1, {tokens}, {x.shape[-1] // 2}] for {name} {list(x.shape)}, found "
+                f"{list(freqs_cis.shape)}"
+            )
+    return rotated(xq, freqs_cis, unsqueeze_dim), rotated(xk, freqs_cis, unsqueeze_dim)
+
+
+def rotated(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
+    """x with its rotary embedding."""
+    out = replacement(x, freqs_cis, unsqueeze_dim)
+    return eager(x, freqs_cis, unsqueeze_dim) if out is None else out
+
+
+def eager(x, freqs_cis, unsqueeze_dim) -> torch.Tensor:
+    """The formula in torch operations."""
+    complex_x = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(complex_x * freqs_cis.unsqueeze(unsqueeze_dim)).flatten(3).type_as(x)
+
+
+def formula(dy, freqs_cis, unsqueeze_dim) -> torch.Tensor:
+    """The gradient of x in differentiable torch operations, as autograd computes it: contiguous."""
+    return eager(dy.contiguous(), freqs_cis.conj(), unsqueeze_dim)
+
+
+# Calls
+
+
+_MAX_HEAD_DIM = 1024
+# Elements of a program, and of a thread.
+_ELEMENTS, _ELEMENTS_PER_THREAD = 1024, 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties that a kernel is compiled for; units are the elements by which strides are counted."""
+
+    dtype: torch.dtype
+    half: int
+    unit: int
+    freqs_unit: int
+    conjugate: bool
+
+    def launch(self, batch, tokens, heads, steps, freqs_steps, device) -> launch.Launch:
+        """The launch for x, freqs as real numbers and the output.
+
+        Args:
+            steps: strides of x and of the output over batch, tokens and heads.
+            freqs_steps: those of freqs, in real numbers, over batch and tokens.
+        """
+        block = 1 << (self.half - 1).bit_length()
+        heads_per_program = min(max(_ELEMENTS // (2 * block), 1), 1 << (heads - 1).bit_length())
+        constants = {
+            "HALF": self.half,
+            "HALF_BLOCK": block,
+            "UNIT": self.unit,
+            "FREQS_UNIT": self.freqs_unit,
+            "HEADS": heads_per_program,
+            "CONJUGATE": self.conjugate,
+        }
+        groups = -(-heads // heads_per_program)
+        warps = max(heads_per_program * 2 * block // (_ELEMENTS_PER_THREAD * 32), 1)
+        in_units = [step // self.unit for step in steps] + [step // self.freqs_unit for step in freqs_steps]
+        dtypes = self.dtype, torch.float32, self.dtype
+        programs = batch * tokens * groups
+        if programs > launch.MAX_PROGRAMS:
+            raise Outside("too many heads")
+        return launch.bind(complex_rotary, constants, warps, device, dtypes, programs, tokens, groups, heads, *in_units)
+
+
+def _steps(strides, shape, unsqueeze_dim) -> tuple[int, ...]:
+    """Strides over batch, tokens and heads; 0 for dimensions of length 1."""
+    batch, *rest = (stride if size != 1 else 0 for stride, size in zip(strides[:3], shape[:3]))
+    return (batch, rest[1], rest[0]) if unsqueeze_dim == 1 else (batch, *rest)
+
+
+def _bind(x, freqs_cis, unsqueeze_dim, out_strides, conjugate) -> launch.Launch:
+    """The launch for these tensors. Raises Outside if no kernel takes them."""
+    if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device) or freqs_cis.device != x.device:
+        raise Outside(f"{x.dtype} on {x.device}, freqs_cis on {freqs_cis.device}")
+    if torch.version.hip is not None:
+        raise Outside("ROCm, whose complex product was not looked at")
+    if freqs_cis.dtype != torch.complex64 or freqs_cis.is_conj() or x.dim() != 4 or freqs_cis.dim() != 3:
+        raise Outside("freqs_cis is not complex64, or other dimensions")
+    head_dim, half = x.shape[-1], freqs_cis.shape[-1]
+    if head_dim != 2 * half or not 2 <= head_dim <= _MAX_HEAD_DIM or not x.numel():
+        raise Outside("empty, or heads of more than 1024 elements")
+    if x.stride(-1) != 1 or out_strides[-1] != 1 or (half > 1 and freqs_cis.stride(-1) != 1):
+        raise Outside("heads are not contiguous")
+    batch, tokens, heads = x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[unsqueeze_dim]
+    if freqs_cis.shape[0] not in (1, batch) or freqs_cis.shape[1] != tokens:
+        raise Outside("freqs_cis of other tokens")
+    steps = *_steps(x.stride(), x.shape, unsqueeze_dim), *_steps(out_strides, x.shape, unsqueeze_dim)
+    freqs_steps = [2 * stride if size != 1 else 0 for stride, size in zip(freqs_cis.stride(), freqs_cis.shape[:2])]
+    if any(step % 2 for step in steps):
+        raise Outside("odd strides, of which eager makes no complex numbers without a copy")
+    kind = Kind(x.dtype, half, math.gcd(8, head_dim, *steps), math.gcd(4, head_dim, *freqs_steps), conjugate)
+    if not _proved(kind, x.device):
+        raise Outside("eager has other bits here")
+    return kind.launch(batch, tokens, heads, steps, freqs_steps, x.device)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call resolved for its tensors' layouts; of a gradient too, with needs_grad False."""
+
+    launch: launch.Launch
+    out: Output
+    unsqueeze_dim: int
+    needs_grad: bool
+
+    def __call__(self, x, freqs_cis):
+        return _apply(self, x, freqs_cis) if self.needs_grad else self.output(x, freqs_cis)
+
+    def output(self, x, freqs_cis):
+        if dispatch_modes():
+            return eager(x, freqs_cis, self.unsqueeze_dim)
+        out = self.out.empty()
+        self.launch.call_3(x, torch.view_as_real(freqs_cis.detach()), out)
+        return out
+
+
+def replacement(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> Optional[torch.Tensor]:
+    """The output from the kernel; None if eager must compute it."""
+    if is_dynamo_compiling():
+        return _compiled(x, freqs_cis, unsqueeze_dim)
+    needs_grad = is_grad_enabled() and x.requires_grad
+    facts = unsqueeze_dim, needs_grad
+    recent = _calls.recent.get(facts)
+    if recent is not None:
+        same, compute = recent
+        if have_strides(x, freqs_cis) and same(x, freqs_cis) and forward_ad._current_level < 0 and not dispatch_modes():
+            return compute(x, freqs_cis)
+    if not are_ours(x, freqs_cis, needs_grad):
+        return proof.record_refusal(eager, proof.NOT_PLAIN)
+    if is_grad_enabled() and (freqs_cis.requires_grad or freqs_cis.is_inference()):
+        return proof.record_refusal(eager, "freqs_cis needs a gradient or is an inference tensor")
+    return _calls.run(facts, _calls.find(eager, facts, (x, freqs_cis), *facts), (), (x, freqs_cis))
+
+
+def _resolve(x, freqs_cis, unsqueeze_dim, needs_grad) -> _Call:
+    out = Output.of(functools.partial(eager, unsqueeze_dim=unsqueeze_dim), x, freqs_cis, dtype=x.dtype)
+    return _Call(_bind(x, freqs_cis, unsqueeze_dim, out.strides, False), out, unsqueeze_dim, needs_grad)
+
+
+_calls = Calls(_resolve)
+
+
+def gradient(dy, freqs_cis, unsqueeze_dim) -> torch.Tensor:
+    """The gradient of x."""
+    if not is_grad_enabled() and are_plain(dy, freqs_cis):
+        call = _gradient_calls.find(eager, (unsqueeze_dim,), (dy, freqs_cis), unsqueeze_dim)
+        if call is not None:
+            return call.output(dy, freqs_cis)
+    return formula(dy, freqs_cis, unsqueeze_dim)
+
+
+def _resolve_gradient(dy, freqs_cis, unsqueeze_dim) -> _Call:
+    strides = contiguous_strides(dy.shape)
+    bound = _bind(dy, freqs_cis, unsqueeze_dim, strides, True)
+    return _Call(
+        bound, Output(strides, dy.dtype, allocator(dy.shape, strides, dy.dtype, dy.device)), unsqueeze_dim, False
+    )
+
+
+_gradient_calls = Calls(_resolve_gradient)
+
+
+class ComplexRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, x, freqs_cis):
+        ctx.save_for_backward(freqs_cis)
+        ctx.set_materialize_grads(False)
+        ctx.unsqueeze_dim = call.unsqueeze_dim
+        return call.output(x, freqs_cis)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
+            return None, None, None
+        return None, gradient(dy, *ctx.saved_tensors, ctx.unsqueeze_dim), None
+
+
+_apply = apply_of(ComplexRotary)
+
+
+# Proof
+
+
+def _proved(kind: Kind, device) -> bool:
+    what = "gradient" if kind.conjugate else "output"
+    return proof.kernel_is_proved(
+        ("complex rotary", kind, device),
+        proof.Subject(eager, device, f"{kind.dtype}, heads of {2 * kind.half}, {what}", "x * freqs_cis"),
+        functools.partial(_comparisons, kind, device),
+    )
+
+
+_PROOF_TOKENS = 64
+
+
+def _comparisons(kind, device):
+    """Of one head and of several; a gap of a unit follows each row.
+
+    In half of the tokens pairs of equal numbers, or of opposite ones, are turned by nearly 45 degrees. Two products cancel to
+    the rounding of one, which 16 bits show too.
+    """
+    generator, dim = proof.generator(device, kind.half), 2 * kind.half
+    for heads in (1, 5):
+        x = torch.randn(2, _PROOF_TOKENS, heads, dim + kind.unit, device=device, generator=generator)
+        x[:, ::4, :, 1:dim:2], x[:, 2::4, :, 1:dim:2] = x[:, ::4, :, 0:dim:2], -x[:, 2::4, :, 0:dim:2]
+        x[0, 0, 0, 0], x[0, 1, 0, 0], x[0, 2, 0, 1], x[0, 3] = math.inf, math.nan, -0.0, 0.0
+        x = x.to(kind.dtype)[..., :dim]
+        angle = torch.randn(2, _PROOF_TOKENS, kind.half + kind.freqs_unit // 2, device=device, generator=generator)
+        angle[:, ::2] = math.pi / 4 + angle[:, ::2] * 1e-6
+        angle[:, 5] = 0.0
+        freqs = torch.polar(torch.ones_like(angle), angle)[..., : kind.half]
+        strides = contiguous_strides(x.shape)
+        out = torch.empty_strided(x.shape, strides, dtype=kind.dtype, device=device).fill_(math.nan)
+        steps = *_steps(x.stride(), x.shape, 2), *_steps(strides, x.shape, 2)
+        freqs_steps = [2 * stride for stride in freqs.stride()[:2]]
+        kind.launch(2, _PROOF_TOKENS, heads, steps, freqs_steps, device)(x, torch.view_as_real(freqs), out)
+        if not kind.conjugate:
+            yield "the output", out, eager(x, freqs, 2).contiguous()
+            continue
+        leaf = torch.zeros(x.shape, dtype=kind.dtype, device=device, requires_grad=True)
+        with torch.enable_grad():
+            (expected,) = torch.autograd.grad(eager(leaf, freqs, 2), leaf, x)
+        yield "the input's gradient", out, expected
+
+
+# torch.compile
+
+
+@torch.library.custom_op(add_op_namespace_prefix("complex_rotary"), mutates_args=())
+def _complex_rotary_op(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
+    with torch.no_grad():
+        return rotated(x, freqs_cis, unsqueeze_dim)
+
+
+@_complex_rotary_op.register_fake
+def _(x, freqs_cis, unsqueeze_dim):
+    return eager(x, freqs_cis, unsqueeze_dim)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("complex_rotary_backward"), mutates_args=())
+def _complex_rotary_backward_op(dy: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
+    with torch.no_grad():
+        return gradient(dy, freqs_cis, unsqueeze_dim)
+
+
+@_complex_rotary_backward_op.register_fake
+def _(dy, freqs_cis, unsqueeze_dim):
+    return dy.new_empty(dy.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    _, freqs_cis, ctx.unsqueeze_dim = inputs
+    ctx.save_for_backward(freqs_cis)
+
+
+def _op_gradient(ctx, dy):
+    return _complex_rotary_backward_op(dy, *ctx.saved_tensors, ctx.unsqueeze_dim), None, None
+
+
+_complex_rotary_op.register_autograd(_op_gradient, setup_context=_setup_context)
+
+
+def _compiled(x, freqs_cis, unsqueeze_dim) -> Optional[torch.Tensor]:
+    """`replacement` while torch.compile traces: the registered op, or None to trace eager's operations.
+
+    Without a proof the op computes these too.
+    """
+    if not x.is_cuda or x.dtype not in FLOAT_DTYPES or (is_grad_enabled() and freqs_cis.requires_grad):
+        return None
+    return _complex_rotary_op(x, freqs_cis, unsqueeze_dim) if is_traced_plainly() else None
