@@ -80,7 +80,7 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
     """`module(hidden_states=hidden_states, **arguments)[0]`, for the attention of a decoder layer."""
     owner = type(module)
     variant = formula_of(owner, hidden_states) if is_bare(module) else None
-    if variant is None or not variant.children <= module._modules.keys():
+    if variant is None or not all(name in module._modules for name in variant.children):
         return module(hidden_states=hidden_states, **arguments)[0]
     found = owner.forward.__globals__
     functions = Functions(
