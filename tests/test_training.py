@@ -403,6 +403,8 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     samples |= {"layer_norm": [], "layer_norm_backward": []}
     # tests/test_divergences.py has these.
     samples |= {"divergence": [], "divergence_backward": []}
+    # tests/test_dyt.py and tests/test_complex_rotary.py have these.
+    samples |= {"dyt": [], "dyt_backward": [], "complex_rotary": [], "complex_rotary_backward": []}
     # tests/test_rotary.py has these.
     samples |= {"rotary": [], "rotary_backward": []}
     namespace, names = operators(kernel)
