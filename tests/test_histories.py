@@ -68,7 +68,9 @@ PLANTED = r"""
         return original(x, *given, **named)
 
     def stale(original, x, weight, *given, kept={}, **named):
-        return original(x, kept.setdefault((weight.shape, weight.dtype), weight.detach()), *given, **named)
+        if weight is not None:
+            weight = kept.setdefault((weight.shape, weight.dtype), weight.detach())
+        return original(x, weight, *given, **named)
 
     def plant(name, function, change):
         original = getattr(module(name), function)
