@@ -841,7 +841,10 @@ def every_kind_of_call(module, chooser, weights):
 FOUND_BY_KEY = {
     ("ops.cross_entropy", "_resolve"): "a loss is computed once a step, so that the shortcut would save nothing",
     ("ops.divergences", "_resolve"): "as the loss",
-    ("ops.complex_rotary", "_resolve_gradient"): "a model has one such product for query and key: no shortcut was measured",
+    (
+        "ops.complex_rotary",
+        "_resolve_gradient",
+    ): "a model has one such product for query and key: no shortcut was measured",
 }
 # Their shortcuts compare facts with `==`, the others with `is`.
 FACTS_BY_VALUE = {("ops.rotary_tables", "_resolve"), ("ops.rotary", "_resolve_gradients")}
@@ -899,7 +902,10 @@ def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recogni
                 assert key == their_key, (name, facts)
                 compared[name] += key is not their_key
     assert min(map(len, keys.values())) > 1, keys
-    assert compared.keys() == source.keys() - FOUND_BY_KEY.keys() and min(compared.values()) > 0, compared
+    assert compared.keys() == source.keys() - FOUND_BY_KEY.keys() and (
+        # The weights of dynamic tanh are made anew for each draw, so that no two of its calls meet.
+        {name for name, count in compared.items() if not count} <= {("ops.dyt", "_resolve")}
+    ), compared
     assert sum(compared.values()) > 50, compared
 
 
