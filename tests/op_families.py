@@ -449,8 +449,8 @@ def _cohere_layer_norm_launches(kernel, machine):
 
 
 def _dyt_calls(module, chooser, given):
-    vectors = torch.randn(64).to(given.dtype), torch.randn(64).to(given.dtype)
-    return [module("ops.dyt").replacement(given.x, torch.full((1,), 0.5, dtype=given.dtype), *vectors)]
+    alpha, bias = torch.full((1,), 0.5, dtype=given.dtype), torch.randn(64).to(given.dtype)
+    return [module("ops.dyt").replacement(given.x, alpha, given.weight.to(given.dtype), bias)]
 
 
 def _dyt_timed(module, given):

@@ -902,10 +902,7 @@ def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recogni
                 assert key == their_key, (name, facts)
                 compared[name] += key is not their_key
     assert min(map(len, keys.values())) > 1, keys
-    assert compared.keys() == source.keys() - FOUND_BY_KEY.keys() and (
-        # The weights of dynamic tanh are made anew for each draw, so that no two of its calls meet.
-        {name for name, count in compared.items() if not count} <= {("ops.dyt", "_resolve")}
-    ), compared
+    assert compared.keys() == source.keys() - FOUND_BY_KEY.keys() and min(compared.values()) > 0, compared
     assert sum(compared.values()) > 50, compared
 
 
