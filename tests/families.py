@@ -43,6 +43,7 @@ def rope(*sections, **more):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [*sections], **more}}
 
 
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
 # Decoder layer -> sizes that its model needs beside these.
 MORE = {
     "AXK2DecoderLayer": NO_GROUPS,
@@ -61,6 +62,11 @@ MORE = {
         "layer_types": ["linear_attention", *["full_attention"] * 2],
     },
     "PaddleOCRDecoderLayer": rope(4, 6, 6),
+    # Its own image and audio towers have 1.8 billion parameters.
+    "Phi4MultimodalDecoderLayer": {
+        "vision_config": {**TOWER, "num_hidden_layers": 2, "crop_size": 28, "image_size": 28},
+        "audio_config": {**TOWER, "num_blocks": 1},
+    },
     "PocketTTSDecoderLayer": {"flow_head_config": {"condition_dim": 64}},
     "Qwen2_5OmniDecoderLayer": rope(2, 3, 3),
     "Qwen2_5_VLDecoderLayer": rope(2, 3, 3),

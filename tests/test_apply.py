@@ -5,7 +5,9 @@ import copy
 import gc
 import importlib.util
 import logging
+import statistics
 import sys
+import time
 import warnings
 from types import MethodType, SimpleNamespace
 
@@ -242,30 +244,40 @@ def test_the_forwards_are_those_of_kernelize(kernel, level, mode):
     assert (vars(model).get("_loss_function") is not None) == (level == "decoder" and Mode.TRAINING in mode)
 
 
-def calls_of(model):
+def calls_of(model, x):
     """How many Python and C functions a call of the model enters."""
     calls = []
     for _ in range(3):
-        logits(model)
+        model(x)
     sys.setprofile(lambda frame, event, argument: calls.append(event))
     try:
-        logits(model)
+        model(x)
     finally:
         sys.setprofile(None)
     return calls.count("call") + calls.count("c_call")
 
 
+@torch.no_grad()
 def test_a_call_costs_what_it_costs_without_apply(kernel):
     """Beside `kernelize` by hand, and after `restore` beside a model that was never changed."""
-    by_hand, model, never = make(), make(), make()
+    by_hand, model, never, x = make(), make(), make(), tokens()
     kernel.name_layers(by_hand)
     mapping = kernel.kernel_mapping(level="decoder", devices=("cuda", "rocm", "cpu"))
     with use_kernel_mapping(mapping, inherit_mapping=False):
         kernelize(by_hand, mode=Mode.INFERENCE)
     kernel.apply(model)
-    assert calls_of(model) == calls_of(by_hand)
+    count = calls_of(model, x)
+    assert count == calls_of(by_hand, x)
+    times = [[], []]
+    for _ in range(200):
+        for each, found in zip((by_hand, model), times):
+            start = time.thread_time()
+            each(x)
+            found.append((time.thread_time() - start) * 1e6)
+    by_hands, applied = (f"{statistics.median(found):.0f} us (least {min(found):.0f})" for found in times)
+    print(f"{count} function calls each; CPU time after kernelize {by_hands}, after apply {applied}")
     kernel.restore(model), kernel.restore(by_hand)
-    assert calls_of(model) == calls_of(never)
+    assert calls_of(model, x) == calls_of(never, x)
 
 
 def test_mode_and_loss_by_default(kernel):
@@ -326,6 +338,21 @@ def test_in_the_middle_of_training(kernel, loss, seed):
         results.append([*seen, *(each for p in model.parameters() for each in (p.detach(), p.grad))])
     for found, expected in zip(*results, strict=True):
         assert_bits_equal(found, expected)
+
+
+def test_a_class_keeps_the_condition_of_a_name_that_it_had(kernel):
+    """`name_layers` gives both; a program may have taken the name back alone."""
+    norm_class = type(make("gemma").model.norm)
+    norm_class.kernel_condition = condition = lambda module: True
+    try:
+        model = make("gemma")
+        before = state_of(model)
+        kernel.apply(model)
+        kernel.restore(model)
+        assert_unchanged(model, before)
+        assert vars(norm_class)["kernel_condition"] is condition
+    finally:
+        del norm_class.kernel_condition
 
 
 def test_two_models_share_a_function(kernel):
@@ -570,14 +597,47 @@ def test_a_model_without_a_gpu_says_so_once(kernel, module, monkeypatch):
     assert "GPU" in str(report).splitlines()[-2]
 
 
-def test_a_model_without_such_layers_says_so_once(kernel, monkeypatch):
-    message, report = nothing_replaced(kernel, torch.nn.Linear(2, 2, device=DEVICE))
+LEVELS = "layer", "decoder"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_without_such_layers_says_so_once(kernel, level):
+    message, report = nothing_replaced(kernel, torch.nn.Linear(2, 2, device=DEVICE), level=level)
     assert "no layer that a kernel of this package takes" in message and not report.layers
-    message, report = nothing_replaced(
-        kernel, torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Linear(2, 2, device=DEVICE))
-    )
+    assert message.endswith("Next: nothing: kernel.kernel_mapping(level='decoder') has the names of the layers with kernels")
+    layers = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Linear(2, 2, device=DEVICE))
+    message, report = nothing_replaced(kernel, layers, level=level)
     (entry,) = report.layers
     assert 'kernels.replace_kernel_forward_from_hub(torch.nn.SiLU, "SiLU")' in entry.reasons[0].step
+    assert f"no layer name (SiLU would fit). Next: {entry.reasons[0].step}" in message
+    message, report = nothing_replaced(kernel, torch.nn.Sequential(*layers, torch.nn.LayerNorm(64)), level=level)
+    assert len(report.layers) == 2 and "several reasons. Next: print(kernel.replacement_report(model))" in message
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_of_another_dtype_says_so_once(kernel, name, level):
+    model = make(name).double()
+    message, report = nothing_replaced(kernel, model, level=level)
+    reason, step = "the model's weights are torch.float64", "use float32, float16 or bfloat16"
+    assert message.endswith(f"apply replaced no layer of {type(model).__name__}: {reason}. Next: {step}")
+    reasons = {(each.kind, str(each), each.step) for entry in report.layers for each in entry.reasons}
+    assert reasons == {("no kernel for", reason, step)}
+    # Mixed: the layers whose weights are no float64 may have kernels.
+    model.model.norm.float() if name == "llama" else model.transformer.ln_f.float()
+    kernel.apply(model, level=level)
+    assert ours(kernel, model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_whose_forwards_are_a_users_own_says_so_once(kernel, level):
+    model = torch.nn.Sequential(modeling_llama.LlamaRMSNorm(64), modeling_llama.LlamaRMSNorm(64)).to(DEVICE)
+    for norm in model:
+        norm.forward = lambda hidden_states: hidden_states
+    message, report = nothing_replaced(kernel, model, level=level)
+    (entry,) = report.layers
+    assert "Sequential: another forward (the module has a forward of its own). Next: delete the module's" in message
+    assert entry.count == 2 and entry.reasons[0].kind == "another forward"
 
 
 def test_kernels_own_switch_is_named_with_its_remedy(interpreted):
@@ -604,8 +664,10 @@ def test_kernels_own_switch_is_named_with_its_remedy(interpreted):
     assert reasons == str({expected})
 
 
-def test_a_model_of_unknown_formulas_alone_warns_once(kernel, monkeypatch):
-    """At its first call, which verifies: `apply` cannot know. The report has the reason and the step."""
+@pytest.mark.parametrize("replace", ["apply", "kernelize"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_of_unknown_formulas_alone_warns_once(kernel, monkeypatch, level, replace):
+    """At its first call, which verifies: neither `apply` nor `kernelize` can know. The report has the reason and the step."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
 
     class OddRMSNorm(modeling_llama.LlamaRMSNorm):
@@ -616,9 +678,16 @@ def test_a_model_of_unknown_formulas_alone_warns_once(kernel, monkeypatch):
     model = torch.nn.Sequential(OddRMSNorm(64), OddRMSNorm(64)).to(DEVICE)
     x = torch.randn(16, 64, device=DEVICE)
     expected = model(x)
+    mapping = kernel.kernel_mapping(devices=("cuda", "rocm", "cpu"))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        kernel.apply(model)
+        if replace == "apply":
+            kernel.apply(model, level=level)
+        else:
+            if level == "decoder":
+                kernel.name_layers(model)
+            with use_kernel_mapping(mapping, inherit_mapping=False):
+                kernelize(model, mode=Mode.INFERENCE)
         for _ in range(2):
             assert_bits_equal(model(x), expected)
     (message,) = [str(each.message) for each in warned if "lossless" in str(each.message)]

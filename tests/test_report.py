@@ -9,6 +9,7 @@ from kernels import Mode, kernelize, use_kernel_mapping
 from places import forget_calls, python_module
 from transformers import LlamaConfig
 from transformers.activations import SiLUActivation
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -178,6 +179,18 @@ def test_layers_that_could_have_a_name(fresh):
     assert "kernel.apply(model)" in found["LlamaMLP"].reasons[0].step
     fresh.apply(layers)
     assert entries(fresh, layers)["GELU"].reasons and entries(fresh, layers)["GemmaRMSNorm"].path == "not called yet"
+
+
+def test_a_norm_of_another_family_is_not_said_to_be_unknown(fresh, monkeypatch):
+    """Before Cohere's LayerNorm gets its name, its forward is compared with the formulas of RMSNorm."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    layers, x = torch.nn.Sequential(CohereLayerNorm(64)).to(DEVICE), torch.randn(2, 64, device=DEVICE)
+    fresh.apply(layers)
+    with torch.no_grad():
+        layers(x)
+    (entry,) = fresh.replacement_report(layers, verbose=False).layers
+    assert layers[0].forward.__func__ is fresh.layers.CohereLayerNorm.forward
+    assert entry.path in ("unproved", "kernel") and "another formula" not in [each.kind for each in entry.reasons]
 
 
 def test_a_model_without_such_layers(fresh, capsys):

@@ -304,7 +304,7 @@ def _obstacle_of(module, name, dtype) -> Optional[report.Reason]:
     if weight is not None:
         dtype = weight.dtype
     if dtype not in FLOAT_DTYPES:
-        return report.Reason(str(dtype), report.NO_KERNEL, "use float32, float16 or bfloat16")
+        return report.Reason(str(dtype), report.NO_KERNEL, report.USE_DTYPES)
     if name in EPS_NAMES and weight is not None:
         if not in_domain(dtype, dtype, weight.numel()):
             return report.Reason(f"hidden size {weight.numel()}", report.NO_KERNEL)

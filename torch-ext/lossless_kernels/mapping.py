@@ -386,13 +386,17 @@ def mapped_names() -> list[str]:
 
 @contextlib.contextmanager
 def _names(model, level) -> Iterator[None]:
+    names = ("kernel_layer_name", "kernel_condition")
+    before = {type(module): {name: vars(type(module)).get(name) for name in names} for module in model.modules()}
     named = _give_names(model, level)
     try:
         yield
     finally:
         for layer_class in named:
-            for name in ("kernel_layer_name", "kernel_condition"):
-                if name in vars(layer_class):
+            for name, value in before[layer_class].items():
+                if value is not None:
+                    setattr(layer_class, name, value)
+                elif name in vars(layer_class):
                     delattr(layer_class, name)
 
 

@@ -40,8 +40,9 @@ def apply(
     of training, between a forward pass and its backward pass too. Classes have their layer names only during the call. After `set_use_kernels`, `apply` takes over the layers that have kernels here, and `model.train()` no longer gives
     them to transformers' own mapping.
 
-    The original layers run where the device has no kernels. In a model that is split over a GPU and a CPU the layers on the GPU
-    run kernels and those on the CPU compute their original operations. If nothing can be replaced, one RuntimeWarning gives the
+    The original layers run where the device has no kernels, and where no weight has a dtype of the kernels (float64). In a model
+    that is split over a GPU and a CPU the layers on the GPU run kernels and those on the CPU compute their original operations. If
+    nothing can be replaced, one RuntimeWarning gives the
     reason and the next step. A second call replaces the first, with its own mode and level. If `apply` raises, the original
     forwards run.
 
@@ -88,7 +89,7 @@ def apply(
         raise
     made = report.report_of(model)
     if obstacle is not None or not (loss or any(True for _ in report.replaced_modules(model))):
-        reason = obstacle or _why_nothing(model)
+        reason = obstacle or _why_nothing(made)
         warnings.warn(
             f"lossless-kernels: apply replaced no layer of {type(model).__name__}: {reason}. Next: {reason.step}",
             RuntimeWarning,
@@ -186,11 +187,19 @@ def _check_loaded(model) -> None:
         )
 
 
-def _why_nothing(model) -> report.Reason:
+def _why_nothing(made: report.ReplacementReport) -> report.Reason:
     """Why `kernelize` bound nothing onto a model whose device has kernels."""
-    step = "print(kernel.replacement_report(model)) lists the layers that could have been replaced"
-    none = report.Reason("it has no layer that a kernel of this package takes", report.NO_NAME, step)
-    return report.disabled() or none
+    reasons = {(reason.kind, str(reason), reason.step) for entry in made.layers for reason in entry.reasons}
+    if report.disabled() is not None:
+        return report.disabled()
+    if len(reasons) == 1:
+        ((kind, text, step),) = reasons
+        return report.Reason(f"{kind} ({text})", kind, step)
+    if reasons:
+        step = "print(kernel.replacement_report(model)) lists the reasons and what to do about each"
+        return report.Reason("its layers have several reasons", report.NO_NAME, step)
+    step = "nothing: kernel.kernel_mapping(level='decoder') has the names of the layers with kernels"
+    return report.Reason("it has no layer that a kernel of this package takes", report.NO_NAME, step)
 
 
 def _bind(model, mode, level, device_type) -> None:

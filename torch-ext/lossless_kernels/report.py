@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 
 from .core import ROOT_PACKAGE, inspection, launch, proof
-from .core.domain import MISSING, runs_kernels
+from .core.domain import FLOAT_DTYPES, MISSING, runs_kernels
 from .loss import has_our_loss
 from .mapping import LEVELS, RECIPES, check_model, idle_decorators, is_replaceable, missing_name
 
@@ -36,12 +36,13 @@ _STEPS = {
     FAILED: "the original layers run; LOSSLESS_PROOF=strict raises with a traceback, kernel.doctor() lists the versions",
     NOT_VERIFIED: "unset LOSSLESS_PROOF to verify kernels before they run",
 }
+USE_DTYPES = "use float32, float16 or bfloat16"
 # Words in a reason of kind NO_KERNEL or FAILED -> what to do. The first that is found counts.
 _STEPS_BY_WORD = (
     (" on cpu", "move the model and its inputs to a GPU"),
     ("autocast", "nothing: under autocast this layer runs its original forward"),
     (proof.NOT_PLAIN, "call the layer outside of transforms, traces and dispatch modes"),
-    ("float64", "use float32, float16 or bfloat16"),
+    ("float64", USE_DTYPES),
     ("hidden size", "nothing: kernels take hidden sizes that are multiples of 4, from 64 to 32768"),
     ("strided", "make the tensors contiguous"),
     ("in memory", "make the tensors contiguous"),
@@ -237,13 +238,13 @@ def missing_parts() -> Optional[Reason]:
 
 
 def obstacle(model: torch.nn.Module) -> Optional[Reason]:
-    """Why no kernel runs on the devices of the model, None if one may."""
+    """Why no kernel runs on the devices of the model or takes its weights, None if one may."""
     missing = missing_parts()
     if missing is not None:
         return missing
     devices = devices_of(model)
     if any(map(runs_kernels, devices)):
-        return None
+        return _obstacle_of_dtypes(model)
     types = sorted({device.type for device in devices})
     step = "move the model to a GPU, then kernel.apply(model)"
     if types == ["meta"]:
@@ -251,6 +252,13 @@ def obstacle(model: torch.nn.Module) -> Optional[Reason]:
     elif not torch.cuda.is_available():
         step = f"run on a machine with a CUDA or ROCm GPU (torch {torch.__version__} sees none)"
     return Reason(f"the model is on {', '.join(types)}", NO_DEVICE, step)
+
+
+def _obstacle_of_dtypes(model) -> Optional[Reason]:
+    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point() or each.is_complex()}
+    if not dtypes or not dtypes.isdisjoint(FLOAT_DTYPES):
+        return None
+    return Reason(f"the model's weights are {', '.join(sorted(map(str, dtypes)))}", NO_KERNEL, USE_DTYPES)
 
 
 def disabled() -> Optional[Reason]:
@@ -350,15 +358,21 @@ def _is_of_a_formula(verdict) -> bool:
     return not verdict.subject.formula and verdict.subject.original is not torch.nn.functional.cross_entropy
 
 
+def _case(verdict) -> tuple:
+    return verdict.subject.original, verdict.subject.device, verdict.subject.where
+
+
 def _with_verdicts(entry: LayerReport, original: Callable) -> LayerReport:
     """The entry with what is known of the forward function that its layer replaces."""
     verdicts, outside = proof.verdicts_about(original)
     proved = [verdict.subject for verdict in verdicts if verdict and not _is_of_a_formula(verdict)]
+    known = {_case(verdict) for verdict in verdicts if verdict and _is_of_a_formula(verdict)}
     entry.formulas = sorted({subject.formula for subject in proved} - {""})
     # One class of row counts may have several launch configurations, each verified.
     entry.proved = list(dict.fromkeys(f"{subject.device}, {subject.where}" for subject in proved))
     for verdict in verdicts:
-        if not verdict:
+        # A class that has another op's formula: it was compared with the formulas of RMSNorm too.
+        if not verdict and not (_is_of_a_formula(verdict) and _case(verdict) in known):
             kind = OTHER_FORMULA if _is_of_a_formula(verdict) else FAILED
             entry.reasons.append(Reason(f"{verdict.subject.where}: {verdict.reason}", kind))
     entry.reasons += [Reason(each, NO_KERNEL) for each in outside]
