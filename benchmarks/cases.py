@@ -368,11 +368,11 @@ TARGETS = {
     **{Case("layer_norm", shape): _FASTEST for shape in ((8192, 4096), (32768, 1024))},
     Case("cohere_layer_norm", (8192, 4096)): _FASTEST,
     Case("cohere_layer_norm_backward", (8192, 4096)): _FASTEST,
-    # Logits of a router over 128 experts; attention scores over 1024 keys.
+    # Logits of a router over 128 experts; attention scores over 1024 and 4096 keys, of 2 and of 32 heads.
     **{
         Case(op, shape): (Target(1.0, EAGER), Target(1.0, COMPILED))
         for op in ("softmax", "softmax_backward")
-        for shape in ((65536, 128), (65536, 1024))
+        for shape in ((65536, 128), (65536, 1024), (8192, 4096), (1, 32, 4096, 4096))
     },
     # [tokens, vocabulary]
     Case("cross_entropy", (4096, 128256)): (Target(1.15, ROOFLINE), Target(1.0, QUACK, recorded_ms=0.863)),

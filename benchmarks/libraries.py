@@ -47,7 +47,12 @@ def liger(module, swiglu=None):
             offset, casting_mode, in_place = 0.0, "llama", False
             return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, offset, casting_mode, in_place)
 
-        families["add_rms_norm"] = add_rms_norm
+        def softmax(x):
+            from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+            return LigerSoftmaxFunction.apply(x)
+
+        families |= {"add_rms_norm": add_rms_norm, "softmax": softmax}
         families |= liger_losses()
     return families
 
@@ -87,7 +92,12 @@ def quack():
 
         return cross_entropy(logits, target, reduction="mean")
 
-    return {"rms_norm": rms_norm, "cross_entropy": cross_entropy}
+    def softmax(x):
+        from quack.softmax import softmax
+
+        return softmax(x.view(-1, x.shape[-1])).view(x.shape)
+
+    return {"rms_norm": rms_norm, "cross_entropy": cross_entropy, "softmax": softmax}
 
 
 def cut():

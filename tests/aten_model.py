@@ -920,16 +920,121 @@ def _warp_sum(terms: Tensor) -> Tensor:
     return _halving_sum(total, dim=1)
 
 
+def _add_vectors(total: Tensor, terms: Tensor, vector: int) -> Tensor:
+    """total [rows, threads]: a thread adds every `threads`-th vector, element after element."""
+    rows, threads = total.shape
+    for vectors in terms.reshape(rows, -1, threads, vector).unbind(1):
+        for element in vectors.unbind(-1):
+            total = total + element
+    return total
+
+
+def _softmax_vectors(terms: Tensor, threads: int, vector: int) -> Tensor:
+    """The threads' sums of rows that begin at multiples of 16 bytes: [rows, threads]."""
+    filled = torch.nn.functional.pad(terms, (0, -terms.shape[1] % (threads * vector)))
+    return _add_vectors(torch.zeros(len(terms), threads), filled, vector)
+
+
+def _ilp_reduce(terms: Tensor, threads: int, vector: int, shift: int) -> Tensor:
+    """`ilpReduce` of SoftMax.cu for rows that begin `shift` elements after a multiple of 16 bytes: [rows, threads]."""
+    total = torch.zeros(len(terms), threads)
+    if shift:
+        head = terms[:, : threads - shift]
+        total[:, shift : shift + head.shape[1]] += head
+        terms = terms[:, threads - shift :]
+    last = terms.shape[1] % (threads * vector)
+    total = _add_vectors(total, terms[:, : terms.shape[1] - last], vector)
+    for first in range(terms.shape[1] - last, terms.shape[1], threads):
+        step = terms[:, first : first + threads]
+        total[:, : step.shape[1]] += step
+    return total
+
+
+def _shifted(terms: Tensor, threads: int, vector: int, misaligned: int) -> Tensor:
+    """`_ilp_reduce` of rows without gaps, the first of them `misaligned` elements after a multiple of 16 bytes."""
+    rows, size = terms.shape
+    total = torch.empty(rows, threads)
+    for first in range(min(rows, vector)):
+        shift = (misaligned + first * size) % vector
+        total[first::vector] = _ilp_reduce(terms[first::vector], threads, vector, shift)
+    return total
+
+
+def _tree_of_block(total: Tensor) -> Tensor:
+    """`cuda_utils::BlockReduce`: the lanes of each warp are halved, then the warps."""
+    return _halving_sum(_halving_sum(total.view(len(total), -1, 32), dim=2), dim=1)
+
+
+def _block_in_sequence(total: Tensor) -> Tensor:
+    """`blockReduce` of SoftMax.cu: the lanes of each warp in sequence, then the warps."""
+    warps = torch.zeros(len(total), total.shape[1] // 32)
+    for lane in total.view(len(total), -1, 32).unbind(2):
+        warps = warps + lane
+    of_row = torch.zeros(len(total))
+    for warp in warps.unbind(1):
+        of_row = of_row + warp
+    return of_row
+
+
+_SHARED_MEMORY = 49152
+
+
+def softmax_forward_sum(terms: Tensor, itemsize: int, half_to_float: bool = False, misaligned: int = 0) -> Tensor:
+    """Row sums of exponentials, fp32 [rows, size], in the order of `host_softmax` for elements of `itemsize` bytes.
+
+    Args:
+        half_to_float: fp16 elements have fp32 results.
+        misaligned: elements from the last multiple of 16 bytes to the tensor.
+    """
+    size, vector = terms.shape[1], 16 // itemsize
+    if size <= (1024 if half_to_float else 2048):
+        return _warp_sum(terms)
+    if size <= 9216 and not half_to_float:
+        return _tree_of_block(_softmax_vectors(terms, 1024, 1))
+    if size % vector == 0 and not misaligned and size < (_SHARED_MEMORY - 32 * 4) // itemsize:
+        return _tree_of_block(_softmax_vectors(terms, 1024, vector))
+    return _tree_of_block(_shifted(terms, 1024, vector, misaligned))
+
+
+def softmax_backward_sum(terms: Tensor, itemsize: int) -> Tensor:
+    """Row sums of `dy * y`, fp32 [rows, size], in the order of `host_softmax_backward` for dy of `itemsize` bytes."""
+    size, vector = terms.shape[1], 16 // itemsize
+    if size <= 1024:
+        return _warp_sum(terms)
+    threads = 32
+    while threads < min(size // vector, 1024) // 2:
+        threads *= 2
+    if size % vector == 0 and size < (_SHARED_MEMORY - threads // 32 * 4) // itemsize:
+        return _tree_of_block(_softmax_vectors(terms, threads, vector))
+    return _block_in_sequence(_shifted(terms, threads, vector, 0))
+
+
 def softmax(
     x: Tensor,
     exp: Callable[[Tensor], Tensor] = torch.exp,
     cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
-    row_sum: Callable[[Tensor], Tensor] = _warp_sum,
+    row_sum: Optional[Callable[[Tensor], Tensor]] = None,
+    dtype: Optional[torch.dtype] = None,
+    misaligned: int = 0,
 ) -> Tensor:
-    """`F.softmax(x, -1)` of [rows, size] with at most 2048 elements a row: `expf`'s last product is rounded before it is added."""
+    """`F.softmax(x, -1, dtype=dtype)` of a dense [rows, size]; dtype is x's or fp32, to which ATen converts bf16 first.
+
+    The warp kernel, up to 2048 elements a row, rounds `expf`'s last product before it adds it. The others make an FMA
+    of the two, which shows only where the product is subnormal; here it is rounded on its own.
+
+    Args:
+        misaligned: elements from the last multiple of 16 bytes to x.
+    """
+    dtype = dtype or x.dtype
+    if x.dtype == torch.bfloat16 and dtype == torch.float32:
+        x, misaligned = x.float(), 0
     h = x.float()
     terms = exp(h - h.amax(-1, keepdim=True))
-    return cast(terms / row_sum(terms)[:, None], x.dtype)
+    if row_sum is None:
+        total = softmax_forward_sum(terms, x.element_size(), x.dtype != dtype, misaligned)
+    else:
+        total = row_sum(terms)
+    return cast(terms / total[:, None], dtype)
 
 
 def softmax_backward(
@@ -937,15 +1042,16 @@ def softmax_backward(
     y: Tensor,
     fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
     cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
-    row_sum: Callable[[Tensor], Tensor] = _warp_sum,
+    row_sum: Optional[Callable[[Tensor], Tensor]] = None,
+    dtype: Optional[torch.dtype] = None,
 ) -> Tensor:
-    """The gradient of x from that of y = softmax(x), rows of at most 1024 elements.
+    """The gradient of x, which has this dtype, from that of y = softmax(x).
 
     `dy * y` is an operation of its own, rounded to the dtype; of the difference after it nvcc makes an FMA.
     """
     product = cast(dy.float() * y.float(), dy.dtype).float()
-    total = row_sum(product)[:, None].expand_as(product)
-    return cast(fma(-total, y.float(), product), dy.dtype)
+    total = softmax_backward_sum(product, dy.element_size()) if row_sum is None else row_sum(product)
+    return cast(fma(-total[:, None].expand_as(product), y.float(), product), dtype or dy.dtype)
 
 
 class NllLoss(NamedTuple):

@@ -173,10 +173,10 @@ def cpu_kernels(package):
                 write(into, values)
 
     def softmax_forward(constants, scalars, x, y):
-        write(y, functional.softmax(x, -1))
+        write(y, functional.softmax(x, -1, dtype=y.dtype))
 
     def softmax_backward(constants, scalars, dy, y, dx):
-        write(dx, softmax._formula(dy, y))
+        write(dx, softmax._formula(dy, y, dx.dtype))
 
     def cross_entropy_forward(constants, scalars, logits, target, maxima, log_sums, logp, checked):
         h, ignored, valid = logits.float(), target == scalars[2], (target >= 0) & (target < logits.shape[1])
@@ -220,6 +220,10 @@ def cpu_kernels(package):
     return {each.__name__: each for each in kernels} | {
         "rotary": rotate,
         "cross_entropy_forward_short": cross_entropy_forward,
+        "softmax_forward_of_block": softmax_forward,
+        "softmax_forward_of_long_rows": softmax_forward,
+        "softmax_backward_of_block": softmax_backward,
+        "softmax_backward_of_long_rows": softmax_backward,
         "rms_norm_backward_streamed": rms_norm_backward,
     }
 

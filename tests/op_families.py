@@ -366,6 +366,13 @@ def _softmax_launches(kernel, machine):
     for size, gap in ((1, 0), (40, 0), (128, 0), (1000, 0), (1000, 1)) if machine.every_case else ((1000, 0),):
         x = machine.empty(3, size + gap)[:, :size]
         softmax.gradient(x, softmax.softmax(x))
+    # Blocks that keep a row in registers, by elements and by vectors, and those that do not: aligned rows and others.
+    for size, gap in ((4096, 0), (9224, 0), (32768, 0), (32001, 0)) if machine.every_case else ((4096, 0), (32001, 0)):
+        x = machine.empty(3, size + gap)[:, :size]
+        softmax.gradient(x, softmax.softmax(x))
+    if machine.dtype.itemsize == 2 and machine.every_case:
+        y = softmax.softmax(machine.empty(3, 4096), dtype=torch.float32)
+        softmax.gradient(y, y, machine.dtype)
 
 
 # Divergences

@@ -35,6 +35,7 @@ APPROXIMATE = {
     **dict.fromkeys(("dyt_forward", "dyt_backward"), {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
+    **dict.fromkeys(("softmax_forward_of_block", "softmax_forward_of_long_rows"), _EXP),
     **dict.fromkeys(("divergence_blocks", "divergence_forward", "divergence_backward"), _EXP),
     "cross_entropy_forward": {"ex2.approx.ftz.f32"},
     "rotary_tables": _COS,
@@ -319,6 +320,26 @@ def test_softmax_has_cudas_fmas_and_no_others(compiled):
         assert entry.count(r"fma\.rn\.f32") == entry.count(r"(?:fma|mad)\S*\.f32") == elements, str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
         assert_only_trivial_fmas_of_bf16(entry)
+
+
+def test_softmax_of_blocks(compiled):
+    """Rows at multiples of 16 bytes are read and written once, 16 bytes at a time; FMAs are those of a warp's rows."""
+    seen = set()
+    for entry in compiled:
+        constants, forward = entry["constants"], entry["kernel"] == "softmax_forward_of_block"
+        if forward or entry["kernel"] == "softmax_backward_of_block":
+            elements = constants["STEPS"] * constants["THREADS"] * constants["VECTOR"] // entry.threads
+            sizes = [4 if dtype == "torch.float32" else 2 for dtype in entry["dtypes"]]
+            read = sum(elements * size // 16 for size in sizes[:-1])
+            assert constants["UNIT"] * sizes[0] == 16
+            assert entry.count(r"ld\.global\S*\.v4\.b32") == entry.count(r"ld\.global") == read, str(entry)
+            written = elements * sizes[-1] // 16
+            if sizes[-1] >= sizes[0]:
+                assert entry.count(r"st\.global\S*\.v4\.b32") == entry.count(r"st\.global") == written, str(entry)
+            fmas = 4 if forward else 1
+            assert entry.count(r"(?:fma|mad)\S*\.f32") == fmas * elements, str(entry)
+            seen.add((entry["kernel"], entry["arch"]))
+    assert {arch for _, arch in seen} == set(ARCHS) and len(seen) == 2 * len(ARCHS)
 
 
 def divergences(compiled, kernel):

@@ -28,6 +28,9 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Both sides of where a power of two, and with it the order, changes.
 SIZES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 200, 511, 512, 513, 1000, 1023, 1024)
+# The same of rows of one block: where ATen's kernel, its threads, or the tile of a program change.
+BLOCK_SIZES = (1025, 1028, 1031, 1032, 1040, 2047, 2048, 2049, 2052, 2055, 2056, 3072, 4096, 4100, 4128, 8192, 9216)
+LONG_SIZES = (9217, 9220, 9224, 12252, 12256, 12268, 12272, 16384, 24504, 24512, 24536, 24544, 32001, 32768, 50257)
 SPECIAL = (-math.inf, math.inf, math.nan, -0.0, 0.0, 1e-40, -6e4)
 
 
@@ -56,17 +59,19 @@ def spaced(x, gap):
     return torch.zeros(x.shape[0], x.shape[1] + gap, dtype=x.dtype)[:, : x.shape[1]].copy_(x)
 
 
-def forward_of(family, x):
-    rows, size = x.shape
-    out = torch.full((rows, size), math.nan, dtype=x.dtype)
-    family._forward(x.dtype, rows, size, x.stride(0), CPU)(x, out)
+def forward_of(family, x, dtype=None, shift=0):
+    (rows, size), dtype = x.shape, dtype or x.dtype
+    out = torch.full((rows, size), math.nan, dtype=dtype)
+    kind = family.Kind.of(False, x.dtype, dtype, size, x.stride(0), shift)
+    family._bind(kind, rows, size, x.stride(0), CPU)(x, out)
     return out
 
 
-def backward_of(family, dy, y):
-    rows, size = y.shape
-    dx = torch.full((rows, size), math.nan, dtype=y.dtype)
-    family._backward(y.dtype, rows, size, dy.stride(0), CPU)(dy, y, dx)
+def backward_of(family, dy, y, dtype=None):
+    (rows, size), dtype = y.shape, dtype or y.dtype
+    dx = torch.full((rows, size), math.nan, dtype=dtype)
+    kind = family.Kind.of(True, dtype, y.dtype, size, dy.stride(0))
+    family._bind(kind, rows, size, dy.stride(0), CPU)(dy, y, dx)
     return dx
 
 
@@ -90,6 +95,34 @@ def test_kernels_equal_the_transcription(module, seed):
         dy = rows_at_random(choose, generator, rows, size, dtype)
         dx = backward_of(family, spaced(dy, gap), y)
         assert_bits_equal(dx, aten_model.softmax_backward(dy, y, multiply_add, cast), f"gradient of {label}")
+
+
+@interpreted
+@pytest.mark.parametrize("cases", [12, pytest.param(200, marks=pytest.mark.long)])
+def test_kernels_for_blocks_equal_the_transcription(module, seed, cases):
+    """Rows of every length, also from an address inside 16 bytes, and 16 bits to fp32."""
+    family, generator, choose = module("ops.softmax"), torch.Generator().manual_seed(seed), random.Random(seed)
+    for case in range(cases):
+        lengths = choose.choice((BLOCK_SIZES, BLOCK_SIZES, LONG_SIZES))
+        size = choose.choice((choose.choice(lengths), choose.randint(lengths[0], lengths[-1])))
+        rows, dtype, gap = choose.randint(1, 5), choose.choice(DTYPES), choose.choice((0, 0, 1, 8))
+        result = choose.choice((None, None, torch.float32))
+        # Eager converts bf16 before, and copies rows with gaps.
+        own_address = gap == 0 and not (dtype == torch.bfloat16 and result)
+        shift = choose.randrange(16 // dtype.itemsize) if own_address and choose.random() < 0.5 else 0
+        label = f"case {case}, {rows}x{size} {dtype} to {result}, gap {gap}, shift {shift}"
+        x = rows_at_random(choose, generator, rows, size, dtype)
+        y = forward_of(family, spaced(x, gap) if gap else x, result, shift)
+        expected = aten_model.softmax(x, numpy_exp, cast, dtype=result, misaligned=shift)
+        assert_bits_equal(y, expected, f"output of {label}")
+        if choose.random() < 0.3:
+            y = torch.rand(rows, size, generator=generator).to(y.dtype)
+        # The interpreter truncates what is subnormal in bf16 in a way of its own.
+        y = torch.where(y < 1e-30, 0.0, y)
+        dy = rows_at_random(choose, generator, rows, size, y.dtype)
+        dx = backward_of(family, spaced(dy, gap), y, dtype)
+        expected = aten_model.softmax_backward(dy, y, multiply_add, cast, dtype=dtype)
+        assert_bits_equal(dx, expected, f"gradient of {label}")
 
 
 @interpreted
@@ -202,21 +235,29 @@ def orders_of(log2_size):
     return {name: order for name, order in WRONG_ORDERS.items() if log2_size >= short.get(name, 7)}
 
 
-def compared(family, patch, kind, of_gradient, seed, order):
+def compared(family, patch, kind, seed, order):
     """What the proof compares of a kernel with this order and eager, both transcribed; `seed` in its own seed's place."""
-    wrong = {"row_sum": order}
+
+    def softmax(x, order=None):
+        return aten_model.softmax(x, row_sum=order, dtype=kind.result, misaligned=kind.shift)
+
+    def gradient(dy, y, order=None):
+        return aten_model.softmax_backward(dy, y, row_sum=order, dtype=kind.dtype)
+
     patch.setattr(family.proof, "generator", lambda device, _: torch.Generator(device).manual_seed(seed))
-    patch.setattr(family, "functional", SimpleNamespace(softmax=lambda x, dim: aten_model.softmax(x)))
-    patch.setattr(family, "_formula", aten_model.softmax_backward)
-    patch.setattr(family, "_forward", lambda *_: lambda x, out: out.copy_(aten_model.softmax(x, **wrong)))
-    patch.setattr(
-        family, "_backward", lambda *_: lambda dy, y, dx: dx.copy_(aten_model.softmax_backward(dy, y, **wrong))
-    )
-    return (family._gradient_comparisons if of_gradient else family._comparisons)(kind, CPU)
+    patch.setattr(family, "functional", SimpleNamespace(softmax=lambda x, dim, dtype: softmax(x)))
+    patch.setattr(family, "_formula", lambda dy, y, dtype: gradient(dy, y))
+    compute = gradient if kind.of_gradient else softmax
+    patch.setattr(family, "_bind", lambda *_: lambda *tensors: tensors[-1].copy_(compute(*tensors[:-1], order)))
+    return (family._gradient_comparisons if kind.of_gradient else family._comparisons)(kind, CPU)
 
 
 def tells(*arguments) -> bool:
     return any(not bits_equal(found, expected) for _, found, expected in compared(*arguments))
+
+
+def of_warp(family, of_gradient, dtype, log2_size, unit=1):
+    return family.Kind(of_gradient, dtype, dtype, family.aten.softmax_forward(1 << log2_size, dtype), log2_size, unit)
 
 
 @pytest.mark.parametrize("log2_size", [2, 3, 5, 6, 8, 10])
@@ -224,14 +265,87 @@ def tells(*arguments) -> bool:
 @pytest.mark.parametrize("of_gradient", [False, True])
 def test_the_proof_tells_a_wrong_order(module, monkeypatch, seed, of_gradient, dtype, log2_size):
     family = module("ops.softmax")
-    kind = family.Kind(dtype, log2_size, 1)
-    assert not tells(family, monkeypatch, kind, of_gradient, seed, aten_model._warp_sum)
-    missed = [
-        name
-        for name, order in orders_of(log2_size).items()
-        if not tells(family, monkeypatch, kind, of_gradient, seed, order)
-    ]
+    kind = of_warp(family, of_gradient, dtype, log2_size)
+    assert not tells(family, monkeypatch, kind, seed, aten_model._warp_sum)
+    missed = [name for name, order in orders_of(log2_size).items() if not tells(family, monkeypatch, kind, seed, order)]
     assert not missed
+
+
+def order_of_block(kind, change=None):
+    """The order of a kind's rows; `change` is one that a kernel might have by mistake."""
+    order, trees = kind.order, [aten_model._tree_of_block, aten_model._block_in_sequence]
+    threads = order.threads // (2 if change == "half the threads" else 1)
+    vector = 1 if change == "no vectors" else order.vector
+    sum_of_block = trees[order.in_sequence != (change == "the other tree")]
+    shift = kind.shift + (change == "vectors that begin elsewhere")
+
+    def of_threads(terms):
+        if order.kind == "loop":
+            return aten_model._shifted(terms, threads, vector, shift)
+        return aten_model._softmax_vectors(terms, threads, vector)
+
+    def row_sum(terms):
+        if change != "two accumulators":
+            return sum_of_block(of_threads(terms))
+        is_even = torch.arange(terms.shape[1]) // (threads if vector == 1 else 1) % 2 == 0
+        return sum_of_block(of_threads(terms * is_even) + of_threads(terms * ~is_even))
+
+    return row_sum
+
+
+def changes_of(kind):
+    """The changes that make a difference."""
+    changes = ["the other tree", "half the threads", "two accumulators"]
+    changes += ["no vectors"] * (kind.order.vector > 1)
+    return changes + ["vectors that begin elsewhere"] * kind.head
+
+
+# A row of each kind of block: elements, its stride, and elements to its address.
+BLOCKS = {"registers": (4096, 4096, 0), "shared": (9224, 9224, 0), "loop": (32768, 32768, 0), "head": (9225, 9225, 0)}
+BLOCKS |= {"head, gaps": (9225, 9233, 0), "address": (9224, 9224, 1)}
+
+
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[1:])])
+@pytest.mark.parametrize(
+    "block", ["registers", *(pytest.param(each, marks=pytest.mark.long) for each in [*BLOCKS][1:])]
+)
+def test_the_proof_tells_a_wrong_order_of_blocks(module, monkeypatch, seed, block, dtype, of_gradient):
+    family, (size, row_stride, shift) = module("ops.softmax"), BLOCKS[block]
+    for result in {dtype, torch.float32}:
+        kind = family.Kind.of(of_gradient, dtype, result, size, row_stride, 0 if of_gradient else shift)
+        assert not tells(family, monkeypatch, kind, seed, order_of_block(kind))
+        missed = [
+            change
+            for change in changes_of(kind)
+            if not tells(family, monkeypatch, kind, seed, order_of_block(kind, change))
+        ]
+        assert not missed, kind
+
+
+@pytest.mark.parametrize("of_gradient", [False, True])
+def test_a_proof_has_rows_of_its_kind(module, chooser, of_gradient):
+    """Also the shortest and the longest; every length leads to a kind that has rows."""
+    family, kinds = module("ops.softmax"), {}
+    few = chooser.sample((*BLOCK_SIZES, *LONG_SIZES, 128256), 8)
+    for dtype in DTYPES:
+        for result in {dtype, torch.float32}:
+            for size in few:
+                for gap, shift in ((0, 0), (1, 0), (8, 0), (0, 1)):
+                    if shift and (of_gradient or size <= 9216 or (result != dtype and dtype == torch.bfloat16)):
+                        continue
+                    kind = family.Kind.of(of_gradient, dtype, result, size, size + gap, shift)
+                    kinds.setdefault(kind, []).append(size)
+    for kind, sizes in kinds.items():
+        found = family._sizes(kind)
+        for size in found:
+            assert (
+                family.Kind.of(of_gradient, kind.dtype, kind.result, size, family._row_stride(kind, size), kind.shift)
+                == kind
+            )
+        if kind.order.kind != "warp":
+            assert found[0] <= min(sizes), kind
+            assert kind.order.kind == "loop" or found[-1] >= max(sizes), kind
 
 
 @interpreted
@@ -240,27 +354,36 @@ def test_a_proof_is_of_the_kernel_that_will_run(module, monkeypatch, dtype):
     """Of its kind, of rows on both ends of it, and of what is not a number."""
     family, seen = module("ops.softmax"), []
     monkeypatch.setattr(family, "_PROOF_ELEMENTS", dict.fromkeys(DTYPES, 8192))
+    monkeypatch.setattr(family, "_BLOCK_ROWS", 6)
+    monkeypatch.setattr(family, "_GRADIENT_ROWS", 32)
     bind = family._bind
 
-    def spy(kernel, constants, device, dtypes, kind, rows, scalars):
-        seen.append((kernel.__name__, kind, scalars[0]))
-        return bind(kernel, constants, device, dtypes, kind, rows, scalars)
+    def spy(kind, rows, size, row_stride, device):
+        seen.append((kind, size))
+        return bind(kind, rows, size, row_stride, device)
+
+    def proved(kind):
+        seen.clear()
+        comparisons = family._gradient_comparisons if kind.of_gradient else family._comparisons
+        for what, found, expected in comparisons(kind, CPU):
+            assert found.stride() == expected.stride() and found.isnan().any() and found.isfinite().any(), what
+        assert {kind for kind, _ in seen} == {kind}
+        return {size for _, size in seen}
 
     monkeypatch.setattr(family, "_bind", spy)
-    for log2_size in (0, 1, 3, 5, 10):
-        for unit in (1 << power for power in range(4)):
-            if unit > min(1 << log2_size, 16 // dtype.itemsize):
-                continue
-            kind = family.Kind(dtype, log2_size, unit)
-            seen.clear()
-            for comparisons in (family._comparisons, family._gradient_comparisons):
-                for what, found, expected in comparisons(kind, CPU):
-                    assert found.stride() == expected.stride() and found.isnan().any() and found.isfinite().any(), what
-            sizes = (
-                {(1 << log2_size) // 2 + unit if log2_size else 1, 1 << log2_size} if unit < 1 << log2_size else {unit}
-            )
-            expected = {(f"softmax_{way}", kind, size) for way in ("forward", "backward") for size in sizes}
-            assert set(seen) == expected
+    for of_gradient in (False, True):
+        for log2_size in (0, 1, 3, 5, 10):
+            for unit in (1, 2, 4, 8):
+                if unit > min(1 << log2_size, 16 // dtype.itemsize):
+                    continue
+                sizes = (
+                    {(1 << log2_size) // 2 + unit if log2_size else 1, 1 << log2_size}
+                    if unit < 1 << log2_size
+                    else {unit}
+                )
+                assert proved(of_warp(family, of_gradient, dtype, log2_size, unit)) == sizes
+    assert proved(family.Kind.of(False, dtype, dtype, 9225, 9225, 1)) == {9217, 40001}
+    assert proved(family.Kind.of(True, dtype, torch.float32, 1028, 1028)) == {1028}
 
 
 # What surrounds the kernels
@@ -289,6 +412,48 @@ def test_autograd_gets_what_the_kernels_compute(kernel, module, seed, dtype):
     leaf = x.clone().requires_grad_()
     assert kernel.softmax(leaf).grad_fn.name() == "SoftmaxBackward"
     assert torch.autograd.grad(kernel.softmax(leaf), leaf, None if x.numel() == 1 else dy * 0)[0].shape == x.shape
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dtype_of_the_result(kernel, module, seed, dtype):
+    """16 bits to fp32 in one pass; the gradient returns in the input's dtype. Other dtypes are eager's."""
+    family, generator = module("ops.softmax"), torch.Generator().manual_seed(seed)
+    for size in (40, 1100):
+        x, dy = torch.randn(2, 3, size, generator=generator).unbind()
+        x = x.to(dtype)
+        for _ in range(2):  # The second call is recognised.
+            out, gradient = gradients_of(lambda x: kernel.softmax(x, -1, torch.float32), x, dy)
+            assert out.dtype == torch.float32 and gradient.dtype == dtype
+            assert_bits_equal(out, forward_of(family, x, torch.float32))
+            assert_bits_equal(gradient, backward_of(family, dy, out, dtype))
+            same, of_same = gradients_of(lambda x: kernel.softmax(x, -1, x.dtype), x, dy.to(dtype))
+            assert_bits_equal(same, forward_of(family, x))
+            assert_bits_equal(of_same, backward_of(family, dy.to(dtype), same))
+        for other in (torch.float64, torch.float16, torch.bfloat16):
+            if other != dtype:
+                assert family.replacement(x, -1, other) is None
+                assert_bits_equal(kernel.softmax(x, -1, other), functional.softmax(x, -1, dtype=other))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert family.replacement(x, -1, torch.float32) is not None
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_rows_at_any_address(kernel, module, seed, dtype):
+    """ATen's vectors begin at multiples of 16 bytes. A recognised call must not stand for one at another address."""
+    family, size = module("ops.softmax"), 9224
+    there = torch.randn(2 * size + 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    expected = {}
+    for first in (0, 1, 3, 0, 1):
+        x = there[first : first + 2 * size].view(2, size)
+        assert x.data_ptr() % 16 == first * dtype.itemsize % 16
+        expected[first] = aten_model.softmax(x, numpy_exp, cast, misaligned=first % (16 // dtype.itemsize))
+        assert_bits_equal(kernel.softmax(x), expected[first], f"{first} elements on")
+    moved = torch.empty(2 * size + 1, dtype=dtype)[1:].view(2, size).copy_(expected[0])
+    dy = there[: 2 * size].view(2, size)
+    family.gradient(dy, expected[0])
+    assert_bits_equal(family.gradient(dy, moved), family._formula(dy, moved, dtype))
 
 
 LAYOUTS = {
@@ -332,7 +497,6 @@ def outside():
     x = torch.randn(3, 4, 40)
     return {
         "float64": (x.double(), -1),
-        "long rows": (torch.randn(2, 1025), -1),
         "another dimension": (x, 1),
         "no dimension": (x[0, 0, 0], -1),
         "no rows": (x[:0], -1),
@@ -462,21 +626,28 @@ def test_the_operators_for_torch_compile(kernel, module, seed):
 
 
 @pytest.mark.gpu
-def test_output_and_gradient_are_those_of_eager(kernel, module, seed, monkeypatch):
+@pytest.mark.parametrize("lengths", ["warp", "block", "long"])
+def test_output_and_gradient_are_those_of_eager(kernel, module, seed, monkeypatch, lengths):
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
-    generator, choose = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
-    for case in range(200):
-        size = choose.choice((choose.choice(SIZES), choose.randint(1, 1024)))
+    family, generator, choose = module("ops.softmax"), torch.Generator("cuda").manual_seed(seed), random.Random(seed)
+    sizes = {"warp": SIZES, "block": BLOCK_SIZES, "long": LONG_SIZES}[lengths]
+    for case in range(200 if lengths == "warp" else 60):
+        size = choose.choice((choose.choice(sizes), choose.randint(sizes[0], sizes[-1])))
         shape = (choose.randint(1, 5), choose.randint(1, max(1, (1 << 20) // size)), size)
         dtype, gap = choose.choice(DTYPES), choose.choice((0, 0, 1, 8))
-        label = f"case {case}, {shape} {dtype}, gap {gap}"
-        x, dy = torch.randn(2, *shape[:-1], size + gap, generator=generator, device="cuda").to(dtype)[..., :size]
-        x = x * choose.choice((0.1, 1.0, 10.0))
+        result, shift = choose.choice((None, None, torch.float32)), choose.choice((0, 0, 1, 2)) * (gap == 0)
+        label = f"case {case}, {shape} {dtype} to {result}, gap {gap}, shift {shift}"
+        there = torch.randn(shift + 5 * shape[1] * (size + gap), generator=generator, device="cuda").to(dtype)
+        there *= choose.choice((0.1, 1.0, 10.0))
+        there = there[shift : shift + shape[0] * shape[1] * (size + gap)]
+        x = there.view(*shape[:-1], size + gap)[..., :size]
+        dy = torch.randn(*shape[:-1], size + gap, generator=generator, device="cuda").to(result or dtype)[..., :size]
         x[0, 0, choose.randrange(size)], dy[0, -1, 0] = choose.choice(SPECIAL), choose.choice(SPECIAL)
         x[-1, -1] = choose.choice(SPECIAL)
-        assert module("ops.softmax").replacement(x, -1) is not None, label
-        found = gradients_of(kernel.softmax, x, dy)
-        for mine, theirs in zip(found, gradients_of(lambda x: functional.softmax(x, -1), x, dy)):
+        assert family.replacement(x, -1, result) is not None, label
+        found = gradients_of(lambda x: kernel.softmax(x, -1, result), x, dy)  # noqa: B023
+        expected = gradients_of(lambda x: functional.softmax(x, -1, dtype=result), x, dy)  # noqa: B023
+        for mine, theirs in zip(found, expected):
             assert_bits_equal(mine, theirs, label)
             assert mine.stride() == theirs.stride()
 
@@ -486,22 +657,30 @@ def test_output_and_gradient_are_those_of_eager(kernel, module, seed, monkeypatc
 def test_the_transcription_is_what_eager_computes(seed, dtype):
     """Given the exponentials of the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    for size in SIZES:
-        x, dy = torch.randn(2, 64, size, generator=generator, device="cuda").to(dtype)
-        y, dx = gradients_of(lambda x: functional.softmax(x, -1), x, dy)
-        of_model = aten_model.softmax(x.cpu(), exp=lambda x: torch.exp(x.cuda()).cpu())
-        assert_bits_equal(of_model, y.cpu(), f"output of {size}")
-        assert_bits_equal(aten_model.softmax_backward(dy.cpu(), y.cpu()), dx.cpu(), f"gradient of {size}")
+    for size in SIZES + BLOCK_SIZES + LONG_SIZES:
+        for result in {dtype, torch.float32}:
+            shift = 1 if size > 9216 and not (dtype == torch.bfloat16 and result == torch.float32) else 0
+            x = torch.randn(32 * size + shift, generator=generator, device="cuda").to(dtype)[shift:].view(32, size)
+            dy = torch.randn(32, size, generator=generator, device="cuda").to(result)
+            y, dx = gradients_of(lambda x: functional.softmax(x, -1, dtype=result), x, dy)  # noqa: B023
+            of_model = aten_model.softmax(x.cpu(), lambda x: torch.exp(x.cuda()).cpu(), dtype=result, misaligned=shift)
+            assert_bits_equal(of_model, y.cpu(), f"output of {size} to {result}")
+            of_model = aten_model.softmax_backward(dy.cpu(), y.cpu(), dtype=dtype)
+            assert_bits_equal(of_model, dx.cpu(), f"gradient of {size} from {result}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_softmax_is_the_uncompiled_one(kernel, seed, dynamic):
     generator = torch.Generator("cuda").manual_seed(seed)
-    torch._dynamo.reset()
-    compiled = torch.compile(kernel.softmax, dynamic=dynamic, fullgraph=True)
-    for dtype in DTYPES:
-        for size in (40, 1000):
-            x, dy = torch.randn(2, 30, size, generator=generator, device="cuda").to(dtype)
-            for found, expected in zip(gradients_of(compiled, x, dy), gradients_of(kernel.softmax, x, dy)):
-                assert_bits_equal(found, expected, f"{dtype} {size}")
+    for size in (40, 1000, 4096, 9224, 32001):
+        # Each dtype and length is a recompilation; TorchDynamo stops after eight.
+        torch._dynamo.reset()
+        compiled = torch.compile(kernel.softmax, dynamic=dynamic, fullgraph=True)
+        for dtype in DTYPES:
+            for result in (None, torch.float32):
+                x = torch.randn(30, size, generator=generator, device="cuda").to(dtype)
+                dy = torch.randn(30, size, generator=generator, device="cuda").to(result or dtype)
+                found = gradients_of(lambda x: compiled(x, -1, result), x, dy)  # noqa: B023
+                for each, expected in zip(found, gradients_of(lambda x: kernel.softmax(x, -1, result), x, dy)):  # noqa: B023
+                    assert_bits_equal(each, expected, f"{dtype} to {result}, {size}")

@@ -88,3 +88,21 @@ def softmax_backward(size: int, dtype: torch.dtype, aligned: bool = True) -> Sof
     if fits and aligned and size % vector == 0:
         return Softmax(SHARED, threads, vector)
     return Softmax(LOOP, threads, vector, in_sequence=True)
+
+
+def lanes(order: Softmax, rows: int, size: int, shift: int, device: torch.device) -> torch.Tensor:
+    """The thread of ATen's block that takes each element, int64 [rows, size].
+
+    Args:
+        shift: elements from a multiple of 16 bytes to the first row; rows follow each other without a gap.
+    """
+    element = torch.arange(size, device=device).expand(rows, size)
+    if order.kind in (WARP, REGISTERS):
+        return element % order.threads
+    before = (shift + size * torch.arange(rows, device=device)[:, None]) % order.vector
+    first = torch.where(before > 0, order.threads - before, 0)
+    step = order.vector * order.threads
+    singles = size if order.kind == SHARED else first + (size - first) // step * step
+    in_vectors = (element >= first) & (element < singles)
+    single = torch.where(element < first, element + before, element - singles)
+    return torch.where(in_vectors, (element - first) // order.vector, single) % order.threads

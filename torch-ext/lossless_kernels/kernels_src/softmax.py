@@ -1,10 +1,11 @@
-"""Softmax, forward and backward, of rows that ATen gives one warp each (ATen/native/cuda/PersistentSoftmax.cuh)."""
+"""Softmax, forward and backward, in the orders of ATen's kernels for rows of one warp (PersistentSoftmax.cuh) and of one
+block (SoftMax.cu, both in ATen/native/cuda)."""
 
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp
-from .summation import _sum_in_sequence, _sum_of_lanes
+from .primitives import divide, exp, exp_add, mask_if, maximum
+from .summation import _sum_in_sequence, _sum_of_lanes, blocks_in_sequence, chain_of_vectors, sum_of_block
 
 
 @triton.jit
@@ -22,6 +23,18 @@ def _tile(rows, size, ROWS: tl.constexpr, LOG2_SIZE: tl.constexpr):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
     return row, element, (row < rows) & (element < size)
+
+
+@triton.jit
+def _product(dy, y):
+    """dy * y, which eager computes in a separate kernel: rounded to the dtype, in fp32."""
+    return (dy.to(tl.float32) * y.to(tl.float32)).to(dy.dtype).to(tl.float32)
+
+
+@triton.jit
+def _gradient(product, y, total):
+    """product - total * y by an FMA, which is nvcc's. Triton's `-x` is 0 - x, which returns +0 for +0."""
+    return tl.fma(tl.broadcast_to(total * -1.0, y.shape), y.to(tl.float32), product)
 
 
 @triton.jit(do_not_specialize=["rows", "size", "row_stride"])
@@ -65,11 +78,225 @@ def softmax_backward(
 ):
     """dx = dy * y - sum(dy * y) * y; y and dx are dense. The arguments are those of `softmax_forward`."""
     row, element, mask = _tile(rows, size * UNIT, ROWS, LOG2_SIZE)
-    dy = tl.load(dy_ptr + row * (dy_row_stride * UNIT) + element, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + row * (size * UNIT) + element, mask=mask, other=0.0).to(tl.float32)
-    # Eager multiplies in a separate kernel, which rounds to the dtype.
-    product = (dy * y).to(dy_ptr.dtype.element_ty).to(tl.float32)
-    total = _warp_sum(product, ROWS, LOG2_SIZE, WIDTH)
-    # Triton's `-x` is 0 - x, which returns +0 for +0. The FMA is nvcc's.
-    dx = tl.fma(tl.broadcast_to(total[:, None] * -1.0, y.shape), y, product)
+    dy = tl.load(dy_ptr + row * (dy_row_stride * UNIT) + element, mask=mask, other=0.0)
+    y = tl.load(y_ptr + row * (size * UNIT) + element, mask=mask, other=0.0)
+    product = _product(dy, y)
+    dx = _gradient(product, y, _warp_sum(product, ROWS, LOG2_SIZE, WIDTH)[:, None])
     tl.store(dx_ptr + row * (size * UNIT) + element, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+# Rows of one block
+
+
+@triton.jit(do_not_specialize=["size", "row_stride"])
+def softmax_forward_of_block(
+    x_ptr,
+    y_ptr,
+    size: tl.int32,
+    row_stride: tl.int64,
+    STEPS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """y = exp(x - max) / sum, dense, of a row that a program reads once.
+
+    Args:
+        size: elements of a row, in UNITs; at most STEPS * THREADS * VECTOR.
+        row_stride: x's, in UNITs of elements.
+        THREADS: threads of ATen's block. Thread t takes the vectors t, t + THREADS, ... of VECTOR elements.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    tiles = ()
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        x = tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=element < size * UNIT, other=float("-inf"))
+        tiles = tiles + (x.to(tl.float32),)
+    of_tile = tiles[0]
+    for step in tl.static_range(1, STEPS):
+        of_tile = maximum(of_tile, tiles[step])
+    largest = tl.max(of_tile, axis=0)
+    total = tl.zeros([THREADS], tl.float32)
+    for step in tl.static_range(STEPS):
+        total = chain_of_vectors(total, tiles[step] - largest, THREADS, EXP=True, VECTOR=VECTOR)
+    total = tl.max(sum_of_block(total, THREADS), axis=0)
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        y = divide(exp(tiles[step] - largest), tl.broadcast_to(total, [TILE]))
+        tl.store(y_ptr + row * (size * UNIT) + element, y.to(y_ptr.dtype.element_ty), mask=element < size * UNIT)
+
+
+@triton.jit(do_not_specialize=["size", "dy_row_stride"])
+def softmax_backward_of_block(
+    dy_ptr,
+    y_ptr,
+    dx_ptr,
+    size: tl.int32,
+    dy_row_stride: tl.int64,
+    STEPS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """`softmax_backward` of a row that a program reads once. The arguments are those of `softmax_forward_of_block`."""
+    TILE: tl.constexpr = THREADS * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    products = ()
+    factors = ()
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        mask = element < size * UNIT
+        dy = tl.load(dy_ptr + row * (dy_row_stride * UNIT) + element, mask=mask, other=0.0)
+        y = tl.load(y_ptr + row * (size * UNIT) + element, mask=mask, other=0.0)
+        products = products + (_product(dy, y),)
+        factors = factors + (y,)
+    total = tl.zeros([THREADS], tl.float32)
+    for step in tl.static_range(STEPS):
+        total = chain_of_vectors(total, products[step], THREADS, VECTOR=VECTOR)
+    total = tl.max(sum_of_block(total, THREADS), axis=0)
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        dx = _gradient(products[step], factors[step], total)
+        tl.store(dx_ptr + row * (size * UNIT) + element, dx.to(dx_ptr.dtype.element_ty), mask=element < size * UNIT)
+
+
+# Rows that a block reads several times
+
+
+@triton.jit
+def _begin_of_vectors(
+    row,
+    length,
+    row_stride,
+    HEAD: tl.constexpr,
+    DENSE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """How many elements of a row ATen's block takes before its vectors, and the offset of the first vector.
+
+    The address of the row decides: of eager's dense tensor, which begins SHIFT elements after a multiple of 16 bytes.
+    """
+    head = 0
+    offset = row * row_stride
+    if HEAD:
+        before = ((SHIFT + row * length) % VECTOR).to(tl.int32)
+        head = tl.where(before > 0, THREADS - before, 0)
+        if DENSE:
+            # This form shows the compiler a multiple of VECTOR.
+            offset = (SHIFT + row * length + head) // VECTOR * VECTOR - SHIFT
+        else:
+            offset += head
+    return head, offset
+
+
+@triton.jit(do_not_specialize=["size", "row_stride"])
+def softmax_forward_of_long_rows(
+    x_ptr,
+    y_ptr,
+    size: tl.int32,
+    row_stride: tl.int64,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HEAD: tl.constexpr,
+    DENSE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """`softmax_forward_of_block` of a row of any length, which a program reads three times.
+
+    Args:
+        HEAD: rows do not begin at multiples of 16 bytes in eager's tensor; DENSE: nor in x, which has no gaps.
+        SHIFT: elements between the last multiple of 16 bytes and eager's first row.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
+    NOTHING: tl.constexpr = float("-inf")
+    row = tl.program_id(0).to(tl.int64)
+    length = size * UNIT
+    row_ptr = x_ptr + row * (row_stride * UNIT)
+    element = tl.arange(0, TILE)
+    of_tile = tl.full([TILE], NOTHING, tl.float32)
+    for tile in range(tl.cdiv(length, TILE)):
+        x = tl.load(row_ptr + tile * TILE + element, mask=element < length - tile * TILE, other=NOTHING).to(tl.float32)
+        of_tile = maximum(of_tile, x)
+    largest = tl.max(of_tile, axis=0)
+
+    head, offset = _begin_of_vectors(row, length, row_stride * UNIT, HEAD, DENSE, SHIFT, THREADS, VECTOR)
+    thread = tl.arange(0, THREADS)
+    total = tl.zeros([THREADS], tl.float32)
+    if HEAD:
+        # Thread t takes element t - k if the row begins k elements after a multiple of 16 bytes.
+        of_head = thread - (THREADS - head)
+        single_x = tl.load(row_ptr + of_head, mask=mask_if(of_head >= 0, head > 0), other=NOTHING)
+        total = exp_add(total, single_x.to(tl.float32) - largest)
+    steps = (length - head) // TILE
+    for step in range(steps):
+        x = tl.load(x_ptr + offset + step * TILE + element).to(tl.float32)
+        total = chain_of_vectors(total, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
+    for single in tl.static_range(VECTOR):
+        at = steps * TILE + single * THREADS + thread
+        single_x = tl.load(x_ptr + offset + at, mask=at < length - head, other=NOTHING)
+        total = exp_add(total, single_x.to(tl.float32) - largest)
+    total = tl.max(sum_of_block(total, THREADS), axis=0)
+
+    for tile in range(tl.cdiv(length, TILE)):
+        mask = element < length - tile * TILE
+        x = tl.load(row_ptr + tile * TILE + element, mask=mask, other=0.0).to(tl.float32)
+        y = divide(exp(x - largest), tl.broadcast_to(total, [TILE]))
+        tl.store(y_ptr + row * length + tile * TILE + element, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["size", "dy_row_stride"])
+def softmax_backward_of_long_rows(
+    dy_ptr,
+    y_ptr,
+    dx_ptr,
+    size: tl.int32,
+    dy_row_stride: tl.int64,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HEAD: tl.constexpr,
+    DENSE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """`softmax_backward_of_block` of a row of any length, which a program reads twice.
+
+    ATen's block adds its threads in sequence. The arguments are those of `softmax_forward_of_long_rows`; the tensor
+    whose addresses decide is eager's product, and SHIFT is 0.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    length = size * UNIT
+    dy_row_ptr = dy_ptr + row * (dy_row_stride * UNIT)
+    y_row_ptr = y_ptr + row * length
+    head, offset = _begin_of_vectors(row, length, dy_row_stride * UNIT, HEAD, DENSE, SHIFT, THREADS, VECTOR)
+    _, y_offset = _begin_of_vectors(row, length, length, HEAD, HEAD, SHIFT, THREADS, VECTOR)
+    thread = tl.arange(0, THREADS)
+    total = tl.zeros([THREADS], tl.float32)
+    if HEAD:
+        of_head = thread - (THREADS - head)
+        of_row = mask_if(of_head >= 0, head > 0)
+        single_dy = tl.load(dy_row_ptr + of_head, mask=of_row, other=0.0)
+        total += _product(single_dy, tl.load(y_row_ptr + of_head, mask=of_row, other=0.0))
+    element = tl.arange(0, TILE)
+    steps = (length - head) // TILE
+    for step in range(steps):
+        dy = tl.load(dy_ptr + offset + step * TILE + element)
+        y = tl.load(y_ptr + y_offset + step * TILE + element)
+        total = chain_of_vectors(total, _product(dy, y), THREADS, VECTOR=VECTOR)
+    for single in tl.static_range(VECTOR):
+        at = steps * TILE + single * THREADS + thread
+        of_row = at < length - head
+        single_dy = tl.load(dy_ptr + offset + at, mask=of_row, other=0.0)
+        total += _product(single_dy, tl.load(y_ptr + y_offset + at, mask=of_row, other=0.0))
+    total = tl.max(blocks_in_sequence(total, THREADS // 32), axis=0)
+
+    for tile in range(tl.cdiv(length, TILE)):
+        mask = element < length - tile * TILE
+        dy = tl.load(dy_row_ptr + tile * TILE + element, mask=mask, other=0.0)
+        y = tl.load(y_row_ptr + tile * TILE + element, mask=mask, other=0.0)
+        dx = _gradient(_product(dy, y), y, total)
+        tl.store(dx_ptr + row * length + tile * TILE + element, dx.to(dx_ptr.dtype.element_ty), mask=mask)

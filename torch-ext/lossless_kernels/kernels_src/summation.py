@@ -244,17 +244,24 @@ def in_vectors(values, LANES: tl.constexpr):
 
 
 @triton.jit
-def chain_of_vectors(total, values, LANES: tl.constexpr, EXP: tl.constexpr = False):
-    """total [LANES], values [4 * LANES] -> each lane's total plus its vector's four elements in sequence.
+def chain_of_vectors(total, values, LANES: tl.constexpr, EXP: tl.constexpr = False, VECTOR: tl.constexpr = 4):
+    """total [LANES], values [VECTOR * LANES] -> each lane's total plus its vector's elements in sequence.
 
     EXP: adds their exponentials, by `exp_add`.
     """
-    vector = in_vectors(values, LANES)
-    for position in tl.static_range(4):
+    if VECTOR == 1:
+        vector = (values,)
+    elif VECTOR == 4:
+        vector = in_vectors(values, LANES)
+    else:
+        by_position = tl.permute(tl.reshape(values, [1, LANES, VECTOR]), [0, 2, 1])
+        vector = _unstack(by_position, 1, VECTOR, LANES)
+    for position in tl.static_range(VECTOR):
+        element = tl.reshape(vector[position], [LANES])
         if EXP:
-            total = exp_add(total, vector[position])
+            total = exp_add(total, element)
         else:
-            total = total + vector[position]
+            total = total + element
     return total
 
 

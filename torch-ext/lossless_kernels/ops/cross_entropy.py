@@ -20,7 +20,7 @@ from ..core.domain import (
     gradients_apart,
     runs_kernels,
 )
-from ..core.softmax import CUDA_ONLY, LOOP, REGISTERS, SHARED, WARP, next_power_of_two, softmax_forward
+from ..core.softmax import CUDA_ONLY, LOOP, WARP, lanes, next_power_of_two, softmax_forward
 from ..core.torch_internals import apply_of, keeps_graph
 
 if launch.AVAILABLE:
@@ -381,21 +381,6 @@ _PROOF_ROWS = 64
 _PROOF_ELEMENTS = 1 << 26
 
 
-def _lanes(rows: int, vocab: int, shift: int, device: torch.device) -> torch.Tensor:
-    """The lane of ATen's block that takes each element. Dense fp32 rows begin `shift` elements after 16 aligned bytes."""
-    softmax = softmax_forward(vocab, torch.float32, aligned=shift == 0)
-    element = torch.arange(vocab, device=device).expand(rows, vocab)
-    if softmax.kind in (WARP, REGISTERS):
-        return element % softmax.threads
-    before = (shift + vocab * torch.arange(rows, device=device)[:, None]) % 4
-    first = torch.where(before > 0, softmax.threads - before, 0)
-    step = 4 * softmax.threads
-    singles = vocab if softmax.kind == SHARED else first + (vocab - first) // step * step
-    in_vectors = (element >= first) & (element < singles)
-    single = torch.where(element < first, element + before, element - singles)
-    return torch.where(in_vectors, (element - first) // 4, single) % softmax.threads
-
-
 def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, device: torch.device):
     """Random fp32 rows, [rows, vocab], whose log-probabilities show the order of additions; and targets.
 
@@ -408,8 +393,9 @@ def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, devic
     """
     x = torch.randn(rows, vocab, device=device, generator=source)
     target = torch.randint(vocab, (rows,), device=device, generator=source)
-    lanes = _lanes(rows // 2, vocab, shift, device)
-    x[: rows // 2].sub_(torch.where(lanes == lanes.gather(1, target[: rows // 2, None]), 0.0, 40.0))
+    order = softmax_forward(vocab, torch.float32, aligned=shift == 0)
+    lane = lanes(order, rows // 2, vocab, shift, device)
+    x[: rows // 2].sub_(torch.where(lane == lane.gather(1, target[: rows // 2, None]), 0.0, 40.0))
     peaks = x.logsumexp(1) - 1.1 * torch.rand(rows, device=device, generator=source)
     return x.scatter_(1, target[:, None], peaks[:, None]), target
 

@@ -1,8 +1,9 @@
-"""Softmax over the last dimension with eager's bits, for rows that ATen gives one warp each."""
+"""Softmax over the last dimension with eager's bits, for rows of any length."""
 
 import functools
 import math
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Optional
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from .._ops import add_op_namespace_prefix
 from ..core import launch, proof
 from ..core import softmax as aten
-from ..core.calls import Calls, Outside
+from ..core.calls import UNSEEN, Calls, Outside, remember
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
@@ -29,45 +30,54 @@ from ..core.layout import Output, rows_in_memory
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad, softmax_gradient
 
 if launch.AVAILABLE:
-    from ..kernels_src.softmax import softmax_backward, softmax_forward
+    from ..kernels_src import softmax as kernels
 
 
-def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Softmax: bit for bit what `torch.nn.functional.softmax(input, dim)` returns.
+def softmax(input: torch.Tensor, dim: int = -1, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    """Softmax: bit for bit what `torch.nn.functional.softmax(input, dim, dtype=dtype)` returns.
 
-    `exp(input - max) / sum(exp(input - max))`, maximum and sum over `dim`, in the dtype of input.
+    `exp(input - max) / sum(exp(input - max))`, maximum and sum over `dim`.
 
     Args:
         input: any shape and strides, any real floating dtype.
         dim: the dimension that sums to 1.
+        dtype: that of the result; input is converted to it first. Without it the result has input's dtype.
 
     Returns:
-        A tensor of the shape, dtype and strides that eager returns.
+        A tensor of the shape and strides that eager returns.
 
     Raises:
         TypeError: `input` is no tensor or not of a real floating dtype.
 
-    The kernels run for fp32, fp16 and bf16 on CUDA if `dim` is the last dimension, has 1 to 1024 elements, and rows are
-    contiguous and equally spaced. Eager computes everything else, and 16 bits under autocast, which computes in fp32.
+    The kernels run for fp32, fp16 and bf16 on CUDA if `dim` is the last dimension, rows are contiguous and equally
+    spaced, and `dtype` is None, input's own or fp32. Eager computes everything else, and 16 bits under autocast, which
+    computes in fp32, unless `dtype` is fp32.
     """
     check_floating("input", input)
-    out = replacement(input, dim)
-    return functional.softmax(input, dim) if out is None else out
+    out = replacement(input, dim, dtype)
+    return functional.softmax(input, dim, dtype=dtype) if out is None else out
 
 
-def _formula(dy, y):
-    return softmax_gradient(dy, y, -1, y.dtype)
+def _formula(dy, y, dtype):
+    """The gradient of an input of this dtype. ATen's kernel converts fp32 to fp16; an operation of its own to bf16."""
+    if dtype == y.dtype or (dtype == torch.float16 and y.is_cuda):
+        return softmax_gradient(dy, y, -1, dtype)
+    return softmax_gradient(dy, y, -1, y.dtype).to(dtype)
 
 
 # Calls
 
 
-# ATen's warp kernel for gradients takes no longer rows.
-_MAX_SIZE = 1024
-# Elements and warps of a program, by the length of its rows: one warp exchanges nothing through shared memory (H200).
+# Elements and warps of a program for rows of one warp, by their length: one warp exchanges nothing through shared
+# memory (H200).
 _SHORT_ROW = 256
 _PROGRAM, _SHORT_ROWS_PROGRAM = (1024, 1), (2048, 4)
 _MAX_ROWS = 128
+# Warps of a program that keeps a row in registers, by the most elements of the row.
+_WARPS = {4096: 4, 9216: 8, 1 << 15: 16}
+# Those of a program that does not; for gradients as many as ATen has, or the sum in sequence takes all registers.
+_LOOP_WARPS = 8
+_MAX_SIZE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -75,47 +85,109 @@ class Kind:
     """The properties that a kernel is compiled for.
 
     Attributes:
-        log2_size: the logarithm of the next power of two of a row's length; in ATen's warp it decides the order of additions.
+        dtype: the input's dtype.
+        result: the softmax's dtype.
+        order: ATen's division of a row among threads.
+        steps: WARP: the logarithm of the next power of two of a row's length, which decides the order of additions.
+            REGISTERS, SHARED: how often all threads take a vector. LOOP: 0, for any number.
         unit: the number of elements, up to 16 bytes, that one access can read.
+        head: eager's rows do not begin at multiples of 16 bytes, which shifts the vectors of LOOP.
+        dense: rows with such a head follow each other without a gap.
+        shift: elements from the last multiple of 16 bytes to the first of them.
     """
 
+    of_gradient: bool
     dtype: torch.dtype
-    log2_size: int
+    result: torch.dtype
+    order: aten.Softmax
+    steps: int
     unit: int
+    head: bool = False
+    dense: bool = False
+    shift: int = 0
 
     @classmethod
-    def of(cls, dtype: torch.dtype, size: int, *row_strides: int) -> "Kind":
-        log2_size = aten.next_power_of_two(size).bit_length() - 1
-        return cls(dtype, log2_size, math.gcd(size, *row_strides, 16 // dtype.itemsize))
+    def of(
+        cls, of_gradient: bool, dtype: torch.dtype, result: torch.dtype, size: int, row_stride: int, shift: int = 0
+    ) -> "Kind":
+        """The kind for rows of `size` elements; `row_stride` is the input's or that of the output's gradient."""
+        if of_gradient:
+            order, itemsize = aten.softmax_backward(size, result), result.itemsize
+        else:
+            order, itemsize = aten.softmax_forward(size, dtype, result != dtype, shift == 0), dtype.itemsize
+        unit = math.gcd(size, row_stride, 16 // itemsize)
+        if order.kind == aten.WARP:
+            return cls(of_gradient, dtype, result, order, aten.next_power_of_two(size).bit_length() - 1, unit)
+        if order.kind != aten.LOOP:
+            return cls(of_gradient, dtype, result, order, -(-size // (order.threads * order.vector)), unit)
+        if size % order.vector == 0 and shift == 0:
+            return cls(of_gradient, dtype, result, order, 0, unit)
+        return cls(of_gradient, dtype, result, order, 0, unit, True, row_stride == size, shift)
+
+    @property
+    def longest(self) -> int:
+        """The most elements of a row."""
+        if self.order.kind == aten.WARP:
+            return 1 << self.steps
+        return self.steps * self.order.threads * self.order.vector or _MAX_SIZE
 
     @property
     def program(self) -> tuple[int, int]:
         """Rows and warps of a program."""
-        elements, warps = _SHORT_ROWS_PROGRAM if 1 << self.log2_size <= _SHORT_ROW else _PROGRAM
-        return min(elements >> self.log2_size, _MAX_ROWS), warps
-
-    def constants(self, order: aten.Softmax) -> dict:
-        return {"LOG2_SIZE": self.log2_size, "WIDTH": order.threads, "UNIT": self.unit, "ROWS": self.program[0]}
-
-
-def _forward(dtype, rows: int, size: int, row_stride: int, device: torch.device) -> launch.Launch:
-    """The launch of the forward kernel. Its tensors: input, dense output."""
-    kind = Kind.of(dtype, size, row_stride)
-    constants, scalars = kind.constants(aten.softmax_forward(size, dtype)), (size, row_stride)
-    return _bind(softmax_forward, constants, device, (dtype,) * 2, kind, rows, scalars)
+        if self.order.kind == aten.WARP:
+            elements, warps = _SHORT_ROWS_PROGRAM if self.longest <= _SHORT_ROW else _PROGRAM
+            return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
+        if self.order.kind == aten.LOOP:
+            return 1, max(self.order.threads // 32, 4) if self.of_gradient else _LOOP_WARPS
+        return 1, next(warps for most, warps in _WARPS.items() if self.longest <= most)
 
 
-def _backward(dtype, rows: int, size: int, dy_row_stride: int, device: torch.device) -> launch.Launch:
-    """The launch of the backward kernel. Its tensors: dy, dense output, the input's gradient."""
-    kind = Kind.of(dtype, size, dy_row_stride)
-    constants, scalars = kind.constants(aten.softmax_backward(size, dtype)), (size, dy_row_stride)
-    return _bind(softmax_backward, constants, device, (dtype,) * 3, kind, rows, scalars)
+def _bind(kind: Kind, rows: int, size: int, row_stride: int, device: torch.device) -> launch.Launch:
+    """The launch of a kernel.
+
+    Its tensors: input, dense output; or the output's gradient, dense output, the input's gradient. `row_stride` is that
+    of the first.
+    """
+    order, unit, (rows_per_program, warps) = kind.order, kind.unit, kind.program
+    scalars = (size // unit, row_stride // unit)
+    if order.kind == aten.WARP:
+        names, scalars = ("softmax_forward", "softmax_backward"), (rows, *scalars)
+        constants = {"LOG2_SIZE": kind.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
+    elif kind.steps:
+        names = ("softmax_forward_of_block", "softmax_backward_of_block")
+        constants = {"STEPS": kind.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
+    else:
+        names = ("softmax_forward_of_long_rows", "softmax_backward_of_long_rows")
+        constants = {"THREADS": order.threads, "VECTOR": order.vector}
+        constants |= {"HEAD": kind.head, "DENSE": kind.dense, "SHIFT": kind.shift, "UNIT": unit}
+    dtypes = (kind.result, kind.result, kind.dtype) if kind.of_gradient else (kind.dtype, kind.result)
+    kernel = getattr(kernels, names[kind.of_gradient])
+    return launch.bind(kernel, constants, warps, device, dtypes, -(-rows // rows_per_program), *scalars)
 
 
-def _bind(kernel, constants, device, dtypes, kind, rows, scalars) -> launch.Launch:
-    in_units = [scalar // kind.unit for scalar in scalars]
-    rows_per_program, warps = kind.program
-    return launch.bind(kernel, constants, warps, device, dtypes, -(-rows // rows_per_program), rows, *in_units)
+class _ByAddress:
+    """A call of long dense rows: their address decides where ATen's vectors begin."""
+
+    def __init__(self, resolve, dtype: Optional[torch.dtype]):
+        self.resolve = resolve
+        self.dtype = dtype
+        self.calls: dict = {}
+
+    def at(self, input) -> Optional[launch.UnaryCall]:
+        shift = input.data_ptr() % 16 // input.element_size()
+        call = self.calls.get(shift, UNSEEN)
+        return remember(self.calls, shift, self.resolve(shift)) if call is UNSEEN else call
+
+    def __call__(self, input):
+        call = self.at(input)
+        return functional.softmax(input, -1, dtype=self.dtype) if call is None else call(input)
+
+
+class _GradientOfBlock(launch.BinaryCall):
+    """Of rows of one block: an output that does not begin at a multiple of 16 bytes has another kernel of ATen's."""
+
+    def __call__(self, dy, y):
+        return self.formula(dy, y) if y.data_ptr() % 16 else super().__call__(dy, y)
 
 
 @dataclass(eq=False)
@@ -123,19 +195,20 @@ class _Training:
     """A call with gradients."""
 
     forward: launch.UnaryCall
+    dtype: Optional[torch.dtype]
 
     def __call__(self, input):
-        return _apply(self.forward, input)
+        return _apply(self.forward, input, self.dtype)
 
 
-def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
+def replacement(input: torch.Tensor, dim: int, dtype: Optional[torch.dtype] = None) -> Optional[torch.Tensor]:
     """The softmax from the kernel; None if eager must compute it."""
     if dim != -1 and dim != input.dim() - 1:
         return proof.record_refusal(functional.softmax, "another dimension than the last")
     if is_dynamo_compiling():
-        return _compiled(input)
+        return _compiled(input, dtype)
     needs_grad = is_grad_enabled() and input.requires_grad
-    recent = _calls.recent.get(needs_grad)
+    recent = _calls.recent.get((needs_grad, dtype))
     if recent is not None:
         same, compute = recent
         if (
@@ -148,26 +221,45 @@ def replacement(input: torch.Tensor, dim: int) -> Optional[torch.Tensor]:
             return compute(input)
     if not are_ours(input, input, needs_grad):
         return proof.record_refusal(functional.softmax, proof.NOT_PLAIN)
-    if _autocast_changes(input):
+    if _autocast_changes(input, dtype):
         return proof.record_refusal(functional.softmax, "autocast, which computes in fp32")
-    call = _calls.find(functional.softmax, (needs_grad,), (input,), needs_grad)
-    return _calls.run(needs_grad, call, (), (input,))
+    call = _calls.find(functional.softmax, (needs_grad, dtype), (input,), needs_grad, dtype)
+    return _calls.run((needs_grad, dtype), call, (), (input,))
 
 
-def _autocast_changes(input) -> bool:
-    return input.dtype != torch.float32 and is_autocast(input.device)
+def _autocast_changes(input, dtype) -> bool:
+    return input.dtype != torch.float32 and dtype != torch.float32 and is_autocast(input.device)
 
 
-def _resolve(x, needs_grad):
+def _is_known(dtype, of_result) -> bool:
+    return of_result is None or of_result == dtype or (of_result == torch.float32 and dtype in FLOAT_DTYPES)
+
+
+def _resolve(x, needs_grad, dtype):
+    if not _is_known(x.dtype, dtype):
+        raise Outside(f"input {x.dtype} and result {dtype}")
     rows, size, row_stride = _rows("input", x)
-    out = Output.of(functools.partial(functional.softmax, dim=-1), x)
-    for of_gradient in (False, True)[: 1 + needs_grad]:
-        # The output's gradient will most likely be dense, as the output is.
-        kind = Kind.of(x.dtype, size, size if of_gradient else row_stride)
-        if not _proved(kind, x.device, of_gradient):
-            return None
-    forward = launch.UnaryCall(_forward(x.dtype, rows, size, row_stride, x.device), out.empty)
-    return _Training(forward) if needs_grad else forward
+    result, device = dtype or x.dtype, x.device
+    out = Output.of(functools.partial(functional.softmax, dim=-1, dtype=dtype), x, dtype=result)
+    # The output's gradient will most likely be dense, as the output is.
+    if needs_grad and not _proved(Kind.of(True, x.dtype, result, size, size), device):
+        return None
+
+    def at(shift):
+        kind = Kind.of(False, x_dtype, result, size, row_stride, shift)
+        return (
+            launch.UnaryCall(_bind(kind, rows, size, row_stride, device), out.empty) if _proved(kind, device) else None
+        )
+
+    x_dtype, aligned = x.dtype, Kind.of(False, x.dtype, result, size, row_stride)
+    # Eager copies rows with gaps; ATen converts bf16 by an operation of its own.
+    is_copied = row_stride != size or (x.dtype == torch.bfloat16 and result == torch.float32)
+    if is_copied or aligned.order.kind in (aten.WARP, aten.REGISTERS):
+        forward = at(0)
+    else:
+        forward = _ByAddress(at, dtype)
+        forward = forward if forward.at(x) is not None else None
+    return _Training(forward, dtype) if needs_grad and forward is not None else forward
 
 
 def _rows(name, tensor) -> tuple[int, int, int]:
@@ -178,43 +270,47 @@ def _rows(name, tensor) -> tuple[int, int, int]:
         raise Outside(aten.CUDA_ONLY)
     if tensor.dim() == 0 or tensor.numel() == 0:
         raise Outside(f"{name} without dimensions or elements")
-    size, dtype = tensor.shape[-1], tensor.dtype
-    if {aten.softmax_forward(size, dtype).kind, aten.softmax_backward(size, dtype).kind} != {aten.WARP}:
-        raise Outside(f"rows of more than {_MAX_SIZE} elements")
     found = rows_in_memory(tensor.shape, tensor.stride())
     if found is None or list(found[2]) != sorted(found[2]):
         raise Outside(f"{name} that is not made of contiguous rows, equally spaced and in order")
     rows, row_stride, _ = found
-    if rows > launch.MAX_PROGRAMS:
-        raise Outside(f"{name} of too many rows")
-    return rows, size, row_stride
+    if rows > launch.MAX_PROGRAMS or tensor.shape[-1] > _MAX_SIZE:
+        raise Outside(f"{name} of too many rows or too long ones")
+    return rows, tensor.shape[-1], row_stride
 
 
 _calls = Calls(_resolve)
 
 
-def gradient(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The input's gradient from that of the output y."""
-    recent = _gradient_calls.recent.get(softmax)
+def gradient(dy: torch.Tensor, y: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    """The input's gradient from that of the output y; `dtype` is the input's, without it y's."""
+    dtype = dtype or y.dtype
+    recent = _gradient_calls.recent.get(dtype)
     if recent is not None:
         same, compute = recent
         if have_strides(dy, y) and same(dy, y) and forward_ad._current_level < 0 and not dispatch_modes():
             return compute(dy, y)
     if are_plain(dy, y):
-        call = _gradient_calls.find(functional.softmax, (), (dy, y))
+        call = _gradient_calls.find(functional.softmax, (dtype,), (dy, y), dtype)
         if call is not None:
-            return _gradient_calls.run(softmax, call, (), (dy, y))
-    return _formula(dy, y)
+            return _gradient_calls.run(dtype, call, (), (dy, y))
+    return _formula(dy, y, dtype)
 
 
-def _resolve_gradient(dy, y):
+def _resolve_gradient(dy, y, dtype):
     rows, size, dy_row_stride = _rows("the output's gradient", dy)
-    if dy.dtype != y.dtype or not y.is_contiguous():
+    if dy.dtype != y.dtype or not y.is_contiguous() or y.shape != dy.shape or not _is_known(dtype, y.dtype):
         raise Outside("an output that is not dense, or of another dtype than its gradient")
-    if not _proved(Kind.of(y.dtype, size, dy_row_stride), y.device, of_gradient=True):
+    kind = Kind.of(True, dtype, y.dtype, size, dy_row_stride)
+    if not _proved(kind, y.device):
         return None
-    bound = _backward(y.dtype, rows, size, dy_row_stride, y.device)
-    return launch.BinaryCall(bound, Output.of(_formula, dy, y).empty)
+    formula = functools.partial(_formula, dtype=dtype)
+    bound, empty = _bind(kind, rows, size, dy_row_stride, y.device), Output.of(formula, dy, y, dtype=dtype).empty
+    if kind.order.kind == aten.WARP:
+        return launch.BinaryCall(bound, empty)
+    call = _GradientOfBlock(bound, empty)
+    call.formula = formula
+    return call
 
 
 _gradient_calls = Calls(_resolve_gradient)
@@ -222,19 +318,20 @@ _gradient_calls = Calls(_resolve_gradient)
 
 class Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, input):
-        out = functional.softmax(input, -1) if dispatch_modes() else call(input)
+    def forward(ctx, call, input, dtype):
+        out = functional.softmax(input, -1, dtype=dtype) if dispatch_modes() else call(input)
         ctx.save_for_backward(out)
+        ctx.dtype = input.dtype
         ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:  # The output was unused, so its gradient is undefined.
-            return None, None
+            return None, None, None
         (y,) = ctx.saved_tensors
         # With create_graph the gradient is differentiated in turn, through y as well.
-        return None, _formula(dy, y) if is_grad_enabled() else gradient(dy, y)
+        return None, _formula(dy, y, ctx.dtype) if is_grad_enabled() else gradient(dy, y, ctx.dtype), None
 
 
 _apply = apply_of(Softmax)
@@ -243,46 +340,75 @@ _apply = apply_of(Softmax)
 # Proof
 
 
-def _proved(kind: Kind, device, of_gradient: bool) -> bool:
+def _proved(kind: Kind, device) -> bool:
     """Whether the kernel of this kind is proved: all lengths of a kind have the same order."""
-    what = "gradient" if of_gradient else "output"
-    comparisons = _gradient_comparisons if of_gradient else _comparisons
+    what = "gradient" if kind.of_gradient else "output"
+    dtypes = str(kind.dtype) if kind.dtype == kind.result else f"{kind.dtype} to {kind.result}"
+    length = f"up to {kind.longest}" if kind.steps or kind.order.kind == aten.WARP else "many"
     return proof.kernel_is_proved(
-        ("softmax", what, kind, device),
-        proof.Subject(
-            functional.softmax, device, f"{kind.dtype}, rows of up to {1 << kind.log2_size} elements, {what}"
-        ),
-        functools.partial(comparisons, kind, device),
+        ("softmax", kind, device),
+        proof.Subject(functional.softmax, device, f"{dtypes}, rows of {length} elements, {what}"),
+        functools.partial(_gradient_comparisons if kind.of_gradient else _comparisons, kind, device),
     )
 
 
 # In fp32 another order of additions shows in many quotients of a row, in bf16 in one of about 300,000.
 _PROOF_ELEMENTS = {torch.float32: 1 << 16, torch.float16: 1 << 19, torch.bfloat16: 1 << 22}
+# The least rows of one block in a proof, and the factor between its terms and those of one thread in half of the rows:
+# what a sum over 1024 threads adds up inside a thread hardly shows. The smallest quotients of fp16 have few bits.
+_BLOCK_ROWS = 64
+_APART = {torch.float32: 40.0, torch.float16: 6.0, torch.bfloat16: 40.0}
+_MORE_OF_BLOCKS = {torch.float32: 1, torch.float16: 4, torch.bfloat16: 1}
 _GRADIENT_ROWS = 256
+_GRADIENT_ELEMENTS = 1 << 22
+# Within these lengths are rows of every kind of block, and both ends of those that are bounded.
+_SHORTEST_OF_BLOCKS, _LONGEST_OF_BLOCKS, _LONG = 1025, 24600, 40000
 
 
 def _sizes(kind: Kind) -> list[int]:
-    """The longest and the shortest row of a kind."""
-    longest = 1 << kind.log2_size
-    shortest = (longest // 2 // kind.unit + 1) * kind.unit
-    return sorted({longest, min(shortest, longest)})
+    """The longest and the shortest row of a kind; of one without a longest, a long one."""
+    if kind.order.kind == aten.WARP:
+        shortest = (kind.longest // 2 // kind.unit + 1) * kind.unit
+        return sorted({kind.longest, min(shortest, kind.longest)})
+
+    def fits(size):
+        row_stride = size if kind.dense else size + kind.unit
+        return Kind.of(kind.of_gradient, kind.dtype, kind.result, size, row_stride, kind.shift) == kind
+
+    first = -(-_SHORTEST_OF_BLOCKS // kind.unit) * kind.unit
+    shortest = next(filter(fits, count(first, kind.unit)))
+    in_bounds = range(_LONGEST_OF_BLOCKS // kind.unit * kind.unit, shortest, -kind.unit)
+    in_loops = range(_LONG, 2 * _LONG, kind.unit) if not kind.steps else ()
+    return sorted({shortest, next(filter(fits, chain(in_loops, in_bounds)), shortest)})
 
 
-def _spaced(values, kind: Kind):
-    """The values in the kind's dtype, with a gap of one unit after each row: no access can read more than a unit."""
-    rows, size = values.shape
-    return torch.zeros(rows, size + kind.unit, dtype=kind.dtype, device=values.device)[:, :size].copy_(values)
+def _placed(values, kind: Kind):
+    """The values in the dtype and at the places that the kind's accesses are for: no access can read more than a unit."""
+    (rows, size), gap = values.shape, 0 if kind.dense else kind.unit
+    dtype = kind.result if kind.of_gradient else kind.dtype
+    there = torch.zeros(kind.shift + rows * (size + gap), dtype=dtype, device=values.device)[kind.shift :]
+    return there.view(rows, size + gap)[:, :size].copy_(values)
+
+
+def _row_stride(kind: Kind, size: int) -> int:
+    return size if kind.dense else size + kind.unit
 
 
 def _comparisons(kind, device):
-    source = proof.generator(device, kind.log2_size)
+    source, is_block = proof.generator(device, kind.steps), kind.order.kind != aten.WARP
     for size in _sizes(kind):
-        rows, row_stride = _PROOF_ELEMENTS[kind.dtype] // size, size + kind.unit
-        x = _spaced(torch.randn(rows, size, device=device, generator=source), kind)
-        x[0], x[1], x[2], x[3, 0], x[4, -1], x[5, 0] = -math.inf, math.inf, -0.0, math.nan, math.inf, -math.inf
-        out = torch.full((rows, size), math.nan, dtype=kind.dtype, device=device)
-        _forward(kind.dtype, rows, size, row_stride, device)(x, out)
-        yield "the output", out, functional.softmax(x, -1)
+        rows = _PROOF_ELEMENTS[kind.result] // size
+        if is_block:
+            rows = max(rows * _MORE_OF_BLOCKS[kind.result], _BLOCK_ROWS)
+        x = torch.randn(rows, size, device=device, generator=source)
+        if is_block:
+            lane = aten.lanes(kind.order, rows // 2, size, kind.shift, device)
+            x[: rows // 2].sub_(torch.where(lane == lane[:, size // 2, None], 0.0, _APART[kind.result]))
+        x[-1], x[-2], x[-3], x[-4, 0], x[-5, -1], x[-6, 0] = -math.inf, math.inf, -0.0, math.nan, math.inf, -math.inf
+        x = _placed(x, kind)
+        out = torch.full((rows, size), math.nan, dtype=kind.result, device=device)
+        _bind(kind, rows, size, _row_stride(kind, size), device)(x, out)
+        yield "the output", out, functional.softmax(x, -1, dtype=kind.result)
 
 
 def _gradient_comparisons(kind, device):
@@ -290,9 +416,9 @@ def _gradient_comparisons(kind, device):
 
     No softmax returns such an output; the gradient's formula does not need one that does.
     """
-    source = proof.generator(device, kind.log2_size)
-    rows = _GRADIENT_ROWS
+    source = proof.generator(device, kind.steps)
     for size in _sizes(kind):
+        rows = min(_GRADIENT_ROWS, _GRADIENT_ELEMENTS // size // 2 * 2)
         y = torch.rand(rows, size, device=device, generator=source) / size
         dy = torch.randn(rows, size, device=device, generator=source)
         dy[::2] *= size**0.5 / 256
@@ -300,55 +426,56 @@ def _gradient_comparisons(kind, device):
         y[::2].scatter_(1, at, 1.0)
         dy[::2].scatter_(1, at, 128 + 127 * torch.rand(rows // 2, 1, device=device, generator=source))
         dy[1], dy[3], dy[5, 0], dy[7, -1] = -0.0, 0.0, math.inf, math.nan
-        dy, y = _spaced(dy, kind), y.to(kind.dtype)
+        dy, y = _placed(dy, kind), y.to(kind.result)
         dx = torch.full((rows, size), math.nan, dtype=kind.dtype, device=device)
-        _backward(kind.dtype, rows, size, size + kind.unit, device)(dy, y, dx)
-        yield "the input's gradient", dx, _formula(dy, y)
+        _bind(kind, rows, size, _row_stride(kind, size), device)(dy, y, dx)
+        yield "the input's gradient", dx, _formula(dy, y, kind.dtype)
 
 
 # torch.compile
 
 
 @torch.library.custom_op(add_op_namespace_prefix("softmax"), mutates_args=())
-def _softmax_op(input: torch.Tensor) -> torch.Tensor:
+def _softmax_op(input: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
     with torch.no_grad():
-        out = replacement(input, -1)
-    return functional.softmax(input, -1) if out is None else out
+        out = replacement(input, -1, dtype)
+    return functional.softmax(input, -1, dtype=dtype) if out is None else out
 
 
 @_softmax_op.register_fake
-def _(input):
-    return functional.softmax(input, -1)
+def _(input, dtype=None):
+    return functional.softmax(input, -1, dtype=dtype)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("softmax_backward"), mutates_args=())
-def _softmax_backward_op(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return gradient(dy, y)
+def _softmax_backward_op(dy: torch.Tensor, y: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    return gradient(dy, y, dtype)
 
 
 @_softmax_backward_op.register_fake
-def _(dy, y):
-    return _formula(dy, y)
+def _(dy, y, dtype=None):
+    return _formula(dy, y, dtype or y.dtype)
 
 
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(output)
+    ctx.dtype = inputs[0].dtype
 
 
 def _op_gradient(ctx, dy):
-    return _softmax_backward_op(dy, *ctx.saved_tensors)
+    return _softmax_backward_op(dy, *ctx.saved_tensors, ctx.dtype), None
 
 
 _softmax_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
-def _compiled(input):
+def _compiled(input, dtype):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original.
 
     Proofs wait until the op runs, since a row's length may be symbolic here. Without a proof the op runs ATen's kernel.
     """
-    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(input):
+    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(input, dtype):
         return None
-    if input.dim() == 0 or input.shape[-1] > _MAX_SIZE or not is_traced_plainly():
+    if not _is_known(input.dtype, dtype) or input.dim() == 0 or not is_traced_plainly():
         return None
-    return _softmax_op(input)
+    return _softmax_op(input, dtype)
