@@ -117,30 +117,42 @@ def cpu_kernels(package):
 
     def rotate(constants, scalars, q, k, cos, sin, q_out, k_out, *straight):
         tokens, _, _, q_heads, k_heads, *steps = scalars
-        dim, unit = 2 * constants["HALF"], constants["UNIT"]
+        size, unit = 2 * constants["HALF"], constants["UNIT"]
+        dim = size + constants["PASSED"]
         batch = q_out.numel() // (tokens * q_heads * dim)
+        # Formulas that pass a part of the head on, or that chunk it, have one gradient.
+        forward, halved = constants["STEP"] == "forward", constants["TABLE"] == "first_half"
+        keeps_dtype = constants["FP32_COMPUTE"]
+        variant = next(
+            v
+            for v in rotary.FORMULAS.values()
+            if v.layout == constants["LAYOUT"]
+            and (v.table in ("first_half", "one_each")) == halved
+            and v.chunked != constants["PADDED"]
+            and v.partial == (constants["PASSED"] > 0)
+            and (v.keeps_dtype == keeps_dtype if forward else (v.one_edge or not keeps_dtype))
+        )
 
         def heads(tensor, count, at):
             return tensor.as_strided((batch, tokens, count, dim), (*(step * unit for step in steps[at]), 1))
 
+        size //= 2 if variant.table == "one_each" else 1
         cos, sin = (
-            table.as_strided((batch, tokens, 1, dim), (*(step * unit for step in steps[at : at + 2]), 0, 1))
+            table.as_strided((batch, tokens, 1, size), (*(step * unit for step in steps[at : at + 2]), 0, 1))
             for table, at in ((cos, 12), (sin, 14))
         )
         tensors = [(q, q_out, q_heads, 0), (k, k_out, k_heads, 3)]
         for number, (x, out, count, at) in enumerate(tensors if k_heads else tensors[:1]):
             x, into = heads(x, count, slice(at, at + 3)), slice(at + 6, at + 9)
-            if constants["STEP"] == "forward":
-                variant = next(v for v in rotary.FORMULAS.values() if v.keeps_dtype == constants["FP32_COMPUTE"])
+            if forward:
                 heads(out, count, into).copy_(variant.rotate(x, cos, sin))
                 continue
-            if constants["FP32_COMPUTE"]:
-                heads(out, count, into).copy_(rotary.FP32.gradient(x, cos, sin, out.dtype))
+            if not straight:
+                heads(out, count, into).copy_(variant.gradient(x, cos, sin, out.dtype))
                 continue
-            halves, through_cos = rotary.PLAIN.gradients(x, cos, sin, out.dtype)
-            heads(out, count, into).copy_(halves if straight else halves + through_cos)
-            if straight:
-                heads(straight[number], count, into).copy_(through_cos)
+            halves, through_cos = variant.gradients(x, cos, sin, out.dtype)
+            heads(out, count, into).copy_(halves)
+            heads(straight[number], count, into).copy_(through_cos)
 
     def complex_rotary(constants, scalars, x, freqs, out):
         tokens, groups, heads, *steps = scalars

@@ -284,10 +284,15 @@ def _rotary_launches(kernel, machine):
     for head_dim in (64, 80, 128, 256) if machine.every_case else (80,):
         q, k = (machine.empty(2, 3, heads, head_dim).transpose(1, 2) for heads in (8, 2))
         for table_dtype in {dtype, torch.float32}:
-            cos, sin = machine.empty(2, 1, 3, head_dim, dtype=table_dtype)
             for variant in rotary.FORMULAS.values():
+                usual = variant.layout == "halves" and not (variant.partial or variant.chunked)
+                if not usual and (table_dtype != dtype or head_dim != 80):
+                    continue
+                size = head_dim - 16 * variant.partial
+                size //= 2 if variant.table == "one_each" else 1
+                cos, sin = machine.empty(2, 1, 3, size, dtype=table_dtype)
                 outs = rotary.replacement(q, k, cos, sin, 1, variant.eager)
-                for apart in (False, True):
+                for apart in (False, True)[: 2 - variant.has_one_edge(dtype)]:
                     with torch.no_grad():
                         rotary.gradients(variant, *outs, cos, sin, 1, dtype, apart)
 

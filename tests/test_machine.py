@@ -186,9 +186,13 @@ def test_heads_move_16_bytes_at_a_time(compiled):
     rotary = [entry for entry in compiled if entry["kernel"] == "rotary"]
     assert {entry["constants"]["STEP"] for entry in rotary} == {"forward", "gradient", "gradients"}
     for entry in rotary:
-        for access in ("ld", "st"):
-            assert entry.count(rf"{access}\.global") == entry.count(rf"{access}\.global\S*\.v4\.b32") > 0, str(entry)
-        if len(set(entry["dtypes"])) == 1:
+        constants, usual = entry["constants"], entry["constants"]["TABLE"] != "first_half"
+        # The few elements that are passed on may be less than 16 bytes of a thread.
+        if not constants["PASSED"]:
+            for access in ("ld", "st"):
+                assert entry.count(rf"{access}\.global") == entry.count(rf"{access}\.global\S*\.v4\.b32") > 0, str(entry)
+        # The one number of two neighbours in cos and sin may pass through shared memory.
+        if len(set(entry["dtypes"])) == 1 and usual:
             assert not entry.count(r"((ld|st)\.shared|bar\.sync)"), str(entry)
         assert not entry.count(r"((fma|mad)\S*\.f32|\S*\.ftz)"), str(entry)
         assert_only_trivial_fmas_of_bf16(entry)

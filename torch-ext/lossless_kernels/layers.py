@@ -29,6 +29,7 @@ from .ops.rms_norm.formulas import EAGER, LLAMA, ONE_PLUS_WEIGHT
 from .ops.rms_norm.function import replacement as rms_norm_replacement
 from .ops.rms_norm.gated import eager as gated_eager
 from .ops.rms_norm.gated import replacement as gated_replacement
+from .ops.rotary import FP32 as VISION_ROTARY
 from .ops.rotary import PLAIN as ROTARY
 from .ops.rotary import replacement as rotary_replacement
 
@@ -485,8 +486,9 @@ class LlamaRotaryEmbedding(_Layer):
 class RotaryPosEmb(_Layer):
     """`x * cos + rotate_half(x) * sin` for x = q and x = k: `[batch, heads, tokens, head_dim]`, any strides.
 
-    Replaces transformers' `apply_rotary_pos_emb`. `kernels` makes one module of it for each model file, shared by all
-    models of the process. Functions that compute something else, such as GPT-OSS's, keep running.
+    Replaces transformers' `apply_rotary_pos_emb` and its variants: of a part of the head, whose rest stays as it is; of
+    neighbours instead of halves; of chunks, as in GPT-OSS; in fp32. `kernels` makes one module of it for each model file, shared
+    by all models of the process. Functions that compute something else keep running.
     """
 
     def forward(
@@ -496,6 +498,20 @@ class RotaryPosEmb(_Layer):
         own = isinstance(self, RotaryPosEmb)
         out = None if own else rotary_replacement(q, k, cos, sin, unsqueeze_dim, original)
         return _original(self, RotaryPosEmb, q, k, cos, sin, unsqueeze_dim) if out is None else out
+
+
+class RotaryPosEmbVision(_Layer):
+    """`RotaryPosEmb` in fp32 for `[tokens, heads, head_dim]`, as in vision towers.
+
+    Replaces transformers' `apply_rotary_pos_emb_vision`, named by `name_layers`.
+    """
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = isinstance(self, RotaryPosEmbVision)
+        out = None if own else rotary_replacement(q, k, cos, sin, -2, type(self).forward)
+        return _original(self, RotaryPosEmbVision, q, k, cos, sin) if out is None else out
 
 
 # What a class computes that is used as a layer of its own.
@@ -525,6 +541,7 @@ _FORMULAS = {
     LlamaRotaryEmbedding: lambda self, x, position_ids: rotary_embedding.TABLES.eager(
         x, position_ids, self.inv_freq, self.attention_scaling
     ),
+    RotaryPosEmbVision: lambda self, q, k, cos, sin: VISION_ROTARY.eager(q, k, cos, sin, -2),
     RotaryPosEmb: lambda self, q, k, cos, sin, unsqueeze_dim=1: ROTARY.eager(q, k, cos, sin, unsqueeze_dim),
 }
 

@@ -6,18 +6,19 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Optional, Union
 
 import torch
 
 from . import layers
 from .core import proof
-from .core.inspection import functions_of
+from .core.inspection import functions_of, owns_nothing
 from .decoder import layer as decoder
-from .ops import cohere_layer_norm
+from .ops import cohere_layer_norm, rotary
 from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
 from .ops.rms_norm.proof import variant_of
 
@@ -33,6 +34,7 @@ LAYERS = {
     "FastGELU": "FastGELUActivation",
     "QuickGELU": "QuickGELUActivation",
     "rotary_pos_emb": "RotaryPosEmb",
+    "rotary_pos_emb_vision": "RotaryPosEmbVision",
     # No class of transformers has these names: `kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives one.
     "SwiGLUMLP": "LlamaMLP",
     "LlamaMLP": "LlamaMLP",
@@ -73,6 +75,8 @@ RECIPES = {
     torch.nn.RMSNorm: "TorchRMSNorm",
     torch.nn.LayerNorm: "TorchLayerNorm",
 }
+# Functions of model files, most of which transformers gives no layer name.
+_NAMES_BY_FUNCTION = {"apply_rotary_pos_emb": "rotary_pos_emb", "apply_rotary_pos_emb_vision": "rotary_pos_emb_vision"}
 _NAMES_BY_EPS = {eps: name for name, eps in EPS_NAMES.items() if name in LAYERS}
 
 
@@ -98,7 +102,9 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     - decoder layers, MLPs and rotary embeddings: classes whose children (or buffers) have the names of those of a known
       decoder layer, `LlamaMLP`, `Phi3MLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
     - norms with `weight` and `variance_epsilon` or `eps` whose forward computes a known formula (Gemma's, for example);
-    - the norms and activations of transformers that have lost their names because its decorators did nothing.
+    - the norms and activations of transformers that have lost their names because its decorators did nothing;
+    - the rotary functions `apply_rotary_pos_emb` and `apply_rotary_pos_emb_vision` of their files that compute a known formula.
+      A module, which runs the function, takes its place in the file, as transformers' decorators do it.
 
     The names are the classes', in all models of the process, and replace nothing by themselves. With kernels 0.17 and later
     `kernelize` leaves a module of these classes alone if the module has a forward or a hook of its own, as accelerate gives it,
@@ -115,7 +121,73 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
         ImportError: `kernels` is not installed.
     """
     check_model(model)
-    return {layer_class.__name__: name for layer_class, name in _give_names(model, "decoder").items()}
+    named = {layer_class.__name__: name for layer_class, name in _give_names(model, "decoder").items()}
+    for module in model.modules():
+        for name, function in name_functions(module, keep=True).items():
+            vars(module).setdefault("_kernel_funcs", {})[name] = function
+            named[name] = type(function).kernel_layer_name
+    return named
+
+
+# A module that stands for a function in its file: the file's namespace, the function and whether it stays there.
+_functions: MutableMapping[torch.nn.Module, tuple[dict, FunctionType, bool]] = weakref.WeakKeyDictionary()
+
+
+def name_functions(module: torch.nn.Module, keep: bool = False) -> dict[str, torch.nn.Module]:
+    """Puts modules with layer names in the places of the rotary functions that the module's forward calls.
+
+    Returns:
+        Those that stand there now, by the functions' names; without those that transformers made.
+    """
+    forward = type(module).forward
+    code = getattr(forward, "__code__", None)
+    if not isinstance(forward, FunctionType) or _NAMES_BY_FUNCTION.keys().isdisjoint(code.co_names):
+        return {}
+    from kernels import use_kernel_forward_from_hub
+
+    namespace, found = forward.__globals__, {}
+    for name in _NAMES_BY_FUNCTION.keys() & {*code.co_names}:
+        function = namespace.get(name)
+        if isinstance(function, FunctionType) and _is_rotary(function, _NAMES_BY_FUNCTION[name], namespace):
+            made = use_kernel_forward_from_hub(_NAMES_BY_FUNCTION[name])(function)
+            _functions[made] = namespace, function, keep
+            namespace[name] = function = made
+        if isinstance(function, torch.nn.Module) and function in _functions:
+            if keep:
+                _functions[function] = *_functions[function][:2], True
+            found[name] = function
+    return found
+
+
+def functions_called(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules in the places of functions, made by `name_functions`, that the module's forward calls."""
+    forward = type(module).forward
+    if not _functions or not isinstance(forward, FunctionType):
+        return []
+    named = (forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names})
+    return [function for function in named if isinstance(function, torch.nn.Module) and function in _functions]
+
+
+def put_function_back(module: torch.nn.Module) -> None:
+    """Undoes `name_functions`, unless `name_layers` asked for it."""
+    namespace, function, keep = _functions.get(module, ({}, None, True))
+    if not keep and namespace.get(function.__name__) is module:
+        namespace[function.__name__] = function
+        del _functions[module]
+
+
+def _is_rotary(function: FunctionType, name: str, namespace: dict) -> bool:
+    """Whether a function of this file takes the arguments of the layer with this name, and computes a formula of it."""
+    if function.__globals__ is not namespace or hasattr(function, "__wrapped__"):
+        return False
+    ours = getattr(layers, LAYERS[name])
+    given, taken = (list(inspect.signature(each).parameters.values()) for each in (function, ours.forward))
+    alike = [(each.name, each.kind, each.default) for each in given] == [
+        (each.name, each.kind, each.default) for each in taken[1:]
+    ]
+    if not alike or not owns_nothing(function):
+        return False
+    return bool(_quietly(rotary.formula_on_cpu, function, name == "rotary_pos_emb_vision"))
 
 
 def _give_names(model: torch.nn.Module, level: str) -> dict[type, str]:
@@ -247,7 +319,7 @@ def idle_decorators() -> Optional[str]:
     wanted = f" (it takes kernels from {bounds[0]} on, below {bounds[1]})" if all(bounds) else ""
     return (
         f"{' with '.join(versions)} gives its layers no names{wanted}, and kernelize replaces nothing: install a kernels that "
-        "transformers takes, or call name_layers(model) before kernelize; apply_rotary_pos_emb then keeps its own forward"
+        "transformers takes, or call name_layers(model) before kernelize"
     )
 
 

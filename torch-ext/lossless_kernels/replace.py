@@ -205,6 +205,8 @@ def _why_nothing(made: report.ReplacementReport) -> report.Reason:
 def _bind(model, mode, level, device_type) -> None:
     """`kernelize`, which leaves alone everything that it has no kernel of this package for."""
     modules = list(model.modules())
+    for module in modules:
+        mapping.name_functions(module)
     attached = [each for module in modules for each in vars(module).get("_kernel_funcs", {}).values()]
     called = {id(each): each for module in modules for each in report.functions_of(module)}
     functions = [each for each in called.values() if each not in attached]
@@ -279,6 +281,7 @@ def _undo(model) -> None:
             if not callers:
                 _callers.pop(function, None)
                 _undo_one(function)
+                mapping.put_function_back(function)
         for copied in vars(module).get("_kernel_funcs", {}).values():
             if copied not in _callers:
                 _undo_one(copied)

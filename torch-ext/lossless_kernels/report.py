@@ -14,7 +14,7 @@ import torch
 from .core import ROOT_PACKAGE, inspection, launch, proof
 from .core.domain import FLOAT_DTYPES, MISSING, runs_kernels
 from .loss import has_our_loss
-from .mapping import LEVELS, RECIPES, check_model, idle_decorators, is_replaceable, missing_name
+from .mapping import LEVELS, RECIPES, check_model, functions_called, idle_decorators, is_replaceable, missing_name
 
 # Kinds of reasons, and what to do about each. `kernel` is this package, as `get_kernel` returns it.
 NO_DEVICE = "no kernels here"
@@ -279,7 +279,8 @@ def functions_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """
     attached = vars(module).get("_kernel_funcs", {}).values()
     namespace = vars(sys.modules.get(type(module).__module__, object)).values() if attached else ()
-    return [next((each for each in namespace if type(each) is type(function)), function) for function in attached]
+    found = [next((each for each in namespace if type(each) is type(function)), function) for function in attached]
+    return found + [function for function in functions_called(module) if function not in found]
 
 
 def own_forward(module: torch.nn.Module) -> Optional[Callable]:

@@ -12,16 +12,51 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _halves(ptr, offset, mask, HALF: tl.constexpr):
-    first = tl.load(ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+def _pairs(ptr, offset, mask, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, UNIT: tl.constexpr, LAYOUT: tl.constexpr):
+    """The first and the second numbers of HALF pairs, in rows that begin at `offset`."""
+    column = tl.arange(0, HALF_BLOCK)[None, :]
+    if LAYOUT == "neighbours":
+        column = tl.arange(0, 2 * HALF_BLOCK)[None, :]
+        if HALF != HALF_BLOCK:
+            mask = mask & (column // UNIT < 2 * HALF // UNIT)
+        both = tl.load(ptr + offset + column, mask=mask, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, [both.shape[0], HALF_BLOCK, 2]))
+    else:
+        if HALF != HALF_BLOCK:
+            mask = mask & (column // UNIT < HALF // UNIT)
+        first = tl.load(ptr + offset + column, mask=mask, other=0.0).to(tl.float32)
+        if LAYOUT == "first_half":
+            second = first
+        else:
+            second = tl.load(ptr + offset + column + HALF, mask=mask, other=0.0).to(tl.float32)
     return first, second
 
 
 @triton.jit
-def _store_halves(ptr, offset, mask, first, second, HALF: tl.constexpr):
-    tl.store(ptr + offset, first.to(ptr.dtype.element_ty), mask=mask)
-    tl.store(ptr + offset + HALF, second.to(ptr.dtype.element_ty), mask=mask)
+def _store_pairs(
+    ptr,
+    offset,
+    mask,
+    first,
+    second,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    dtype = ptr.dtype.element_ty
+    if LAYOUT == "neighbours":
+        column = tl.arange(0, 2 * HALF_BLOCK)[None, :]
+        if HALF != HALF_BLOCK:
+            mask = mask & (column // UNIT < 2 * HALF // UNIT)
+        both = tl.join(first.to(dtype), second.to(dtype))
+        tl.store(ptr + offset + column, tl.reshape(both, [both.shape[0], 2 * HALF_BLOCK]), mask=mask)
+    else:
+        column = tl.arange(0, HALF_BLOCK)[None, :]
+        if HALF != HALF_BLOCK:
+            mask = mask & (column // UNIT < HALF // UNIT)
+        tl.store(ptr + offset + column, first.to(dtype), mask=mask)
+        tl.store(ptr + offset + column + HALF, second.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -39,33 +74,39 @@ def _heads(
     FP32_COMPUTE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    PASSED: tl.constexpr,
+    PASSED_BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TABLE: tl.constexpr,
+    PADDED: tl.constexpr,
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Rotates HEADS heads of one token, from `first_head` on."""
     head = first_head + tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, HALF_BLOCK)[None, :]
     mask = head < heads
-    if HALF != HALF_BLOCK:
-        mask = mask & (column // UNIT < HALF // UNIT)
     head = head.to(tl.int64)
-    first, second = _halves(x_ptr, head * x_head_stride * UNIT + column, mask, HALF)
+    x_offset = head * x_head_stride * UNIT
+    first, second = _pairs(x_ptr, x_offset, mask, HALF, HALF_BLOCK, UNIT, LAYOUT)
     # Loaded for each head, from the L1: a single row would get another layout and wait for x in shared memory.
     no_head = tl.zeros_like(head)
-    cos_first, cos_second = _halves(cos_ptr, no_head + column, mask, HALF)
-    sin_first, sin_second = _halves(sin_ptr, no_head + column, mask, HALF)
-    out_offset = head * out_head_stride * UNIT + column
+    cos_first, cos_second = _pairs(cos_ptr, no_head, mask, HALF, HALF_BLOCK, UNIT, TABLE)
+    sin_first, sin_second = _pairs(sin_ptr, no_head, mask, HALF, HALF_BLOCK, UNIT, TABLE)
+    out_offset = head * out_head_stride * UNIT
+    DTYPE: tl.constexpr = tl.float32 if FP32_COMPUTE else out_ptr.dtype.element_ty
     if STEP == "forward":
-        DTYPE: tl.constexpr = tl.float32 if FP32_COMPUTE else out_ptr.dtype.element_ty
         # Triton's `-x` is `0 - x`, whose sign differs if x is zero.
         out_first = _rounded(first * cos_first, DTYPE) - _rounded(second * sin_first, DTYPE)
         out_second = _rounded(second * cos_second, DTYPE) + _rounded(first * sin_second, DTYPE)
-        _store_halves(out_ptr, out_offset, mask, out_first, out_second, HALF)
+        _store_pairs(out_ptr, out_offset, mask, out_first, out_second, HALF, HALF_BLOCK, UNIT, LAYOUT)
     else:
-        DTYPE: tl.constexpr = tl.float32 if FP32_COMPUTE else out_ptr.dtype.element_ty
-        # Eager pads the gradient of each half with zeros and adds the two: no gradient is -0.
-        rotated_first = _rounded(second * sin_second, DTYPE) + 0.0
-        rotated_second = 0.0 - _rounded(first * sin_first, DTYPE)
+        rotated_first = _rounded(second * sin_second, DTYPE)
+        if PADDED:
+            # Eager pads the gradient of each half with zeros and adds the two: no gradient is -0.
+            rotated_first += 0.0
+            rotated_second = 0.0 - _rounded(first * sin_first, DTYPE)
+        else:
+            rotated_second = _rounded(first * sin_first, DTYPE) * -1.0
         straight_first = _rounded(first * cos_first, DTYPE)
         straight_second = _rounded(second * cos_second, DTYPE)
         if STEP == "gradient":
@@ -73,8 +114,28 @@ def _heads(
             rotated_second += straight_second
         else:
             tl.static_assert(STEP == "gradients")
-            _store_halves(second_out_ptr, out_offset, mask, straight_first, straight_second, HALF)
-        _store_halves(out_ptr, out_offset, mask, rotated_first, rotated_second, HALF)
+            _store_pairs(
+                second_out_ptr,
+                out_offset,
+                mask,
+                straight_first,
+                straight_second,
+                HALF,
+                HALF_BLOCK,
+                UNIT,
+                LAYOUT,
+            )
+        _store_pairs(out_ptr, out_offset, mask, rotated_first, rotated_second, HALF, HALF_BLOCK, UNIT, LAYOUT)
+    if PASSED > 0:
+        tl.static_assert(STEP != "gradients")
+        column = tl.arange(0, PASSED_BLOCK)[None, :]
+        if PASSED != PASSED_BLOCK:
+            mask = mask & (column // UNIT < PASSED // UNIT)
+        passed = tl.load(x_ptr + x_offset + 2 * HALF + column, mask=mask, other=0.0).to(out_ptr.dtype.element_ty)
+        if STEP == "gradient":
+            # As above: eager pads it and adds the gradient of the rotated part.
+            passed = (passed.to(tl.float32) + 0.0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_offset + 2 * HALF + column, passed, mask=mask)
 
 
 @triton.jit(
@@ -136,14 +197,21 @@ def rotary(
     FP32_COMPUTE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    PASSED: tl.constexpr,
+    PASSED_BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TABLE: tl.constexpr,
+    PADDED: tl.constexpr,
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """out = x * cos + (-x2, x1) * sin for x = (x1, x2), the halves of q's and k's heads; or gradients, with x = d_out.
 
     STEP: "forward"; "gradient": the sum over both paths; "gradients": out for the path through the rotated halves,
-    second_out = x * cos. FP32_COMPUTE: only the sum is rounded. A program has HEADS heads of q or k of one token.
-    Strides are in UNITs of elements.
+    second_out = x * cos. FP32_COMPUTE: only the sum is rounded. LAYOUT: pairs are "halves" or "neighbours"; TABLE: those
+    of cos and sin too, or "first_half", which has both numbers of a pair. PADDED: no gradient of a half is -0.
+    PASSED elements after 2 * HALF are copied. A program has HEADS heads of q or k of one token. Strides are in UNITs of
+    elements.
     """
     program = tl.program_id(0)
     token = program // groups
@@ -169,6 +237,11 @@ def rotary(
             FP32_COMPUTE,
             HALF,
             HALF_BLOCK,
+            PASSED,
+            PASSED_BLOCK,
+            LAYOUT,
+            TABLE,
+            PADDED,
             UNIT,
             HEADS,
         )
@@ -188,6 +261,11 @@ def rotary(
             FP32_COMPUTE,
             HALF,
             HALF_BLOCK,
+            PASSED,
+            PASSED_BLOCK,
+            LAYOUT,
+            TABLE,
+            PADDED,
             UNIT,
             HEADS,
         )

@@ -25,8 +25,8 @@ from ..core.domain import (
 from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .rotary_formulas import FORMULAS, FP32, PLAIN, RotaryFormula
-from .rotary_layout import launch_plan, place_of, walk_of
+from .rotary_formulas import CHUNKED, FORMULAS, FP32, ONE_EACH, PARTIAL, PLAIN, RotaryFormula
+from .rotary_layout import Sizes, launch_plan, place_of, walk_of
 
 
 def apply_rotary_pos_emb(
@@ -251,22 +251,25 @@ def _check(q, k, cos, sin) -> None:
 
 def _resolve(q, k, cos, sin, function, unsqueeze_dim, needs, sole_consumer):
     _check(q, k, cos, sin)
-    if not isinstance(unsqueeze_dim, int) or walk_of(q, k, cos, sin, unsqueeze_dim, q.stride(), k.stride()) is None:
+    strides = q.stride(), k.stride()
+    if not isinstance(unsqueeze_dim, int) or not any(
+        walk_of(q, k, cos, sin, unsqueeze_dim, *strides, each) for each in (PARTIAL, CHUNKED)
+    ):
         shapes = f"query and key of {q.dim()} dimensions, heads of {list(q.shape[-1:])}, cos of {cos.dim()} dimensions"
         raise Outside(f"{shapes}, unsqueeze_dim {unsqueeze_dim}: no kernel takes this layout")
     variant = _variant(function, unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device)
     if variant is None:
         return None
+    if walk_of(q, k, cos, sin, unsqueeze_dim, *strides, variant) is None:
+        raise Outside("cos of another size than the heads")
     outs = [_output(variant, x, cos, sin, unsqueeze_dim) for x in (q, k)]
-    walk = walk_of(q, k, cos, sin, unsqueeze_dim, *(out.strides for out in outs))
+    walk = walk_of(q, k, cos, sin, unsqueeze_dim, *(out.strides for out in outs), variant)
     if walk is None:
         raise Outside("eager's outputs have another memory order than query and key")
     for of_gradients in (False, True)[: 1 + any(needs)]:
-        if not _proved(variant, q.dtype, cos.dtype, walk.head_dim, walk.unit, q.device, of_gradients):
+        if not _proved(variant, q.dtype, cos.dtype, walk.sizes, q.device, of_gradients):
             return None
-    launch = walk.launch(
-        "forward", variant.computes_in_fp32("forward", q.dtype), (q.dtype, cos.dtype, outs[0].dtype), q.device
-    )
+    launch = walk.launch("forward", variant, (q.dtype, cos.dtype, outs[0].dtype), q.device)
     if launch is None:
         raise Outside("more heads than a launch has programs for")
     forward = _Forward(launch, *outs)
@@ -371,15 +374,15 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
     if dq_embed.dtype != _output_dtype(variant, dtype, cos.dtype):
         raise Outside(f"gradients {dq_embed.dtype} of query and key {dtype}, cos {cos.dtype}")
     strides = [contiguous_strides(dy.shape) for dy in (dq_embed, dk_embed)]
-    walk = walk_of(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides)
+    walk = walk_of(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides, variant)
     if walk is None:
         raise Outside("no kernel takes the gradients' layout")
-    if not _proved(variant, dtype, cos.dtype, walk.head_dim, walk.unit, cos.device, gradients=True):
+    if not _proved(variant, dtype, cos.dtype, walk.sizes, cos.device, gradients=True):
         return None
     if one:
         walk = replace(walk, k_heads=0)
     step, dtypes = "gradients" if per_path else "gradient", (dq_embed.dtype, cos.dtype, dtype)
-    launch = walk.launch(step, variant.computes_in_fp32(step, dtype), dtypes, cos.device)
+    launch = walk.launch(step, variant, dtypes, cos.device)
     if launch is None:
         raise Outside("more heads than a launch has programs for")
     empty_q, empty_k = (
@@ -405,11 +408,25 @@ def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) 
     if verdict is not None:
         return verdict.chosen
     where = f"query {dtype}, cos {cos_dtype}, unsqueeze_dim {unsqueeze_dim}, in {function.__module__}"
-    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in FORMULAS.values()}
+    codes = (getattr(each, "__code__", None) for each in (function, *_called_by(function)))
+    names = {name for code in codes if code is not None for name in code.co_names}
+    likely = sorted(FORMULAS.values(), key=lambda variant: variant.differs_in(names))
+    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in likely}
     variant = proof.match_formula(key, proof.Subject(function, device, where), candidates)
     if variant is not None:
         proof.record_dependency(function, variant.eager)
     return variant
+
+
+def _takes(function) -> Optional[int]:
+    """How many arguments the function takes."""
+    return getattr(getattr(function, "__code__", None), "co_argcount", None)
+
+
+def formula_on_cpu(function: Callable, vision: bool) -> Optional[RotaryFormula]:
+    """The formula of a function that rotates query and key, or of one of vision towers; it is proved on the CPU."""
+    where = (-2, 3, 2) if vision else (1, 4, 3)
+    return _variant(function, *where, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
 
 
 _HEAD_DIM, _TOKENS, _Q_HEADS, _K_HEADS = 32, 5, 3, 2
@@ -432,74 +449,84 @@ def _formulas(function, variant, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype
         return make((*sizes, heads, _HEAD_DIM), dtype).movedim(len(sizes), heads_dim)
 
     data = states(_Q_HEADS), states(_K_HEADS)
-    tables = [make((*sizes, _HEAD_DIM)[dims - 1 - cos_dims :], cos_dtype) for _ in range(2)]
-    results = []
-    for compute in (variant.eager, function):
-        q, k = (tensor.clone().requires_grad_() for tensor in data)
-        with torch.enable_grad():
-            earlier = q * 1.0, k * 1.0
-            outs = compute(q, k, *tables, unsqueeze_dim)
-            later = q * 1.0, k * 1.0
-        generator = proof.generator(device, 4)
-        dys = [_numbers(out.shape, out.dtype, generator) for out in (*outs, *earlier, *later)]
-        found = [("the output", out.detach()) for out in outs]
-        for what, some in (("", 2), (" with others'", 6)):
-            roots = (*outs, *earlier, *later)[:some]
-            grads = torch.autograd.grad(roots, (q, k), dys[:some], retain_graph=True)
-            found += [(f"the input's gradient{what}", grad) for grad in grads]
-        results.append(found)
-    yield from ((what, ours, theirs) for (what, ours), (_, theirs) in zip(*results))
+    # A function that rotates a part of the head rotates the whole of it too.
+    whole = _HEAD_DIM // 2 if variant.table == ONE_EACH else _HEAD_DIM
+    for size in (whole // 2, whole)[1 - variant.partial :]:
+        tables = [make((*sizes, size)[dims - 1 - cos_dims :], cos_dtype) for _ in range(2)]
+        # The functions of vision towers have no such argument.
+        theirs = _results(function, data, tables, *(unsqueeze_dim,) * (_takes(function) != 4))
+        ours = _results(variant.eager, data, tables, unsqueeze_dim)
+        yield from ((what, one, other) for (what, one), (_, other) in zip(ours, theirs))
 
 
-def _proved(variant, dtype, cos_dtype, head_dim, unit, device, gradients=False) -> bool:
+def _results(compute, data, tables, *unsqueeze_dim):
+    """Outputs, and gradients without and with other consumers of query and key."""
+    q, k = (tensor.clone().requires_grad_() for tensor in data)
+    with torch.enable_grad():
+        earlier = q * 1.0, k * 1.0
+        outs = compute(q, k, *tables, *unsqueeze_dim)
+        later = q * 1.0, k * 1.0
+    generator = proof.generator(q.device, 4)
+    dys = [_numbers(out.shape, out.dtype, generator) for out in (*outs, *earlier, *later)]
+    found = [("the output", out.detach()) for out in outs]
+    for what, some in (("", 2), (" with others'", 6)):
+        roots = (*outs, *earlier, *later)[:some]
+        grads = torch.autograd.grad(roots, (q, k), dys[:some], retain_graph=True)
+        found += [(f"the input's gradient{what}", grad) for grad in grads]
+    return found
+
+
+def _proved(variant, dtype, cos_dtype, sizes: Sizes, device, gradients=False) -> bool:
     what, comparisons = ("gradient", _gradient_comparisons) if gradients else ("output", _comparisons)
+    where = f"{dtype}, cos {cos_dtype}, {sizes}, {what}"
     return proof.kernel_is_proved(
-        ("rotary", variant, what, dtype, cos_dtype, head_dim, unit, device),
-        proof.Subject(variant.eager, device, f"{dtype}, cos {cos_dtype}, heads of {head_dim}, {what}", variant.formula),
-        functools.partial(comparisons, variant, dtype, cos_dtype, head_dim, unit, device),
+        ("rotary", variant, what, dtype, cos_dtype, sizes, device),
+        proof.Subject(variant.eager, device, where, variant.formula),
+        functools.partial(comparisons, variant, dtype, cos_dtype, sizes, device),
     )
 
 
-def _sample(dtype, cos_dtype, head_dim, unit, device):
+def _sample(variant, dtype, cos_dtype, sizes, device):
     """q and k as slices of one projection's output, cos and sin.
 
-    A gap of at least `unit` elements follows each row. The last program of a token's query has one head.
+    A gap of at least a unit of elements follows each row. The last program of a token's query has one head.
     """
     make = functools.partial(_numbers, generator=proof.generator(device, 5))
+    head_dim, rotary_dim, unit = sizes
     heads = launch_plan(head_dim, dtype).heads_per_program + 1
     states = make((2, 7, heads + 2, head_dim + unit), dtype)[..., :head_dim].transpose(1, 2)
-    tables = (make((2, 7, head_dim + unit), cos_dtype)[..., :head_dim] for _ in range(2))
+    size = rotary_dim // 2 if variant.table == ONE_EACH else rotary_dim
+    tables = (make((2, 7, size + unit), cos_dtype)[..., :size] for _ in range(2))
     q, k = states[:, :heads], states[:, heads:]
     return q, k, *tables
 
 
-def _launch_sample(step, variant, dtypes, unit, q, k, cos, sin, *outs):
-    walk = walk_of(q, k, cos, sin, 1, outs[0].stride(), outs[1].stride())
-    if walk.unit != unit:
-        raise AssertionError(f"the sample's unit is {walk.unit}, not {unit}")
-    fp32_compute = variant.computes_in_fp32(step, dtypes[0 if step == "forward" else 2])
-    walk.launch(step, fp32_compute, dtypes, q.device)(q, k, cos, sin, *outs)
+def _launch_sample(step, variant, dtypes, sizes, q, k, cos, sin, *outs):
+    walk = walk_of(q, k, cos, sin, 1, outs[0].stride(), outs[1].stride(), variant)
+    if walk.sizes != sizes:
+        raise AssertionError(f"the sample has {walk.sizes}, not {sizes}")
+    walk.launch(step, variant, dtypes, q.device)(q, k, cos, sin, *outs)
 
 
-def _comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
-    q, k, cos, sin = _sample(dtype, cos_dtype, head_dim, unit, device)
+def _comparisons(variant, dtype, cos_dtype, sizes, device):
+    q, k, cos, sin = _sample(variant, dtype, cos_dtype, sizes, device)
     out_dtype = _output_dtype(variant, dtype, cos_dtype)
     outs = [torch.full_like(x, math.nan, dtype=out_dtype) for x in (q, k)]
-    _launch_sample("forward", variant, (dtype, cos_dtype, out_dtype), unit, q, k, cos, sin, *outs)
+    _launch_sample("forward", variant, (dtype, cos_dtype, out_dtype), sizes, q, k, cos, sin, *outs)
     for out, expected in zip(outs, variant.eager(q, k, cos, sin, 1)):
         yield "the output", out, expected
 
 
-def _gradient_comparisons(variant, dtype, cos_dtype, head_dim, unit, device):
+def _gradient_comparisons(variant, dtype, cos_dtype, sizes, device):
     dy_dtype = _output_dtype(variant, dtype, cos_dtype)
-    *dys, cos, sin = _sample(dy_dtype, cos_dtype, head_dim, unit, device)
+    *dys, cos, sin = _sample(variant, dy_dtype, cos_dtype, sizes, device)
     inputs = [torch.zeros(dy.shape, dtype=dtype, device=device, requires_grad=True) for dy in dys]
     others = [_numbers(dy.shape, dtype, proof.generator(device, 6)) for dy in dys]
     found = {}
     one_edge = variant.has_one_edge(dtype)
     for step, paths in (("gradient", 1), ("gradients", 2))[: 2 - one_edge]:
         outs = [torch.full(dy.shape, math.nan, dtype=dtype, device=device) for _ in range(paths) for dy in dys]
-        _launch_sample(step, variant, (dy_dtype, cos_dtype, dtype), unit, *dys, cos, sin, *outs)
+        _launch_sample(step, variant, (dy_dtype, cos_dtype, dtype), sizes, *dys, cos, sin, *outs)
         found[step] = outs
     with torch.enable_grad():
         outs = variant.eager(*inputs, cos, sin, 1)
@@ -569,7 +596,7 @@ _rotary_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 # Sizes may be symbolic while torch.compile traces, so a proof for one size decides whether the graph gets the operator.
 # At run time the operator computes eager's formula if the kernel for the actual size is not proved.
-_USUAL_HEAD_DIM = 128
+_USUAL = Sizes(128, 128, 8)
 
 
 @torch.compiler.assume_constant_result
@@ -582,7 +609,7 @@ def _proved_for_compile(
         return None
     variant = _variant(function_behind(subject), unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
     if variant is None or not all(
-        _proved(variant, dtype, cos_dtype, _USUAL_HEAD_DIM, 8, device, of_gradients)
+        _proved(variant, dtype, cos_dtype, _USUAL, device, of_gradients)
         for of_gradients in (False, True)[: 1 + training]
     ):
         return None

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
 from ..core import launch
+from .rotary_formulas import FIRST_HALF, ONE_EACH, RotaryFormula
 
 if launch.AVAILABLE:
     from ..kernels_src.rotary import rotary
@@ -46,6 +47,18 @@ def _steps(shape, strides, heads_dim) -> tuple[int, int, int]:
     return (*(0,) * (2 - len(steps)), *steps, head_step)
 
 
+class Sizes(NamedTuple):
+    """What a kernel is compiled for, besides dtypes: elements of a head, those that are rotated, and those per access."""
+
+    head_dim: int
+    rotary_dim: int
+    unit: int
+
+    def __str__(self):
+        rotated = f", {self.rotary_dim} of them rotated" * (self.rotary_dim != self.head_dim)
+        return f"heads of {self.head_dim}{rotated}"
+
+
 @dataclass(frozen=True)
 class Walk:
     """The layout of a call's tensors: strides over batch, tokens and heads, in elements."""
@@ -55,6 +68,7 @@ class Walk:
     q_heads: int
     k_heads: int
     head_dim: int
+    rotary_dim: int
     q: tuple[int, int, int]
     k: tuple[int, int, int]
     q_out: tuple[int, int, int]
@@ -65,22 +79,32 @@ class Walk:
     @property
     def unit(self) -> int:
         """The number of elements per access, up to eight."""
-        return math.gcd(8, self.head_dim // 2, *self.q, *self.k, *self.q_out, *self.k_out, *self.cos, *self.sin)
+        half, passed = self.rotary_dim // 2, self.head_dim - self.rotary_dim
+        return math.gcd(8, half, passed, *self.q, *self.k, *self.q_out, *self.k_out, *self.cos, *self.sin)
 
-    def launch(self, step: str, fp32_compute: bool, dtypes, device: torch.device) -> Optional[launch.Launch]:
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.head_dim, self.rotary_dim, self.unit)
+
+    def launch(self, step: str, variant: RotaryFormula, dtypes, device: torch.device) -> Optional[launch.Launch]:
         """The launch, to be called with q, k, cos, sin and the outputs; None if it takes too many programs.
 
         Args:
-            fp32_compute: the step rounds its result alone.
             dtypes: of the inputs, of cos and of the outputs.
         """
         read, table, written = dtypes
         plan = launch_plan(self.head_dim, read)
+        half, passed = self.rotary_dim // 2, self.head_dim - self.rotary_dim
         constants = {
             "STEP": step,
-            "FP32_COMPUTE": fp32_compute,
-            "HALF": self.head_dim // 2,
-            "HALF_BLOCK": 1 << (self.head_dim // 2 - 1).bit_length(),
+            "FP32_COMPUTE": variant.computes_in_fp32(step, read if step == "forward" else written),
+            "HALF": half,
+            "HALF_BLOCK": 1 << (half - 1).bit_length(),
+            "PASSED": passed,
+            "PASSED_BLOCK": 1 << (passed - 1).bit_length() if passed else 0,
+            "LAYOUT": variant.layout,
+            "TABLE": FIRST_HALF if variant.table == ONE_EACH else variant.table,
+            "PADDED": not variant.chunked,
             "UNIT": self.unit,
             "HEADS": plan.heads_per_program,
         }
@@ -95,7 +119,7 @@ class Walk:
         return launch.bind(rotary, constants, plan.num_warps, device, dtypes, programs, *scalars)
 
 
-def walk_of(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Optional[Walk]:
+def walk_of(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides, variant: RotaryFormula) -> Optional[Walk]:
     """The walk of these tensors; None if no kernel takes their layout."""
     dims, cos_dims = q.dim(), cos.dim()
     if k.dim() != dims or dims not in (3, 4) or not 2 <= cos_dims < dims or sin.dim() != cos_dims:
@@ -104,16 +128,18 @@ def walk_of(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Opti
     if not 0 <= place < cos_dims:
         return None
     heads_dim = place + dims - 1 - cos_dims
-    head_dim = q.shape[-1]
+    head_dim, rotary_dim = q.shape[-1], variant.rotary_dim(cos)
     others = [[size for dim, size in enumerate(x.shape) if dim != heads_dim] for x in (q, k)]
-    if others[0] != others[1] or head_dim % 2 or not 2 <= head_dim <= _MAX_HEAD_DIM or not q.numel() or not k.numel():
+    if others[0] != others[1] or rotary_dim % 2 or not 2 <= rotary_dim <= head_dim <= _MAX_HEAD_DIM:
         return None
-    tables = []
+    if not q.numel() or not k.numel() or (rotary_dim != head_dim and not variant.partial):
+        return None
+    tables, rotated = [], torch.Size((*q.shape[:-1], cos.shape[-1]))
     for table in (cos, sin):
         table = table.unsqueeze(unsqueeze_dim)
-        if table.shape[-1] != head_dim or torch.broadcast_shapes(table.shape, q.shape) != q.shape:
+        if table.shape[-1] != cos.shape[-1] or torch.broadcast_shapes(table.shape, rotated) != rotated:
             return None
-        table = table.expand(q.shape)
+        table = table.expand(rotated)
         steps = _steps(table.shape, table.stride(), heads_dim)
         if steps[2] or table.stride(-1) != 1:
             return None
@@ -127,6 +153,7 @@ def walk_of(q, k, cos, sin, unsqueeze_dim, q_out_strides, k_out_strides) -> Opti
         q.shape[heads_dim],
         k.shape[heads_dim],
         head_dim,
+        rotary_dim,
         _steps(q.shape, q.stride(), heads_dim),
         _steps(k.shape, k.stride(), heads_dim),
         _steps(q.shape, q_out_strides, heads_dim),
