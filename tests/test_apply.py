@@ -570,6 +570,7 @@ def test_without_transformers_decorators(interpreted):
     printed = interpreted(code, USE_HUB_KERNELS="0").stdout.splitlines()
     expected = {
         "LlamaDecoderLayer": 2,
+        "apply_rotary_pos_emb": 2,
         "LlamaMLP": 2,
         "SiLUActivation": 2,
         "LlamaRMSNorm": 5,

@@ -139,6 +139,15 @@ def test_the_formula_has_the_gradient_of_autograd(module, seed, name):
         assert_same((found,), (expected,), f"{name}, {dtype}, {table_dtype}, seed {seed}")
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_proof_passes_every_formula(rotary, module, name):
+    """Through the launches, in eager's strides too: torch.cat has others than its inputs."""
+    variant = module("rotary_formulas").FORMULAS[name]
+    sizes = module("ops.rotary_layout").Sizes(48, 32, 8) if variant.partial else module("ops.rotary_layout").Sizes(16, 16, 8)
+    for dtypes, gradients_too in itertools.product(itertools.product(DTYPES, repeat=2), (False, True)):
+        assert rotary._proved(variant, *dtypes, sizes, torch.device(DEVICE), gradients_too), (dtypes, gradients_too)
+
+
 PLANTED = ("unpadded", "passed without a zero", "sine of the other half", "products not rounded")
 
 

@@ -31,8 +31,10 @@ KEPT = {
 }
 # Whose forward looks like Llama's, and whose tables have half the size.
 REFUSED_ROTARY_EMBEDDINGS = {"GptOssRotaryEmbedding", "OpenAIPrivacyFilterRotaryEmbedding"}
-# Names that users give to classes: transformers has none with them.
-GIVEN = {"SwiGLUMLP", "LlamaMLP", "GeGLUMLP", "Phi3MLP", "TorchRMSNorm", "TorchLayerNorm", "CohereLayerNorm"}
+# Names that users or `name_layers` give: transformers gives no class or function one of them.
+GIVEN = {"SwiGLUMLP", "LlamaMLP", "GeGLUMLP", "Phi3MLP", "TorchRMSNorm", "TorchLayerNorm", "CohereLayerNorm"} | {
+    "rotary_pos_emb_vision"
+}
 
 
 @pytest.fixture(scope="module")

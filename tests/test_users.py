@@ -212,7 +212,7 @@ def test_mapping_names_every_layer_device_and_mode(kernel):
     norms = {f"RMSNorm{kind}": f"RMSNorm{kind}" for kind in ("ZeroCentered", "Gated")}
     mlps = {"SwiGLUMLP": "LlamaMLP", "LlamaMLP": "LlamaMLP", "GeGLUMLP": "GeGLUMLP", "Phi3MLP": "Phi3MLP"}
     more = {"rotary_pos_emb": "RotaryPosEmb", "TorchRMSNorm": "TorchRMSNorm", "TorchLayerNorm": "TorchLayerNorm"}
-    more["CohereLayerNorm"] = "CohereLayerNorm"
+    more |= {"CohereLayerNorm": "CohereLayerNorm", "rotary_pos_emb_vision": "RotaryPosEmbVision"}
     layers = {name: layer for name, (_, layer) in LAYERS.items()} | activations | norms | mlps | more
     assert set(mapping) == set(layers)
     for name, layer in layers.items():

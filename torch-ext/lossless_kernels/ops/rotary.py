@@ -511,9 +511,11 @@ def _launch_sample(step, variant, dtypes, sizes, q, k, cos, sin, *outs):
 def _comparisons(variant, dtype, cos_dtype, sizes, device):
     q, k, cos, sin = _sample(variant, dtype, cos_dtype, sizes, device)
     out_dtype = _output_dtype(variant, dtype, cos_dtype)
-    outs = [torch.full_like(x, math.nan, dtype=out_dtype) for x in (q, k)]
+    eagers = variant.eager(q, k, cos, sin, 1)
+    # In eager's memory order, which is the query's or, after torch.cat, another.
+    outs = [torch.full_like(expected, math.nan, dtype=out_dtype) for expected in eagers]
     _launch_sample("forward", variant, (dtype, cos_dtype, out_dtype), sizes, q, k, cos, sin, *outs)
-    for out, expected in zip(outs, variant.eager(q, k, cos, sin, 1)):
+    for out, expected in zip(outs, eagers):
         yield "the output", out, expected
 
 
