@@ -293,6 +293,7 @@ def outside():
         "a vector": (x[0, 0], (64,)),
         "rows apart": (torch.cat((x, x), -1)[..., :64], (64,)),
         "transposed": (x.transpose(0, 1), (64,)),
+        "another stride in a dimension of length 1": (torch.randn(64, 1).t(), (64,)),
         "no rows": (x[:0], (64,)),
         "an unaligned fp32 input": (torch.randn(257)[1:].view(4, 64), (64,)),
         "a weight that broadcasts otherwise": (x, (1, 64)),
@@ -309,6 +310,17 @@ def test_outside_the_domain_eager_runs(kernel, case):
     for found, wanted in zip(gradients_of(ours(kernel, layer), x, dy), expected):
         assert_bits_equal(found, wanted)
         assert found.stride() == wanted.stride()
+
+
+@interpreted
+@pytest.mark.parametrize("shape, stride", (((1, 64), (1, 1)), ((1, 3, 64), (7, 64, 1))))
+def test_strides_of_dimensions_of_length_1_are_those_of_eager(kernel, family, seed, shape, stride):
+    x = torch.empty_strided(shape, stride).copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    layer = layer_of((64,), torch.float32)
+    with torch.no_grad():
+        expected = layer(x)
+        found = ours(kernel, layer)(x)
+    assert found.stride() == expected.stride() and None not in family._calls.resolved.values()
 
 
 @interpreted
@@ -414,10 +426,10 @@ def test_the_operators_for_torch_compile(kernel, family, seed, dtype):
 
 @pytest.mark.gpu
 def test_output_and_gradients_are_those_of_eager(kernel, family, seed, monkeypatch):
-    """With and without a residual, whose gradient arrives first."""
+    """With and without a residual, whose gradient arrives first. Most cases compile kernels of their own, in 1.5 s each."""
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
     generator, choose = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
-    for case in range(200):
+    for case in range(60):
         size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, 4096)))
         tokens, heads = choose.randint(1, 64), choose.choice((1, 8))
         shape = (2, tokens, heads, size) if heads > 1 else (2, tokens, size)

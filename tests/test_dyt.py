@@ -209,6 +209,15 @@ def test_outside_the_domain_eager_runs(kernel, family, case):
         assert found.stride() == expected.stride()
 
 
+@interpreted
+@pytest.mark.parametrize("shape, stride", (((1, 64), (1, 1)), ((1, 3, 64), (7, 64, 1))))
+def test_strides_of_dimensions_of_length_1_are_those_of_eager(kernel, family, shape, stride):
+    x = torch.empty_strided(shape, stride).fill_(0.5)
+    tensors = x, torch.rand(1), torch.rand(64), torch.rand(64)
+    with torch.no_grad():
+        assert kernel.dyt(*tensors).stride() == family.eager(*tensors).stride()
+
+
 def test_what_does_not_fit_is_refused(kernel):
     x = torch.ones(2, 64)
     with pytest.raises(TypeError, match=r"input: .* found list"):

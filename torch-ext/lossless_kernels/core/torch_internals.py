@@ -62,6 +62,9 @@ INTERNALS = {
     "global_backward_hooks": Internal("nn.modules.module._global_backward_hooks", "hooks on all modules", {}),
     "global_backward_pre_hooks": Internal("nn.modules.module._global_backward_pre_hooks", "hooks on all modules", {}),
     "TensorGuards": Internal("_C._dynamo.guards.TensorGuards", "recognising a call in 0.1 us", None, True),
+    "key_excluded": Internal("_C._dispatch_tls_is_dispatch_key_excluded", "recognising a call in 0.1 us", None, True),
+    "negative_key": Internal("_C.DispatchKey.Negative", "recognising a call in 0.1 us", None, True),
+    "zero_key": Internal("_C.DispatchKey.ZeroTensor", "recognising a call in 0.1 us", None, True),
     "empty_strided_cuda": Internal("_C._dynamo.guards._empty_strided_cuda", "faster allocation", None, True, True),
     "current_device": Internal("_C._cuda_getDevice", "launches on one of several GPUs", None, True, True),
     "current_stream": Internal("_C._cuda_getCurrentRawStream", "launches without Triton's own call", None, True, True),
@@ -130,6 +133,8 @@ linear = _find("linear")
 current_device = _find("current_device") or torch.cuda.current_device
 current_stream = _find("current_stream")
 _TensorGuards = _find("TensorGuards")
+_key_excluded, _negative_key, _zero_key = _find("key_excluded"), _find("negative_key"), _find("zero_key")
+_HAS_GUARDS = None not in (_TensorGuards, _key_excluded, _negative_key, _zero_key)
 _fp32_precision = _find("fp32_precision")
 fused_rms_norm, fused_rms_norm_backward = _find("fused_rms_norm"), _find("fused_rms_norm_backward")
 softmax_gradient = _find("softmax_gradient")
@@ -201,8 +206,16 @@ def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]
 
 def tensor_guard(*tensors: torch.Tensor):
     """TorchDynamo's guard of tensors. It compares type, dispatch keys, dtype, device, sizes, strides and requires_grad
-    in 0.1 us; Python takes 1 us. None if this torch has none that distinguishes all of these."""
-    return _guard(*tensors) if guards_tell() else None
+    in 0.1 us; Python takes 1 us.
+
+    None if this torch has none that distinguishes all of these. None also where PyTorch hides dispatch keys from guards, as it
+    does while it runs the operators of a model that is compiled with aot_eager.
+    """
+    return _guard(*tensors) if _HAS_GUARDS and _sees_all_keys() and guards_tell() else None
+
+
+def _sees_all_keys() -> bool:
+    return not (_key_excluded(_negative_key) or _key_excluded(_zero_key) or functorch_level() is not None)
 
 
 def _guard(*tensors):
@@ -216,9 +229,10 @@ def _guard(*tensors):
 @functools.cache
 def guards_tell() -> bool:
     """Whether TorchDynamo's guards distinguish tensors that differ in one property each. If not, one warning says why."""
-    if _TensorGuards is None:  # The warning about missing names says so.
+    if not _HAS_GUARDS or no_modes is None:  # The warning about missing names says so.
         return False
-    reason = _what_guards_miss()
+    with no_modes():
+        reason = _what_guards_miss()
     if reason:
         warnings.warn(
             f"lossless-kernels: the tensor guards of torch {torch.__version__} are not used ({reason}): results are the "

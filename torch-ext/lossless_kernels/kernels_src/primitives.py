@@ -200,7 +200,9 @@ def reciprocal(x):
 def maximum(x, y):
     """The larger of two numbers of one dtype, NaN if either is NaN; for 16 bits one instruction returns two results."""
     if INTERPRETED or not PTX or x.dtype == tl.float32:
-        return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL).to(x.dtype)
+        # In fp32: the interpreter of Triton 3.9 compares the bits of bf16 numbers.
+        larger = tl.maximum(x.to(tl.float32), y.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+        return larger.to(x.dtype)
     elif x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2

@@ -26,7 +26,7 @@ from ..core.domain import (
     under_transform,
 )
 from ..core.inspection import are_current, code_of, functions_of
-from ..core.layout import contiguous_strides
+from ..core.layout import Output, contiguous_strides
 from ..core.reduction import ROW_CLASSES, row_class, row_reduction
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .rms_norm.backward import without_none
@@ -275,17 +275,19 @@ def _resolve(x, weight, eps, owner, needs) -> Optional[_Call]:
     _check(x, weight, eps)
     if not computes_formula(owner, x.dtype, weight.dtype, x.device):
         return None
+    strides = contiguous_strides(x.shape)
+    if any(needs) and x.stride() != strides:
+        raise Outside("gradients of activations with other strides in dimensions of length 1")
     size = x.shape[-1]
     rows, weight_rows = x.numel() // size, weight.numel() // size
     kind = Kind(x.dtype, weight.dtype, size, row_class(rows))
     if not _proved(kind, owner, x.device, needs):
         return None
-    strides = contiguous_strides(x.shape)
     of_rows = (*x.shape[:-1], 1)
     return _Call(
         kind.forward(rows, weight_rows, x.device, eps, any(needs)),
         kind.backward(rows, weight_rows, x.device, needs) if any(needs) else None,
-        allocator(x.shape, strides, x.dtype, x.device),
+        Output.of(functools.partial(eager, eps=0.0), x, weight, dtype=x.dtype).empty,
         allocator(of_rows, contiguous_strides(of_rows), torch.float32, x.device),
         allocator(x.shape, strides, torch.float32, x.device),
         eps,
