@@ -129,7 +129,7 @@ def cpu_kernels(package):
             if v.layout == constants["LAYOUT"]
             and (v.table in ("first_half", "one_each")) == halved
             and v.chunked != constants["PADDED"]
-            and v.partial == (constants["PASSED"] > 0)
+            and (v.partial or not constants["PASSED"])  # A formula of a part of the head may rotate the whole.
             and (v.keeps_dtype == keeps_dtype if forward else (v.one_edge or not keeps_dtype))
         )
 

@@ -340,10 +340,11 @@ def test_in_the_middle_of_training(kernel, loss, seed):
         assert_bits_equal(found, expected)
 
 
-def test_a_class_keeps_the_condition_of_a_name_that_it_had(kernel):
+@pytest.mark.parametrize("condition", [lambda module: True, None])
+def test_a_class_keeps_the_condition_of_a_name_that_it_had(kernel, condition):
     """`name_layers` gives both; a program may have taken the name back alone."""
     norm_class = type(make("gemma").model.norm)
-    norm_class.kernel_condition = condition = lambda module: True
+    norm_class.kernel_condition = condition
     try:
         model = make("gemma")
         before = state_of(model)
@@ -605,7 +606,9 @@ LEVELS = "layer", "decoder"
 def test_a_model_without_such_layers_says_so_once(kernel, level):
     message, report = nothing_replaced(kernel, torch.nn.Linear(2, 2, device=DEVICE), level=level)
     assert "no layer that a kernel of this package takes" in message and not report.layers
-    assert message.endswith("Next: nothing: kernel.kernel_mapping(level='decoder') has the names of the layers with kernels")
+    assert message.endswith(
+        "Next: nothing: kernel.kernel_mapping(level='decoder') has the names of the layers with kernels"
+    )
     layers = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Linear(2, 2, device=DEVICE))
     message, report = nothing_replaced(kernel, layers, level=level)
     (entry,) = report.layers

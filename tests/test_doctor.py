@@ -8,7 +8,18 @@ from collections import Counter
 import pytest
 import torch
 from projects import ROOT, SCRIPTS, run
-from transformers import BertConfig, GemmaConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GemmaConfig,
+    Glm4Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Qwen3Config,
+    T5Config,
+)
 
 pytestmark = pytest.mark.either
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -86,13 +97,21 @@ def test_what_no_kernel_takes(kernel, change, kind):
     assert (entry.replacement, entry.reason.kind) == ("", kind) and entry.reason.step
 
 
-def test_the_plan_is_what_apply_does(kernel, module):
-    """Name for name and module for module."""
-    config = Qwen3Config(**SIZES, head_dim=64)
+@pytest.mark.parametrize(
+    "config",
+    [Qwen3Config(**SIZES, head_dim=64), Phi3Config(**SIZES, pad_token_id=0), Glm4Config(**SIZES, pad_token_id=0)],
+    ids=lambda config: config.model_type,
+)
+def test_the_plan_is_what_apply_does(kernel, module, config):
+    """Name for name and module for module, rotary functions that transformers has not named included. The report of the model
+    has them too, as layers that could be named."""
     expected = {name: entry.count for name, entry in planned(kernel, config).items() if entry.replacement}
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    assert expected["apply_rotary_pos_emb"] == 2
+    model = AutoModelForCausalLM.from_config(config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    found = {entry.layer: entry for entry in kernel.replacement_report(model, verbose=False).layers}
+    assert {name: entry.count for name, entry in found.items()} == expected
+    for entry in found.values():
+        assert {reason.kind for reason in entry.reasons} <= {"not kernelized", "no layer name"}, entry
     kernel.apply(model)
     report = module("report")
     assert Counter(report.name_of(type(each)) for each in report.replaced_modules(model)) == expected

@@ -18,7 +18,7 @@ from . import report
 from .core import ROOT_PACKAGE, launch, proof
 from .core.domain import FLOAT_DTYPES
 from .core.torch_internals import MISSING, SLOWER
-from .mapping import LAYERS, LEVELS, RECIPES, has_known_formula, mapped_names, missing_name
+from .mapping import LAYERS, LEVELS, RECIPES, has_known_formula, mapped_names, missing_name, unnamed_functions
 from .ops.rms_norm.formulas import EPS_NAMES, in_domain
 
 _PACKAGES = ("torch", "triton", "transformers", "kernels")
@@ -289,6 +289,9 @@ def _planned(model) -> Iterator[PlannedLayer]:
                 key = layer, name, None if weight is None else (weight.shape, weight.dtype)
                 counts[key] += 1
                 examples.setdefault(key, each)
+        for function, name in unnamed_functions(module).items():
+            counts[function, name, None] += 1
+            examples.setdefault((function, name, None), module)
     for key, count in counts.items():
         layer, name, _ = key
         reason = _obstacle_of(examples[key], name, next(model.parameters()).dtype)

@@ -139,24 +139,31 @@ def name_functions(module: torch.nn.Module, keep: bool = False) -> dict[str, tor
     Returns:
         Those that stand there now, by the functions' names; without those that transformers made.
     """
-    forward = type(module).forward
-    code = getattr(forward, "__code__", None)
-    if not isinstance(forward, FunctionType) or _NAMES_BY_FUNCTION.keys().isdisjoint(code.co_names):
-        return {}
-    from kernels import use_kernel_forward_from_hub
+    for function, layer_name in unnamed_functions(module).items():
+        from kernels import use_kernel_forward_from_hub
 
-    namespace, found = forward.__globals__, {}
-    for name in _NAMES_BY_FUNCTION.keys() & {*code.co_names}:
-        function = namespace.get(name)
-        if isinstance(function, FunctionType) and _is_rotary(function, _NAMES_BY_FUNCTION[name], namespace):
-            made = use_kernel_forward_from_hub(_NAMES_BY_FUNCTION[name])(function)
-            _functions[made] = namespace, function, keep
-            namespace[name] = function = made
-        if isinstance(function, torch.nn.Module) and function in _functions:
-            if keep:
-                _functions[function] = *_functions[function][:2], True
-            found[name] = function
+        made = use_kernel_forward_from_hub(layer_name)(function)
+        _functions[made] = function.__globals__, function, keep
+        function.__globals__[function.__name__] = made
+    found = {_functions[made][1].__name__: made for made in functions_called(module)}
+    for made in found.values() if keep else ():
+        _functions[made] = *_functions[made][:2], True
     return found
+
+
+def unnamed_functions(module: torch.nn.Module) -> dict[FunctionType, str]:
+    """The functions that the module's forward calls by a global name and that `name_functions` would name: their layer names."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType):
+        return {}
+    named = {name: forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}}
+    return {
+        function: _NAMES_BY_FUNCTION[name]
+        for name, function in named.items()
+        if isinstance(function, FunctionType)
+        and function.__name__ == name
+        and _is_rotary(function, _NAMES_BY_FUNCTION[name], forward.__globals__)
+    }
 
 
 def functions_called(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -459,15 +466,18 @@ def mapped_names() -> list[str]:
 @contextlib.contextmanager
 def _names(model, level) -> Iterator[None]:
     names = ("kernel_layer_name", "kernel_condition")
-    before = {type(module): {name: vars(type(module)).get(name) for name in names} for module in model.modules()}
+    before = {
+        type(module): {name: vars(type(module))[name] for name in names if name in vars(type(module))}
+        for module in model.modules()
+    }
     named = _give_names(model, level)
     try:
         yield
     finally:
         for layer_class in named:
-            for name, value in before[layer_class].items():
-                if value is not None:
-                    setattr(layer_class, name, value)
+            for name in names:
+                if name in before[layer_class]:
+                    setattr(layer_class, name, before[layer_class][name])
                 elif name in vars(layer_class):
                     delattr(layer_class, name)
 

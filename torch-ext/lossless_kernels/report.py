@@ -7,14 +7,24 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Optional
+from types import FunctionType
+from typing import Optional, Union
 
 import torch
 
 from .core import ROOT_PACKAGE, inspection, launch, proof
 from .core.domain import FLOAT_DTYPES, MISSING, runs_kernels
 from .loss import has_our_loss
-from .mapping import LEVELS, RECIPES, check_model, functions_called, idle_decorators, is_replaceable, missing_name
+from .mapping import (
+    LEVELS,
+    RECIPES,
+    check_model,
+    functions_called,
+    idle_decorators,
+    is_replaceable,
+    missing_name,
+    unnamed_functions,
+)
 
 # Kinds of reasons, and what to do about each. `kernel` is this package, as `get_kernel` returns it.
 NO_DEVICE = "no kernels here"
@@ -152,8 +162,8 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
 
     Nothing is verified before the first call with tensors of a kind: call the model before. Verdicts are the process's: they
     hold for all models in it. The report has an entry for modules that carry a layer name of this package, whose forward came from
-    a kernel, or whose class could get a layer name; and for functions with such a name. A function's kernel is the
-    process's too: `kernelize` of one model replaces it for every other of the same model file.
+    a kernel, or whose class could get a layer name; and for functions with such a name, or that could get one. A function's
+    kernel is the process's too: `kernelize` of one model replaces it for every other of the same model file.
 
     Args:
         model: the module to look through.
@@ -191,6 +201,8 @@ def report_of(model: torch.nn.Module) -> ReplacementReport:
                 counts[type(each), source, _has_own_forward(each), ""] += 1
             elif (name := RECIPES.get(type(each)) or missing_name(each)) is not None:
                 counts[type(each), "", _has_own_forward(each), name] += 1
+        for function, name in unnamed_functions(module).items():
+            counts[function, "", False, name] += 1
     layers = [_layer_report(*key, count, found) for key, count in counts.items()]
     losses = sum(map(has_our_loss, model.modules()))
     if losses:
@@ -321,8 +333,10 @@ def _is_ours(source) -> bool:
     return source.split(".")[0] == ROOT_PACKAGE.split(".")[0]
 
 
-def name_of(layer: type) -> str:
-    """The name of a class, or of the function that kernels made the class of."""
+def name_of(layer: Union[type, FunctionType]) -> str:
+    """The name of a class or function; of a class that kernels made of a function, the function's."""
+    if not isinstance(layer, type):
+        return layer.__name__
     original = inspection.function_behind(layer.forward)
     return layer.__name__ if original is layer.forward else original.__name__
 
