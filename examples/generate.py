@@ -9,7 +9,7 @@ both, and how many tokens and how many steps' logits are equal bit for bit.
     python examples/generate.py --model meta-llama/Llama-3.2-1B-Instruct --static-cache
     python examples/generate.py --model meta-llama/Llama-3.2-1B-Instruct --graph
 
-On a GPU the kernels replace whole decoder layers; README.md has measured times. On a CPU the original layers run both times;
+On a GPU the kernels replace whole decoder layers; docs/inference.md has measured times. On a CPU the original layers run both times;
 with TRITON_INTERPRET=1 LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and their logits are close to the
 CPU's. Not yet run on a GPU.
 

@@ -2,13 +2,14 @@
 """Train a language model with transformers' Trainer, without and with lossless kernels, and compare the loss curves.
 
 Two runs start from the same weights and see the same batches of random tokens. `kernel.apply(model)` before the second one
-replaces the layers and the loss function (`kernel.attach_loss`). Losses and trained weights are compared bit for bit.
+replaces the layers and the loss function. Losses and trained weights are compared bit for bit.
 
     python examples/train_trainer.py
     python examples/train_trainer.py --model meta-llama/Llama-3.2-1B --steps 20 --length 512
 
-On a GPU the second run uses the kernels; README.md has measured times and memory of training steps. On a CPU the original layers run both times; with TRITON_INTERPRET=1
-LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and their losses are close to the CPU's.
+On a GPU the second run uses the kernels; docs/performance.md has measured times and memory of training steps. On a CPU the
+original layers run both times; with TRITON_INTERPRET=1 LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and
+their losses are close to the CPU's.
 Not yet run on a GPU. Attention is transformers' "eager": the backward pass of fused attention adds in an order that changes
 from run to run, unless `torch.use_deterministic_algorithms(True)` is set.
 

@@ -8,8 +8,9 @@ Two runs start from the same weights and see the same texts. `kernel.apply(model
 Losses and trained weights are compared bit for bit. SFTTrainer computes the loss itself, from the last hidden states, in
 both runs: the loss function that `apply` attaches is not called.
 
-On a GPU the second run uses the kernels; README.md has measured times and memory of training steps. On a CPU the original layers run both times; with TRITON_INTERPRET=1
-LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and their losses are close to the CPU's.
+On a GPU the second run uses the kernels; docs/performance.md has measured times and memory of training steps. On a CPU the
+original layers run both times; with TRITON_INTERPRET=1 LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and
+their losses are close to the CPU's.
 Run on a CPU with TRL 1.16.0, datasets 5.2.0, transformers 5.22.2 and torch 2.13.0; not yet run on a GPU.
 
 Exit status: 0 if losses and weights are equal (close in the interpreter); 1 if not; 2 if it could not be tried.

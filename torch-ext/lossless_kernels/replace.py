@@ -37,14 +37,14 @@ def apply(
       changed.
 
     Parameters, buffers, gradients, hooks and an existing autograd graph stay: `apply` and `restore` may be called in the middle
-    of training, between a forward pass and its backward pass too. Classes have their layer names only during the call. After `set_use_kernels`, `apply` takes over the layers that have kernels here, and `model.train()` no longer gives
-    them to transformers' own mapping.
+    of training, between a forward pass and its backward pass too. Classes have their layer names only during the call. After
+    `set_use_kernels`, `apply` takes over the layers that have kernels here, and `model.train()` no longer gives them to
+    transformers' own mapping.
 
     The original layers run where the device has no kernels, and where no weight has a dtype of the kernels (float64). In a model
-    that is split over a GPU and a CPU the layers on the GPU run kernels and those on the CPU compute their original operations. If
-    nothing can be replaced, one RuntimeWarning gives the
-    reason and the next step. A second call replaces the first, with its own mode and level. If `apply` raises, the original
-    forwards run.
+    that is split over a GPU and a CPU the layers on the GPU run kernels and those on the CPU compute their original operations.
+    If nothing can be replaced, one RuntimeWarning gives the reason and the next step. A second call replaces the first, with its
+    own mode and level. If `apply` raises, the original forwards run.
 
     Args:
         model: a module on its devices; several devices, accelerate's offloading and PEFT's wrappers included.

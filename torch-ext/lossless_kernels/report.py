@@ -172,8 +172,9 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
     Raises:
         TypeError: `model` is no `torch.nn.Module`.
 
-    A RuntimeWarning tells that transformers does not take the installed `kernels`, and one of each layer that runs another package's kernel: transformers registers a mapping of its own anew
-    whenever a model with `use_kernels` changes between training and evaluation.
+    A RuntimeWarning says if transformers does not take the installed `kernels`. Another names each layer that runs a kernel of
+    another package: transformers registers a mapping of its own anew whenever a model with `use_kernels` changes between
+    training and evaluation.
     """
     check_model(model)
     report = report_of(model)

@@ -88,9 +88,9 @@ def warmup(
         RuntimeError: a CUDA graph is being captured.
         LosslessProofError: verification failed under `LOSSLESS_PROOF=strict`.
 
-    A RuntimeWarning says why nothing could be warmed up. Three kinds of kernels still wait for their first call: those of gradients
-    whose rows lie in another order than the activations' (Qwen3's q_norm), of the rotary embedding of queries and keys, and of
-    models under torch.compile.
+    A RuntimeWarning says why nothing could be warmed up. Three kinds of kernels still wait for their first call: those of
+    gradients whose rows lie in another order than the activations' (Qwen3's q_norm), of the rotary embedding of queries and keys,
+    and of models under torch.compile.
     """
     rows, dtypes = _checked(model, rows, dtypes)
     if progress is None or progress is True:
@@ -233,11 +233,11 @@ def _calls(model, rows, dtypes, training, skipped) -> Iterator[_WarmupCall]:
     layers = [(module, replaced(module)) for module in model.modules() if replaced(module) is not None]
     found = obstacle(model)
     if found is not None:
-        skipped[f"all: {found}; next: {found.step}"] = None
+        skipped[f"all layers: {found}; next: {found.step}"] = None
         return
     if not layers:
         skipped[
-            "all: no layer carries a forward of this package: kernelize the model first, by kernel.apply(model)"
+            "all layers: none carries a forward of this package: kernelize the model first, by kernel.apply(model)"
         ] = None
     weights = [weight for module, _ in layers for weight in module._parameters.values() if weight is not None]
     # A layer without a weight is on the device of the others.
