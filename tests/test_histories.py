@@ -18,7 +18,7 @@ KERNELS = {"rms_norm_forward", "add_rms_norm_forward", "rms_norm_backward", "rms
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--histories", "240"], ["--histories", "20", "--arithmetic", "triton", "--subject", "silu", "LlamaMLP", "Tied"]],
+    [["--histories", "240"], ["--histories", "10", "--arithmetic", "triton", "--subject", "silu", "LlamaMLP", "Tied"]],
     ids=["cpu", "triton"],
 )
 def test_histories(build, seed, arguments):

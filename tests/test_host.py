@@ -20,6 +20,7 @@ import aten_model
 import pytest
 import torch
 from bits import assert_bits_equal
+from cpu_kernels import cpu_arithmetic
 from op_families import FAMILIES, given
 from places import forget_calls, python_module
 from torch.autograd import forward_ad
@@ -794,10 +795,11 @@ def test_a_call_never_gets_what_another_resolved_to(module, kernel, proof_off, c
         x = chooser.choice((x, x.transpose(0, 1), x[:, :1], x[..., None, :]))
         calls.append((x, weight, chooser.choice((1e-5, 0.5)), chooser.random() < 0.5))
     calls += chooser.sample(calls, len(calls))
-    found = [answers(*call) for call in calls]
-    for call, ours in zip(calls, found):
-        forget_calls(module)
-        assert_same(ours, answers(*call))
+    with cpu_arithmetic(kernel):
+        found = [answers(*call) for call in calls]
+        for call, ours in zip(calls, found):
+            forget_calls(module)
+            assert_same(ours, answers(*call))
 
 
 @pytest.fixture
@@ -880,7 +882,15 @@ def test_whatever_decides_is_a_fact_or_seen_by_the_guard(kernel, module, recogni
     weights = [torch.randn(64).to(dtype) for dtype in DTYPES[:2]]
     weights.append(torch.randn(64).requires_grad_())
     # Each twice, with others in between: a table then finds by its key what is no longer its last call.
-    draws = [chooser.getrandbits(64) for _ in range(44)]
+    draws = [chooser.getrandbits(64) for _ in range(66)]
+    through_triton = launch.Launcher.through_triton
+
+    def compute(self, *given):
+        """Nobody reads what the calls compute but ATen, which takes the classes that cross-entropy's kernel writes."""
+        if self.kernel.__name__.startswith("cross_entropy"):
+            through_triton(self, *given)
+
+    monkeypatch.setattr(launch.Launcher, "through_triton", compute)
     for draw in (*draws, *chooser.sample(draws, len(draws))):
         every_kind_of_call(module, random.Random(draw), weights)
     used = [table for table in module("calls").Calls.every if any(table.resolved.values())]
@@ -1800,8 +1810,11 @@ ALMOST = {
 }
 
 
+SELDOM = [pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.float32, torch.float16)]
+
+
 @pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *SELDOM], ids=str)
 @pytest.mark.parametrize("written", ALMOST)
 def test_what_is_almost_an_rms_norm_is_none(module, monkeypatch, written, dtype):
     family, proof = module("rms_norm_proof"), module("proof")

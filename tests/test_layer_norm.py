@@ -26,6 +26,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BF16_FIRST = [DTYPES[2], *(pytest.param(each, marks=pytest.mark.long) for each in DTYPES[:2])]
 # Less than a step of all threads, whole steps, and both sides of them.
 SIZES = (64, 68, 508, 512, 516, 768, 1020, 1024, 1028, 1280, 2048, 2560, 4096)
 EPS = 1e-5
@@ -199,7 +200,7 @@ def test_1000_wrong_orders_are_told(module, monkeypatch, seed):
             assert tells(family, family.Kind(dtype, size, 8, True, True)), (name, dtype, size)
 
 
-@pytest.mark.parametrize("size", [64, 1024])
+@pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_proof_tells_another_output(module, monkeypatch, seed, dtype, size):
     """The last product and sum without FMA, and a weight that is multiplied first."""
@@ -480,7 +481,7 @@ def test_without_proof_eager_runs(kernel, module, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", BF16_FIRST)
 def test_the_operators_for_torch_compile(kernel, module, seed, dtype):
     family, generator = module("ops.layer_norm"), torch.Generator().manual_seed(seed)
     namespace = getattr(torch.ops, family._layer_norm_op._qualname.split("::")[0])

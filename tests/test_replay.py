@@ -10,6 +10,7 @@ from types import MethodType
 import pytest
 import torch
 from bits import assert_bits_equal
+from cpu_kernels import cpu_arithmetic
 from kernels import Mode, kernelize, use_kernel_mapping
 from places import python_module
 from test_decoder import MODELS, SIZES, kernelized, make, tokens
@@ -23,6 +24,13 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py has it on a GPU"),
     pytest.mark.usefixtures("proof_off"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def arithmetic(kernel):
+    """Which call is kept has nothing to do with what computes: the interpreter would take minutes."""
+    with cpu_arithmetic(kernel):
+        yield
 
 
 @pytest.fixture

@@ -427,7 +427,9 @@ def results(model, tokens, dtype):
 @decorated
 @pytest.mark.parametrize("mode", (Mode.INFERENCE, Mode.TRAINING), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
-@pytest.mark.parametrize("name", ("Llama", "Qwen3", "Mistral", "Olmo2"))
+@pytest.mark.parametrize(
+    "name", ("Llama", "Olmo2", *(pytest.param(each, marks=pytest.mark.long) for each in ("Qwen3", "Mistral")))
+)
 def test_models_are_the_same(kernel, rotary, seed, monkeypatch, name, dtype, mode):
     model = model_of(name, seed, dtype)
     tokens = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
@@ -526,17 +528,19 @@ def test_compiled_layer_is_the_uncompiled_one(kernel, rotary, seed, training):
     assert any("rotary" in operator for operator in operators), operators
 
 
-def test_operators_keep_torch_library_rules(kernel, seed):
+@pytest.mark.parametrize(
+    "dtype, table_dtype", [SOME_PAIRS[0], *(pytest.param(*pair, marks=pytest.mark.long) for pair in SOME_PAIRS[1:])]
+)
+def test_operators_keep_torch_library_rules(kernel, seed, dtype, table_dtype):
     namespace = getattr(torch.ops, python_module(kernel, "_ops")._OPS_NAME)
-    for dtype, table_dtype in SOME_PAIRS:
-        q, k, cos, sin, dim = a_call(seed)
-        cos, sin = cos.to(table_dtype), sin.to(table_dtype)
-        for variant in ("plain", "fp32_compute", "fp32"):
-            leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k)]
-            torch.library.opcheck(namespace.rotary.default, (*leaves, cos, sin, dim, variant))
-            dy = LLAMA(None, q.to(dtype), k.to(dtype), cos, sin, dim)[0]
-            dy = dy.to(dtype) if variant != "plain" else dy
-            torch.library.opcheck(namespace.rotary_backward.default, (dy, cos, sin, dim, variant, dtype))
+    q, k, cos, sin, dim = a_call(seed)
+    cos, sin = cos.to(table_dtype), sin.to(table_dtype)
+    for variant in ("plain", "fp32_compute", "fp32"):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k)]
+        torch.library.opcheck(namespace.rotary.default, (*leaves, cos, sin, dim, variant))
+        dy = LLAMA(None, q.to(dtype), k.to(dtype), cos, sin, dim)[0]
+        dy = dy.to(dtype) if variant != "plain" else dy
+        torch.library.opcheck(namespace.rotary_backward.default, (dy, cos, sin, dim, variant, dtype))
 
 
 # Vision towers
