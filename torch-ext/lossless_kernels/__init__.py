@@ -4,6 +4,7 @@ from . import layers
 from .core.proof import LosslessProofError
 from .decoding import decoding_graph
 from .diagnosis import doctor
+from .eager_attention import register_attention
 from .loss import attach_loss
 from .mapping import kernel_mapping, name_layers
 from .ops.activation import fast_gelu, gelu, new_gelu, quick_gelu, silu
@@ -57,6 +58,7 @@ __all__ = [
     "poly_norm",
     "quick_gelu",
     "recompute_products",
+    "register_attention",
     "replacement_report",
     "restore",
     "rms_norm",

@@ -1,0 +1,222 @@
+"""`register_attention`: eager attention of transformers' models, softmax from the kernels."""
+
+import importlib
+import inspect
+
+import aten_model
+import pytest
+import torch
+from bits import assert_bits_equal, bits_equal
+from interpreter import multiply_add
+from test_softmax_kernel import numpy_exp
+from torch import nn
+from torch.nn import functional
+from transformers import BertConfig, BertModel, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
+# In Triton's interpreter the proof refuses the kernels, since a CPU adds in another order than CUDA, and says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning"),
+    # numpy, which the interpreter computes with, warns of the infinities and NaNs of the proof.
+    pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value):RuntimeWarning"),
+]
+
+# Softmax in fp32 and back, in the dtype of the scores, with a softcap, with sinks, with a bias, without `contiguous`.
+FILES = ("llama", "bert", "gemma2", "gpt_oss", "t5", "gpt2")
+BATCH, HEADS, QUERIES, KEYS, HEAD_DIM = 2, 4, 3, 70, 8
+SINGLE_KEY_HEADS = ("bert", "t5", "gpt2")
+
+
+class Transcribed(torch.autograd.Function):
+    """Softmax in CUDA's arithmetic, with the exponential and FMA of Triton's interpreter."""
+
+    @staticmethod
+    def forward(ctx, input, dtype):
+        out = aten_model.softmax(input.reshape(-1, input.shape[-1]), numpy_exp, dtype=dtype).view(input.shape)
+        ctx.save_for_backward(out)
+        ctx.dtype = input.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        rows = (-1, y.shape[-1])
+        return aten_model.softmax_backward(dy.reshape(rows), y.view(rows), multiply_add, dtype=ctx.dtype).view(
+            y.shape
+        ), None
+
+
+def transcribed(input, dim=None, _stacklevel=3, dtype=None):
+    assert dim == -1
+    return Transcribed.apply(input, dtype)
+
+
+def modeling(name):
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def attention_of(name):
+    """A stand-in for an attention of the file, and `eager_attention_forward` of the file."""
+    file = modeling(name)
+    forwards = (getattr(member, "forward", None) for member in vars(file).values() if inspect.isclass(member))
+    unwrapped = {forward: inspect.unwrap(forward) for forward in forwards if inspect.isfunction(forward)}
+    forward = next(each for each, it in unwrapped.items() if "eager_attention_forward" in it.__code__.co_names)
+    module = type("Attention", (nn.Module,), {"forward": forward, "__module__": file.__name__})()
+    module.num_key_value_groups, module.head_dim = 2, HEAD_DIM
+    module.sinks = nn.Parameter(torch.linspace(-1.0, 1.0, HEADS))
+    return module, file.eager_attention_forward
+
+
+def results_of(function, name, module, dtype, seed, masked, dropout):
+    """Outputs, weights and gradients of one call, of tensors and random numbers from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    key_heads = HEADS if name in SINGLE_KEY_HEADS else HEADS // 2
+    shapes = (HEADS, QUERIES), (key_heads, KEYS), (key_heads, KEYS)
+    leaves = [torch.randn(BATCH, *shape, HEAD_DIM, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    mask = None
+    if masked:
+        dropped = torch.rand(BATCH, 1, QUERIES, KEYS, generator=generator) < 0.3
+        mask = torch.zeros(dropped.shape, dtype=dtype).masked_fill(dropped, torch.finfo(dtype).min)
+    named = {"softcap": 20.0} if name == "gemma2" else {}
+    if name == "t5":
+        named["position_bias"] = torch.randn(1, HEADS, QUERIES, KEYS, generator=generator).to(dtype)
+    torch.manual_seed(seed)
+    module.train(dropout > 0).to(dtype)
+    out, weights = function(module, *leaves, mask, scaling=0.25, dropout=dropout, sliding_window=None, **named)
+    dy = torch.randn(out.shape, generator=generator).to(dtype)
+    leaves += [module.sinks] if name == "gpt_oss" else []
+    return out.detach(), weights.detach(), *torch.autograd.grad(out, leaves, dy)
+
+
+@interpreted
+@pytest.mark.usefixtures("proof_off")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", FILES)
+def test_all_but_softmax_is_the_file_s_own_function(module, monkeypatch, seed, name, dtype):
+    attention, eager = attention_of(name)
+    # Products of fp16 matrices take long on a CPU.
+    for masked, dropout in ((False, 0.0), (True, 0.0), (True, 0.4))[2 * (dtype == torch.float16) :]:
+        case = name, attention, dtype, seed, masked, dropout
+        found = results_of(module("eager_attention").lossless_eager, *case)
+        plain = results_of(eager, *case)
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "softmax", transcribed)
+            expected = results_of(eager, *case)
+        for number, pair in enumerate(zip(found, expected, strict=True)):
+            assert_bits_equal(*pair, f"result {number} of {case[0]} {dtype}, mask {masked}, dropout {dropout}")
+        assert dtype != torch.float32 or not bits_equal(found[1], plain[1]), "softmax of a CPU has other bits"
+        if dropout:
+            assert (found[1] == 0).float().mean() > 0.5
+
+
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2, "attention_dropout": 0.3}),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16},
+    ),
+    "bert": (BertModel, BertConfig, {}),
+}
+
+
+def step(model, implementation, seed):
+    """Output and gradients of a training step."""
+    model.set_attn_implementation(implementation)
+    torch.manual_seed(seed)
+    tokens = torch.randint(100, (2, 9), device=model.device)
+    padding = torch.ones_like(tokens)
+    padding[0, :3] = 0
+    out = model(tokens, attention_mask=padding)[0]
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    gradients = torch.autograd.grad(out, parameters, torch.randn_like(out), allow_unused=True)
+    return out.detach(), *(each for each in gradients if each is not None)
+
+
+def make(name, seed):
+    model_class, config, more = MODELS[name]
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = model_class(config(**sizes, vocab_size=100, **more))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.either
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_eager_s_bits(kernel, monkeypatch, seed, name):
+    on_gpu = torch.cuda.is_available()
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict" if on_gpu else "on")
+    assert kernel.register_attention() == "lossless_eager"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32) if on_gpu else (torch.float32,):
+        model = make(name, seed).to(dtype)
+        for training in (False, True):
+            model.train(training)
+            expected = step(model, "eager", seed)
+            found = step(model, "lossless_eager", seed)
+            if on_gpu and name == "gpt_oss":  # Experts add gradients in any order there.
+                found, expected = found[:1], expected[:1]
+            for number, pair in enumerate(zip(found, expected, strict=True)):
+                assert_bits_equal(*pair, f"result {number} of {name} {dtype}, training {training}")
+
+
+@interpreted
+def test_models_call_it_also_from_whole_decoder_layers(kernel, module, monkeypatch, seed):
+    """In eager's own layers and in this package's, where a kernel has taken softmax."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    name, calls = kernel.register_attention(), []
+    ours = module("eager_attention").replacement
+    monkeypatch.setattr(
+        module("eager_attention"), "replacement", lambda *arguments: calls.append(arguments) or ours(*arguments)
+    )
+    model = make("llama", seed).eval()
+    model.set_attn_implementation(name)
+    for _ in range(2):
+        model(torch.arange(9)[None])
+        assert [(dim, dtype) for _, dim, dtype in calls] == [(-1, torch.float32)]
+        calls.clear()
+        kernel.apply(model)
+
+
+def doubled(module, query, key, value, *_, **__):
+    return 2.0 * query + key.sum() + value.sum(), query
+
+
+@pytest.mark.usefixtures("proof_off")
+def test_what_the_file_s_function_calls_may_be_replaced(module, monkeypatch, seed):
+    """Its functions, its code, and softmax itself."""
+    attention, eager = attention_of("llama")
+    ours, case = module("eager_attention").lossless_eager, ("llama", attention, torch.float32, seed, False, 0.0)
+    before = results_of(ours, *case)
+    file = modeling("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "repeat_kv", lambda states, groups: states.repeat(1, groups, 1, 1))
+        assert not bits_equal(results_of(ours, *case)[0], before[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "eager_attention_forward", doubled)
+        assert_bits_equal(results_of(ours, *case)[2], results_of(file.eager_attention_forward, *case)[2])
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "softmax", lambda input, dim, stacklevel=3, dtype=None: input.to(dtype) * 2.0)
+        assert_bits_equal(results_of(ours, *case)[0], results_of(eager, *case)[0])
+    for found, expected in zip(results_of(ours, *case), before, strict=True):
+        assert_bits_equal(found, expected)
+
+
+def test_an_attention_without_eager_s_function_is_an_error(module):
+    class Attention(nn.Module):
+        def forward(self):
+            pass
+
+    with pytest.raises(ValueError, match="expected eager_attention_forward in the file of .*Attention"):
+        module("eager_attention").lossless_eager(Attention(), None, None, None, None)
+
+
+def test_torch_compile_traces_eager_s_operations(module, seed):
+    """A CPU's softmax in the compiled function, none from the interpreter."""
+    attention, eager = attention_of("llama")
+    inputs = torch.randn(3, 1, HEADS, QUERIES, HEAD_DIM, generator=torch.Generator().manual_seed(seed)).unbind()
+    attention.num_key_value_groups = 1
+    torch._dynamo.reset()
+    compiled = torch.compile(module("eager_attention").lossless_eager, backend="eager", fullgraph=True)
+    found, expected = (function(attention, *inputs, None, scaling=0.25) for function in (compiled, eager))
+    torch._dynamo.reset()
+    assert_bits_equal(found[0], expected[0])
