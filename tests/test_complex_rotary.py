@@ -12,6 +12,7 @@ import pytest
 import torch
 from bits import assert_bits_equal, bits_equal
 from interpreter import the_fma
+from kernels import Mode, kernelize, use_kernel_mapping
 from places import modeling
 
 pytestmark = [
@@ -142,6 +143,67 @@ def test_transformers_functions_have_the_formula(family, seed):
             theirs = gradient_of(lambda x, freqs: function(x, x.detach(), freqs)[0], x, x, freqs)  # noqa: B023
             for found, expected in zip(gradient_of(family.eager, x, x, freqs, unsqueeze_dim), theirs):
                 assert_same(found, expected, f"{folder}, {list(x.shape)} {x.dtype}")
+
+
+ATTENTIONS = {"llama4": ("Llama4TextAttention", 2), "deepseek_v2": ("DeepseekV2Attention", 1)}
+
+
+@interpreted
+@pytest.mark.parametrize("folder", ATTENTIONS)
+def test_name_layers_and_apply_reach_the_functions(kernel, family, module, its_fma, seed, folder):
+    """A module stands in the function's place, until `put_function_back`; the key has other heads than the query."""
+    file, mapping = modeling(folder), module("mapping")
+    (name, dim), function = ATTENTIONS[folder], file.apply_rotary_emb
+    attention = torch.nn.Module.__new__(getattr(file, name))
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    try:
+        made = mapping.name_functions(attention)["apply_rotary_emb"]
+        assert file.apply_rotary_emb is made and mapping.functions_called(attention) == [made]
+        with use_kernel_mapping(kernel.kernel_mapping(devices=("cpu",)), inherit_mapping=False):
+            kernelize(made, mode=Mode.TRAINING, device="cpu")
+        for _ in range(5):
+            x, freqs, found = drawn(choose, generator)
+            x = x if found == dim else x.transpose(1, 2)
+            key = x.narrow(dim, 0, 1)
+            for _ in range(2):
+                out, dx = gradient_of(lambda x: made(x, x.detach(), freqs)[0], x, x)  # noqa: B023
+                assert_bits_equal(out, transcribed(x, freqs, dim))
+                assert_bits_equal(dx, transcribed(x, freqs, dim, conjugate=True))
+                assert_bits_equal(made(x, key, freqs)[1], transcribed(key, freqs, dim))
+            double = made(x.double(), key.double(), freqs)  # Outside the domain the file's function runs.
+            for mine, expected in zip(double, function(x.double(), key.double(), freqs)):
+                assert_same(mine, expected, folder)
+        mapping.put_function_back(made)
+        assert file.apply_rotary_emb is function
+    finally:
+        file.apply_rotary_emb = function
+
+
+def conjugated(xq, xk, freqs_cis):
+    return tuple(modeling("llama4").apply_rotary_emb(xq, xk, freqs_cis.conj()))
+
+
+def only_the_query(xq, xk, freqs_cis):
+    return modeling("llama4").apply_rotary_emb(xq, xk, freqs_cis)[0], xk * 1.0
+
+
+def rounded(xq, xk, freqs_cis):
+    """Its frequencies are those of 16 bits."""
+    freqs_cis = torch.view_as_complex(torch.view_as_real(freqs_cis).to(xq.dtype).float())
+    return modeling("llama4").apply_rotary_emb(xq, xk, freqs_cis)
+
+
+def detached(xq, xk, freqs_cis):
+    q, k = modeling("llama4").apply_rotary_emb(xq, xk, freqs_cis)
+    return q, k.detach() + 0.0 * xk
+
+
+@pytest.mark.filterwarnings("ignore:lossless-kernels:RuntimeWarning")
+def test_functions_with_another_formula_are_not_taken(family):
+    for function in (conjugated, only_the_query, rounded, detached):
+        assert family.unsqueeze_dim_of(function) is None, function.__name__
+    for folder, (_, dim) in ATTENTIONS.items():
+        assert family.unsqueeze_dim_of(modeling(folder).apply_rotary_emb) == dim
 
 
 @interpreted

@@ -22,6 +22,8 @@ from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SI
 from .ops.activation import replacement as activation_replacement
 from .ops.cohere_layer_norm import eager as cohere_layer_norm
 from .ops.cohere_layer_norm import replacement as cohere_layer_norm_replacement
+from .ops.complex_rotary import both_replaced as complex_rotary_replacement
+from .ops.complex_rotary import eager as complex_rotary
 from .ops.gated_activation import product as product_again
 from .ops.gated_activation import replacement as product_replacement
 from .ops.layer_norm import layer_replacement as layer_norm_replacement
@@ -514,6 +516,19 @@ class RotaryPosEmbVision(_Layer):
         return _original(self, RotaryPosEmbVision, q, k, cos, sin) if out is None else out
 
 
+class RotaryEmb(_Layer):
+    """Rotary embedding as a complex product, `x * freqs_cis` of pairs of neighbours in fp32, for x = xq and x = xk.
+
+    Replaces `apply_rotary_emb` of transformers' Llama 4 (`[batch, tokens, heads, head_dim]`) and DeepSeek-V2 (heads before
+    tokens), named by `name_layers`; by itself it computes Llama 4's.
+    """
+
+    def forward(self, xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = isinstance(self, RotaryEmb)
+        out = None if own else complex_rotary_replacement(xq, xk, freqs_cis, type(self).forward)
+        return _original(self, RotaryEmb, xq, xk, freqs_cis) if out is None else out
+
+
 # What a class computes that is used as a layer of its own.
 _FORMULAS = {
     LlamaRMSNorm: EAGER[LLAMA].forward,
@@ -542,6 +557,7 @@ _FORMULAS = {
         x, position_ids, self.inv_freq, self.attention_scaling
     ),
     RotaryPosEmbVision: lambda self, q, k, cos, sin: VISION_ROTARY.eager(q, k, cos, sin, -2),
+    RotaryEmb: lambda self, xq, xk, freqs_cis: tuple(complex_rotary(x, freqs_cis, 2) for x in (xq, xk)),
     RotaryPosEmb: lambda self, q, k, cos, sin, unsqueeze_dim=1: ROTARY.eager(q, k, cos, sin, unsqueeze_dim),
 }
 

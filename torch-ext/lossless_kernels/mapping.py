@@ -18,7 +18,7 @@ from . import layers
 from .core import proof
 from .core.inspection import functions_of, owns_nothing
 from .decoder import layer as decoder
-from .ops import cohere_layer_norm, rotary
+from .ops import cohere_layer_norm, complex_rotary, rotary
 from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
 from .ops.rms_norm.proof import variant_of
 
@@ -35,6 +35,7 @@ LAYERS = {
     "QuickGELU": "QuickGELUActivation",
     "rotary_pos_emb": "RotaryPosEmb",
     "rotary_pos_emb_vision": "RotaryPosEmbVision",
+    "rotary_emb": "RotaryEmb",
     # No class of transformers has these names: `kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives one.
     "SwiGLUMLP": "LlamaMLP",
     "LlamaMLP": "LlamaMLP",
@@ -76,7 +77,17 @@ RECIPES = {
     torch.nn.LayerNorm: "TorchLayerNorm",
 }
 # Functions of model files, most of which transformers gives no layer name.
-_NAMES_BY_FUNCTION = {"apply_rotary_pos_emb": "rotary_pos_emb", "apply_rotary_pos_emb_vision": "rotary_pos_emb_vision"}
+_NAMES_BY_FUNCTION = {
+    "apply_rotary_pos_emb": "rotary_pos_emb",
+    "apply_rotary_pos_emb_vision": "rotary_pos_emb_vision",
+    "apply_rotary_emb": "rotary_emb",
+}
+# Layer name -> what finds the formula of a function.
+_FORMULA_OF_FUNCTION = {
+    "rotary_pos_emb": functools.partial(rotary.formula_on_cpu, vision=False),
+    "rotary_pos_emb_vision": functools.partial(rotary.formula_on_cpu, vision=True),
+    "rotary_emb": complex_rotary.unsqueeze_dim_of,
+}
 _NAMES_BY_EPS = {eps: name for name, eps in EPS_NAMES.items() if name in LAYERS}
 
 
@@ -103,7 +114,8 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
       decoder layer, `LlamaMLP`, `Phi3MLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
     - norms with `weight` and `variance_epsilon` or `eps` whose forward computes a known formula (Gemma's, for example);
     - the norms and activations of transformers that have lost their names because its decorators did nothing;
-    - the rotary functions `apply_rotary_pos_emb` and `apply_rotary_pos_emb_vision` of their files that compute a known formula.
+    - the rotary functions `apply_rotary_pos_emb`, `apply_rotary_pos_emb_vision` and `apply_rotary_emb` of their files that compute
+      a known formula.
       A module, which runs the function, takes its place in the file, as transformers' decorators do it.
 
     The names are the classes', in all models of the process, and replace nothing by themselves. With kernels 0.17 and later
@@ -194,7 +206,7 @@ def _is_rotary(function: FunctionType, name: str, namespace: dict) -> bool:
     ]
     if not alike or not owns_nothing(function):
         return False
-    return bool(_quietly(rotary.formula_on_cpu, function, name == "rotary_pos_emb_vision"))
+    return bool(_quietly(_FORMULA_OF_FUNCTION[name], function))
 
 
 def _give_names(model: torch.nn.Module, level: str) -> dict[type, str]:

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
@@ -22,6 +22,7 @@ from ..core.domain import (
     is_traced_plainly,
     runs_kernels,
 )
+from ..core.inspection import function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 
@@ -82,6 +83,22 @@ def rotated(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> tor
     """x with its rotary embedding."""
     out = replacement(x, freqs_cis, unsqueeze_dim)
     return eager(x, freqs_cis, unsqueeze_dim) if out is None else out
+
+
+def both_replaced(xq, xk, freqs_cis, subject: Callable) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
+    """What a function of a model file returns for these tensors, from the kernel; None if that function must run.
+
+    Args:
+        subject: the function, or the forward that `kernels` made of it.
+    """
+    if not all(isinstance(each, torch.Tensor) for each in (xq, xk, freqs_cis)):  # torch.fx traces with proxies.
+        return None
+    dim = _dim_for_compile(subject) if is_dynamo_compiling() else unsqueeze_dim_of(function_behind(subject))
+    if dim is None:
+        return None
+    out = replacement(xq, freqs_cis, dim)
+    also = None if out is None else replacement(xk, freqs_cis, dim)
+    return None if also is None else (out, also)
 
 
 def eager(x, freqs_cis, unsqueeze_dim) -> torch.Tensor:
@@ -257,6 +274,46 @@ _apply = apply_of(ComplexRotary)
 
 
 # Proof
+
+
+def unsqueeze_dim_of(function: Callable) -> Optional[int]:
+    """The heads' dimension if the function rotates query and key by the formula, of one of both; proved on the CPU."""
+    helpers = tuple(helper.function for helper in helpers_of(function))
+    key = "formula of complex rotary", function, helpers
+    verdict = proof.verdict_on(key)
+    if verdict is not None:
+        return verdict.chosen
+    subject = proof.Subject(function, torch.device("cpu"), f"bf16 and fp32, in {function.__module__}", "x * freqs_cis")
+    candidates = {dim: functools.partial(_formulas, function, dim) for dim in (2, 1)}
+    dim = proof.match_formula(key, subject, candidates)
+    if dim is not None:
+        proof.record_dependency(function, eager)
+    return dim
+
+
+@torch.compiler.assume_constant_result
+def _dim_for_compile(subject) -> Optional[int]:
+    return unsqueeze_dim_of(function_behind(subject))
+
+
+def _formulas(function, unsqueeze_dim):
+    """Of two sequences, with other heads for the key, and frequencies of one sequence or of both."""
+    generator = proof.generator(torch.device("cpu"), 3)
+    for dtype, sequences in ((torch.bfloat16, 1), (torch.float32, 2)):
+        data = [torch.randn(2, 5, heads, 16, generator=generator).to(dtype) for heads in (4, 3)]
+        if unsqueeze_dim == 1:
+            data = [x.transpose(1, 2) for x in data]
+        angle = torch.randn(sequences, 5, 8, generator=generator)
+        freqs = torch.polar(1.0 + angle.square(), angle)
+        results = []
+        for compute in (function, lambda *tensors: [eager(x, tensors[2], unsqueeze_dim) for x in tensors[:2]]):
+            leaves = [x.detach().clone().requires_grad_() for x in data]
+            with torch.enable_grad():
+                outs = compute(*leaves, freqs)
+            dys = [x.detach().flip(-1) for x in data]
+            results.append([out.detach() for out in outs] + [*torch.autograd.grad([*outs], leaves, dys)])
+        names = "the query", "the key", "the query's gradient", "the key's gradient"
+        yield from zip(names, *results)
 
 
 def _proved(kind: Kind, device) -> bool:
