@@ -38,10 +38,12 @@ class Op:
         outputs: results of the input's size.
         tables: tensors [tokens, head_dim] that are read once, cos and sin; inputs are then
             [batch, tokens, heads, head_dim].
+        table_size: elements of a row of cos and of sin, as a part of head_dim.
         step: the timed call is the forward and the backward pass.
-        drawn: what the inputs are: "rows" of the case's shape, "heads" of queries and keys, "logits" with targets,
-            "distributions" (log-probabilities and probabilities), "layer" (hidden states, a weight and targets of a shape
-            [tokens, hidden_size, vocabulary]).
+        drawn: what the inputs are: "rows" of the case's shape, "heads" of queries and keys, "complex heads" (queries, keys and
+            complex frequencies), "scores" of attention and their mask, "tanh" (rows, alpha, weight and bias), "logits" with
+            targets, "two logits" of student and teacher, "distributions" (log-probabilities and probabilities), "layer" (hidden
+            states, a weight and targets of a shape [tokens, hidden_size, vocabulary]), "two layers" of student and teacher.
     """
 
     title: str
@@ -52,9 +54,18 @@ class Op:
     inputs: int = 1
     outputs: int = 1
     tables: int = 0
+    table_size: float = 1.0
     step: bool = False
     drawn: str = "rows"
 
+
+# Family -> the model whose file has the function, what it rotates, and how much of a head a row of cos covers.
+ROTARY_FILES = {
+    "partial": ("gpt_neox", "of half of the head", 0.5),
+    "neighbours": ("cohere", "of neighbours in fp32", 1.0),
+    "chunked": ("gpt_oss", "of chunks", 0.5),
+    "vision": ("qwen2_vl", "of vision towers", 1.0),
+}
 
 OPS = {
     "rms_norm": Op("RMSNorm forward", "rms_norm", tensors=2, vectors=1),
@@ -84,6 +95,21 @@ OPS = {
     "softmax": Op("Softmax forward", "softmax", tensors=2, vectors=0),
     # Reads y and dy, writes dx.
     "softmax_backward": Op("Softmax backward", "softmax", tensors=3, vectors=0, backward=True),
+    # Adds the mask, which all heads share, computes softmax in fp32 and rounds it to the scores' dtype.
+    "masked_softmax": Op("Softmax of masked attention scores", "masked_softmax", tensors=2, vectors=0, drawn="scores"),
+    "masked_softmax_backward": Op(
+        "Softmax of masked attention scores, backward",
+        "masked_softmax",
+        tensors=3,
+        vectors=0,
+        backward=True,
+        drawn="scores",
+    ),
+    # weight and bias; and the gradient of each, without the bias itself.
+    "dyt": Op("Dynamic tanh forward", "dyt", tensors=2, vectors=2, drawn="tanh"),
+    "dyt_backward": Op(
+        "Dynamic tanh backward (all gradients)", "dyt", tensors=3, vectors=3, backward=True, drawn="tanh"
+    ),
     # Reads the logits once forward and once backward, writes their gradient. Targets and statistics are O(tokens).
     "cross_entropy": Op(
         "Cross-entropy forward and backward",
@@ -93,6 +119,27 @@ OPS = {
         backward=True,
         step=True,
         drawn="logits",
+    ),
+    # Reads both in each pass and writes the student's gradient.
+    "jsd": Op(
+        "Generalized Jensen-Shannon divergence forward and backward",
+        "jsd",
+        tensors=5,
+        vectors=0,
+        backward=True,
+        step=True,
+        drawn="two logits",
+    ),
+    # Both models' hidden states and weights are read, the student's gradients written. Products of matrices take most of
+    # the time.
+    "linear_jsd": Op(
+        "Two linear layers and their divergence forward and backward",
+        "linear_jsd",
+        tensors=3,
+        vectors=0,
+        backward=True,
+        step=True,
+        drawn="two layers",
     ),
     # Read both forward, and the target backward; the gradient of the log-probabilities is written.
     "kl_div": Op(
@@ -129,6 +176,30 @@ OPS = {
     "rotary_backward": Op(
         "Rotary embedding backward", "rotary", tensors=2, vectors=0, backward=True, tables=2, drawn="heads"
     ),
+    **{
+        f"rotary_{family}{'_backward' * backward}": Op(
+            f"Rotary embedding{' backward' * backward}, {title}",
+            f"rotary_{family}",
+            tensors=2,
+            vectors=0,
+            backward=backward,
+            tables=2,
+            table_size=table_size,
+            drawn="heads",
+        )
+        for family, (_, title, table_size) in ROTARY_FILES.items()
+        for backward in (False, True)
+    },
+    # Of Llama 4: frequencies are 8 bytes for two elements of a head.
+    "rotary_complex": Op("Rotary embedding, complex", "rotary_complex", tensors=2, vectors=0, drawn="complex heads"),
+    "rotary_complex_backward": Op(
+        "Rotary embedding backward, complex",
+        "rotary_complex",
+        tensors=2,
+        vectors=0,
+        backward=True,
+        drawn="complex heads",
+    ),
 }
 
 # What computes a family, each a dictionary: family -> function of its arguments
@@ -159,11 +230,57 @@ def eager():
         return functional.softmax(x, -1)
 
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
-    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm}
-    return {**families, **losses(), "silu_and_mul": silu_and_mul, "rotary": plain_rotary()}
+    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm, **rest()}
+    return {**families, **losses(), "silu_and_mul": silu_and_mul, "rotary": plain_rotary(), **rotary_variants()}
+
+
+def rest():
+    import torch
+
+    def masked_softmax(scores, mask):
+        return torch.nn.functional.softmax(scores + mask, dim=-1, dtype=torch.float32).to(scores.dtype)
+
+    def dyt(x, alpha, weight, bias):
+        return weight * torch.tanh(x * alpha) + bias
+
+    return {each.__name__: each for each in (masked_softmax, dyt)}
+
+
+def rotary_variants():
+    """Family -> transformers' function, without a module that stands for it."""
+    from importlib import import_module
+
+    from torch import nn
+
+    def of_file(folder, name):
+        function = getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+        return functools.partial(type(function).forward, None) if isinstance(function, nn.Module) else function
+
+    functions = {
+        f"rotary_{family}": of_file(folder, "apply_rotary_pos_emb")
+        for family, (folder, *_) in ROTARY_FILES.items()
+        if family != "vision"
+    }
+    of_tower = of_file(ROTARY_FILES["vision"][0], "apply_rotary_pos_emb_vision")
+    return {
+        **functions,
+        "rotary_vision": as_in_towers(of_tower),
+        "rotary_complex": of_file("llama4", "apply_rotary_emb"),
+    }
+
+
+def as_in_towers(function):
+    """The function, of `[tokens, heads, head_dim]`, called with one sequence of `[batch, heads, tokens, head_dim]`."""
+
+    def rotary_vision(q, k, cos, sin):
+        out = function(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+        return tuple(x.transpose(0, 1)[None] for x in out)
+
+    return rotary_vision
 
 
 def losses():
+    import torch
     from torch.nn import functional
 
     def cross_entropy(logits, target):
@@ -178,7 +295,21 @@ def losses():
     def tvd(p, q):
         return ((p - q).abs() / 2.0).sum() / p.shape[0]
 
-    return {each.__name__: each for each in (cross_entropy, linear_cross_entropy, kl_div, tvd)}
+    def jsd(student, teacher):
+        """TRL's, for beta 0.5 and the temperature 1."""
+        s, t = (functional.log_softmax(logits / 1.0, dim=-1) for logits in (student, teacher))
+        beta = torch.tensor(0.5, dtype=s.dtype, device=s.device)
+        mixture = torch.logsumexp(torch.stack([s + torch.log1p(-beta), t + torch.log(beta)]), dim=0)
+        of_teacher, of_student = (
+            functional.kl_div(mixture, each, reduction="none", log_target=True) for each in (t, s)
+        )
+        terms = beta * of_teacher + (1 - beta) * of_student
+        return terms.sum() / terms.size(0)
+
+    def linear_jsd(student, student_weight, teacher, teacher_weight):
+        return jsd(functional.linear(student, student_weight), functional.linear(teacher, teacher_weight))
+
+    return {each.__name__: each for each in (cross_entropy, linear_cross_entropy, kl_div, tvd, jsd, linear_jsd)}
 
 
 def plain_rotary():
@@ -239,12 +370,15 @@ def compiled():
         silu_and_mul,
         softmax,
         *losses().values(),
+        *rest().values(),
         rotary,
     )
-    return {function.__name__: torch.compile(function, dynamic=False) for function in functions}
+    named = {**{function.__name__: function for function in functions}, **rotary_variants()}
+    return {name: torch.compile(function, dynamic=False) for name, function in named.items()}
 
 
 def ours(kernel):
+    import torch
     from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
     norm = CohereLayerNorm(1, eps=EPS)
@@ -258,6 +392,9 @@ def ours(kernel):
         norm.weight = weight
         return norm(x)
 
+    def masked_softmax(scores, mask):
+        return kernel.softmax(scores + mask, -1, torch.float32).to(scores.dtype)
+
     def rms_norm(x, weight):
         return kernel.rms_norm(x, weight, EPS)
 
@@ -269,7 +406,26 @@ def ours(kernel):
     families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy, "tvd": kernel.tvd}
     families |= {"linear_cross_entropy": kernel.linear_cross_entropy}
     families["kl_div"] = functools.partial(kernel.kl_div, reduction="batchmean")
+    families |= {"jsd": kernel.generalized_jsd_loss, "linear_jsd": kernel.linear_jsd_loss, "dyt": kernel.dyt}
+    families |= {"masked_softmax": masked_softmax, "rotary_complex": kernel.apply_rotary_emb}
+    families["rotary_vision"] = as_in_towers(kernel.apply_rotary_pos_emb_vision)
+    variants = {name: function for name, function in rotary_variants().items() if name not in families}
+    families |= {name: in_place_of(function, kernel.layers.RotaryPosEmb) for name, function in variants.items()}
     return {**families, "rotary": kernel.apply_rotary_pos_emb}
+
+
+def in_place_of(function, layer):
+    """The module that `kernels` makes of a function, with the layer's forward, as `kernelize` binds it."""
+    from kernels import use_kernel_forward_from_hub
+
+    def rotary(*arguments, **named):
+        return function(*arguments, **named)
+
+    made = use_kernel_forward_from_hub("rotary_pos_emb")(
+        rotary if isinstance(function, functools.partial) else function
+    )
+    made.forward = MethodType(layer.forward, made)
+    return made
 
 
 # Ops whose CPU time is measured -> whether the call is a training forward.
@@ -297,13 +453,16 @@ class Case:
     def bytes(self, dtype: str) -> int:
         """The fewest bytes that must move: each input is read once, each output written once."""
         op = OPS[self.op]
-        if op.drawn == "layer":
+        if op.drawn in ("layer", "two layers"):
             tokens, hidden_size, vocabulary = self.shape
             return op.tensors * hidden_size * (tokens + vocabulary) * ITEM_SIZES[dtype]
         elements = op.tensors * math.prod(self.shape) + op.vectors * self.hidden_size
         if op.tables:
-            elements += op.tables * self.shape[1] * self.hidden_size
-        return elements * ITEM_SIZES[dtype]
+            elements += op.tables * self.shape[1] * int(self.hidden_size * op.table_size)
+        if op.drawn == "scores":
+            elements += math.prod(self.shape) // self.shape[1] * (not op.backward)
+        frequencies = 4 * self.shape[1] * self.hidden_size if op.drawn == "complex heads" else 0
+        return elements * ITEM_SIZES[dtype] + frequencies
 
 
 def shape_text(shape) -> str:
@@ -374,13 +533,25 @@ TARGETS = {
         for op in ("softmax", "softmax_backward")
         for shape in ((65536, 128), (65536, 1024), (8192, 4096), (1, 32, 4096, 4096))
     },
+    **{Case(op, (1, 32, 4096, 4096)): _FASTEST for op in ("masked_softmax", "masked_softmax_backward")},
+    **{Case(op, (8192, 4096)): _FASTEST for op in ("dyt", "dyt_backward")},
     # [tokens, vocabulary]
+    Case("jsd", (4096, 128256)): (Target(0.2, EAGER),),
+    Case("linear_jsd", (4096, 2048, 128256)): (Target(1.0, EAGER),),
     Case("cross_entropy", (4096, 128256)): (Target(1.15, ROOFLINE), Target(1.0, QUACK, recorded_ms=0.863)),
     **{Case("cross_entropy", shape): _FASTEST for shape in ((8192, 32000), (16384, 151936))},
     **{Case(op, (4096, 32000)): _FASTEST for op in ("kl_div", "tvd")},
     Case("linear_cross_entropy", (4096, 2048, 128256)): (Target(1.0, EAGER),),
     Case("rotary", (8, 2048, 40, 128)): (Target(1.15, ROOFLINE), *_FASTEST),
     Case("rotary_backward", (8, 2048, 40, 128)): (Target(1.0, EAGER), Target(1.0, COMPILED)),
+    **{
+        Case(f"rotary_{family}{backward}", shape): (Target(1.0, EAGER), Target(1.0, COMPILED))
+        for family, shape in {
+            **dict.fromkeys(("partial", "neighbours", "chunked", "complex"), (8, 2048, 40, 128)),
+            "vision": (1, 16384, 20, 80),
+        }.items()
+        for backward in ("", "_backward")
+    },
     Case("cpu_time_inference", CPU_SHAPE): (Target(1.0, NATIVE_BARE),),
     Case("cpu_time_training", CPU_SHAPE): (Target(1.5, NATIVE_BARE),),
 }

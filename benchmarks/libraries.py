@@ -52,7 +52,18 @@ def liger(module, swiglu=None):
 
             return LigerSoftmaxFunction.apply(x)
 
-        families |= {"add_rms_norm": add_rms_norm, "softmax": softmax}
+        def dyt(x, alpha, weight, bias):
+            from liger_kernel.ops.dyt import LigerDyTFunction
+
+            return LigerDyTFunction.apply(x, alpha, weight, bias)
+
+        def rotary_complex(q, k, freqs_cis):
+            from liger_kernel.ops.llama4_rope import LigerLlama4RopeFunction
+
+            return LigerLlama4RopeFunction.apply(q, k, freqs_cis)
+
+        rotary_complex.in_place = True
+        families |= {"add_rms_norm": add_rms_norm, "softmax": softmax, "dyt": dyt, "rotary_complex": rotary_complex}
         families |= liger_losses()
     return families
 
@@ -78,7 +89,17 @@ def liger_losses():
     def tvd(p, q):
         return LigerTVDLossFunction.apply(p, q, None, "batchmean")
 
-    return {each.__name__: each for each in (cross_entropy, linear_cross_entropy, kl_div, tvd)}
+    def jsd(student, teacher):
+        from liger_kernel.ops.jsd import LigerJSDFunction
+
+        return LigerJSDFunction.apply(student.log_softmax(-1), teacher.log_softmax(-1))
+
+    def linear_jsd(student, student_weight, teacher, teacher_weight):
+        from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
+
+        return LigerFusedLinearJSDFunction.apply(student, student_weight, teacher, teacher_weight)
+
+    return {each.__name__: each for each in (cross_entropy, linear_cross_entropy, kl_div, tvd, jsd, linear_jsd)}
 
 
 def quack():

@@ -144,6 +144,10 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
         return [_distributions(case, normal) for _ in range(count)]
     if op.drawn == "layer":
         return [_layer_inputs(case, normal, generator) for _ in range(count)]
+    others = {"complex heads": _complex_inputs, "scores": _scores, "tanh": _tanh_inputs, "two logits": _two_logits}
+    others["two layers"] = _two_layers
+    if op.drawn in others:
+        return [others[op.drawn](case, op, normal) for _ in range(count)]
     # A weight of 1 would hide where a formula rounds.
     weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.vectors else []
 
@@ -178,7 +182,57 @@ def _rotary_inputs(case: Case, op: Op, normal) -> Inputs:
     counts = heads * 4 // 5, heads // 5
     states = [normal((batch, tokens, count, head_dim)).transpose(1, 2).requires_grad_(op.backward) for count in counts]
     dys = tuple(normal(x.shape) for x in states) if op.backward else None
-    return Inputs((*states, *(normal((1, tokens, head_dim)) for _ in range(2))), dys)
+    size = int(head_dim * op.table_size)
+    return Inputs((*states, *(normal((1, tokens, size)) for _ in range(2))), dys)
+
+
+def _complex_inputs(case: Case, op: Op, normal) -> Inputs:
+    """Query and key, [batch, tokens, heads, head_dim], a fifth of the heads for keys, and complex frequencies."""
+    batch, tokens, heads, head_dim = case.shape
+    states = [
+        normal((batch, tokens, count, head_dim)).requires_grad_(op.backward) for count in (heads * 4 // 5, heads // 5)
+    ]
+    dys = tuple(normal(x.shape) for x in states) if op.backward else None
+    angle = normal((1, tokens, head_dim // 2)).float()
+    return Inputs((*states, torch.polar(torch.ones_like(angle), angle)), dys)
+
+
+def _scores(case: Case, op: Op, normal) -> Inputs:
+    """Attention scores [batch, heads, queries, keys] and the mask of a causal model, [batch, 1, queries, keys]."""
+    batch, _, queries, keys = case.shape
+    scores = normal(case.shape).requires_grad_(op.backward)
+    mask = torch.full(
+        (batch, 1, queries, keys), torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device
+    )
+    return Inputs((scores, mask.triu(1 + keys - queries)), normal(case.shape) if op.backward else None)
+
+
+def _tanh_inputs(case: Case, op: Op, normal) -> Inputs:
+    """Rows, and alpha, weight and bias of dynamic tanh."""
+    vectors = 0.5 + 0.1 * normal(1), 1 + 0.5 * normal(case.hidden_size), normal(case.hidden_size)
+    arguments = (tensor.requires_grad_(op.backward) for tensor in (normal(case.shape), *vectors))
+    return Inputs(tuple(arguments), normal(case.shape) if op.backward else None)
+
+
+def _two_logits(case: Case, op: Op, normal) -> Inputs:
+    """Logits of a student and of a teacher, who gets no gradient, [tokens, vocabulary]."""
+    student, teacher = normal(case.shape).requires_grad_(), normal(case.shape)
+    return Inputs((student, teacher), torch.ones((), dtype=student.dtype, device=student.device))
+
+
+def _two_layers(case: Case, op: Op, normal) -> Inputs:
+    """Hidden states and weights of a student and of a teacher, who get logits of a few units.
+
+    Raises:
+        ValueError: the shape is not [tokens, hidden_size, vocabulary].
+    """
+    if len(case.shape) != 3:
+        raise ValueError(f"--cases: {case.op} expects [tokens, hidden_size, vocabulary], found {list(case.shape)}")
+    tokens, hidden_size, vocabulary = case.shape
+    shapes = (tokens, hidden_size), (vocabulary, hidden_size)
+    student, teacher = ([normal(shapes[0]), normal(shapes[1]) / hidden_size**0.5] for _ in range(2))
+    one = torch.ones((), dtype=student[0].dtype, device=student[0].device)
+    return Inputs((*(each.requires_grad_() for each in student), *teacher), one)
 
 
 def _loss_inputs(case: Case, normal, generator) -> Inputs:

@@ -73,7 +73,7 @@ def report():
 
 
 def test_every_case_has_an_op_and_a_target():
-    assert len(cases.CASES) == len(set(cases.CASES)) == 46
+    assert len(cases.CASES) == len(set(cases.CASES)) == 62
     assert all(targets for targets in cases.TARGETS.values())
     assert {case.op for case in cases.CASES} == set(cases.OPS)
     assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
@@ -507,3 +507,53 @@ def test_losses_of_distributions_and_of_a_layer(kernel, module, monkeypatch, op,
     assert all(map(torch.equal, found, expected))
     for name in ("cross_entropy", "ops.divergences"):
         module(name)._calls.clear()
+
+
+# A shape and the elements that must move; frequencies of 8 bytes are four elements of 16 bits.
+SMALL = {
+    "masked_softmax": ((2, 3, 5, 7), 2 * 210 + 70),
+    "masked_softmax_backward": ((2, 3, 5, 7), 3 * 210),
+    "dyt": ((6, 40), 2 * 240 + 2 * 40),
+    "dyt_backward": ((6, 40), 3 * 240 + 3 * 40),
+    "jsd": ((6, 40), 5 * 240),
+    "linear_jsd": ((6, 8, 40), 3 * 8 * 46),
+    "rotary_partial": ((2, 3, 5, 16), 2 * 480 + 2 * 3 * 8),
+    "rotary_partial_backward": ((2, 3, 5, 16), 2 * 480 + 2 * 3 * 8),
+    "rotary_neighbours": ((2, 3, 5, 16), 2 * 480 + 2 * 3 * 16),
+    "rotary_neighbours_backward": ((2, 3, 5, 16), 2 * 480 + 2 * 3 * 16),
+    "rotary_chunked": ((2, 3, 5, 16), 2 * 480 + 2 * 3 * 8),
+    "rotary_chunked_backward": ((2, 3, 5, 16), 2 * 480 + 2 * 3 * 8),
+    "rotary_vision": ((1, 3, 5, 16), 2 * 240 + 2 * 3 * 16),
+    "rotary_vision_backward": ((1, 3, 5, 16), 2 * 240 + 2 * 3 * 16),
+    "rotary_complex": ((2, 3, 5, 16), 2 * 480 + 3 * 8 * 4),
+    "rotary_complex_backward": ((2, 3, 5, 16), 2 * 480 + 3 * 8 * 4),
+}
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_the_other_ops(kernel, module, monkeypatch, op):
+    """Without kernels ours is eager's, and torch.compile has a function of the family."""
+    import measure
+
+    names = ("ops.softmax", "ops.dyt", "ops.rotary", "ops.complex_rotary")
+    for name in names:
+        monkeypatch.setattr(module(name), "runs_kernels", lambda device: False)
+        module(name)._calls.clear()
+    shape, elements = SMALL[op]
+    case, family = cases.Case(op, shape), cases.OPS[op].family
+    assert case.bytes("bf16") == 2 * elements
+    (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
+    functions = [families[family] for families in (cases.eager(), cases.ours(kernel))]
+    expected, found = (measure.outcome(function, inputs, cases.OPS[op]) for function in functions)
+    assert measure.same_bits(found, expected)
+    if cases.OPS[op].backward:
+        count = {"dyt_backward": 4, "linear_jsd": 2, "jsd": 1, "masked_softmax_backward": 1}.get(op, 2)
+        assert len(inputs.differentiable) == count
+    for name in names:
+        module(name)._calls.clear()
+
+
+def test_every_family_has_an_eager_function_a_compiled_one_and_ours(kernel):
+    families = {op.family for op in cases.OPS.values()}
+    for functions in (cases.eager(), cases.compiled(), cases.ours(kernel)):
+        assert families <= functions.keys()

@@ -68,10 +68,10 @@ class _Namespace:
     """A module of torch with other values for some names."""
 
     def __init__(self, module: ModuleType, **others):
-        vars(self).update(others, _module=module)
+        vars(self).update(others, source=module)
 
     def __getattr__(self, name):
-        return getattr(self._module, name)
+        return getattr(self.source, name)
 
 
 def _softmax(input, dim=None, _stacklevel=3, dtype=None):
