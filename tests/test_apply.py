@@ -736,6 +736,26 @@ def test_a_model_that_is_split_over_a_gpu_and_a_cpu(kernel, module, monkeypatch)
     assert not ours(kernel, model)
 
 
+def test_modules_of_torch_jit_stay(kernel, module):
+    """Traced and scripted ones have no forward in their class. The layers beside them are replaced."""
+    norm = modeling_llama.LlamaRMSNorm(64).to(DEVICE)
+    x = torch.randn(3, 64, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(torch.nn.Sequential(torch.nn.SiLU(), modeling_llama.LlamaRMSNorm(64)).to(DEVICE), x)
+        model = torch.nn.Sequential(traced, torch.jit.script(torch.nn.Linear(64, 64).to(DEVICE)), norm)
+    expected = model(x)
+    kernel.apply(model)
+    assert list(module("report").replaced_modules(model)) == [norm]
+    assert_bits_equal(model(x), expected)
+    (entry,) = kernel.replacement_report(model, verbose=False).layers
+    assert (entry.layer, entry.count) == ("LlamaRMSNorm", 1)
+    kernel.restore(model)
+    assert "forward" not in vars(norm)
+    message, report = nothing_replaced(kernel, traced)
+    assert "no layer that a kernel of this package takes" in message and not report.layers
+
+
 def test_what_fails_on_the_way_leaves_the_originals(kernel, module, monkeypatch):
     model = make().train()
     before = state_of(model)

@@ -165,7 +165,7 @@ def name_functions(module: torch.nn.Module, keep: bool = False) -> dict[str, tor
 
 def unnamed_functions(module: torch.nn.Module) -> dict[FunctionType, str]:
     """The functions that the module's forward calls by a global name and that `name_functions` would name: their layer names."""
-    forward = type(module).forward
+    forward = class_forward(module)
     if not isinstance(forward, FunctionType):
         return {}
     named = {name: forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}}
@@ -178,9 +178,14 @@ def unnamed_functions(module: torch.nn.Module) -> dict[FunctionType, str]:
     }
 
 
+def class_forward(module: torch.nn.Module) -> Optional[Callable]:
+    """The forward of the module's class; None for a traced or scripted module, whose class has none."""
+    return None if isinstance(module, torch.jit.ScriptModule) else type(module).forward
+
+
 def functions_called(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules in the places of functions, made by `name_functions`, that the module's forward calls."""
-    forward = type(module).forward
+    forward = class_forward(module)
     if not _functions or not isinstance(forward, FunctionType):
         return []
     named = (forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names})
@@ -230,7 +235,7 @@ def _give_names(model: torch.nn.Module, level: str) -> dict[type, str]:
 def missing_name(module: torch.nn.Module) -> Optional[str]:
     """The layer name that the module's class may get; None if it has one, or if no layer of this package is like it."""
     layer_class = type(module)
-    if hasattr(layer_class, "kernel_layer_name"):
+    if hasattr(layer_class, "kernel_layer_name") or class_forward(module) is None:
         return None
     children = [*module.named_children()] or [*module.named_buffers(recurse=False)]
     children = frozenset(name for name, _ in children)

@@ -19,6 +19,7 @@ from .mapping import (
     LEVELS,
     RECIPES,
     check_model,
+    class_forward,
     functions_called,
     idle_decorators,
     is_replaceable,
@@ -307,7 +308,7 @@ def _bound(module) -> Optional[Callable]:
     forward = own_forward(module)
     function = getattr(forward, "__func__", None)
     # Where there is no kernel, kernelize binds the class's.
-    return function if is_replaceable(forward) and function is not type(module).forward else None
+    return function if is_replaceable(forward) and function is not class_forward(module) else None
 
 
 def _has_own_forward(module) -> bool:
