@@ -57,6 +57,8 @@ class Family:
         rocm: whether it has kernels for AMD GPUs.
         timed: `timed(module, given)`: name -> a call without arguments that `benchmarks/cpu_time.py` times, on the tensors of
             `timed_tensors`.
+        operators: `operators(given)`: the arguments of a call of each of its operators for torch.compile, by the operator's
+            name, on the same tensors.
     """
 
     sources: tuple[str, ...]
@@ -64,13 +66,16 @@ class Family:
     launches: Callable
     rocm: bool = True
     timed: Callable = lambda module, given: {}
+    operators: Callable = lambda given: {}
 
 
 def timed_tensors() -> SimpleNamespace:
     """The tensors of calls whose CPU time is measured."""
     x, residual, dy = (torch.randn(1, 4, 64) for _ in range(3))
     weight = torch.randn(64)
-    return SimpleNamespace(x=x, residual=residual, dy=dy, weight=weight, parameter=torch.nn.Parameter(weight))
+    mean, rstd = torch.randn(1, 4, 1), torch.rand(1, 4, 1)
+    parameter = torch.nn.Parameter(weight)
+    return SimpleNamespace(x=x, residual=residual, dy=dy, weight=weight, parameter=parameter, mean=mean, rstd=rstd)
 
 
 def with_grad(call: Callable) -> Callable:
@@ -134,6 +139,18 @@ def _norm_timed(module, given):
         **{f"{name}, with gradients": with_grad(call) for name, call in of(given.parameter).items()},
         "rms_norm backward": lambda: gradients(llama, *saved),
         "add_rms_norm backward": lambda: gradients(llama, *saved, True, residual),
+    }
+
+
+def _norm_operators(given):
+    x, residual, weight, dy, rstd = given.x, given.residual, given.parameter, given.dy, given.rstd
+    return {
+        "rms_norm": (x, weight, 1e-6, "llama"),
+        "rms_norm_with_rstd": (x, weight, None, 1e-6, "llama"),
+        "rms_norm_backward": (dy, x, weight, rstd, True, True, "llama"),
+        "add_rms_norm": (x, residual, weight, 1e-6, "llama"),
+        "add_rms_norm_with_rstd": (x, residual, weight, 1e-6, "llama"),
+        "add_rms_norm_backward": (dy, x, weight, rstd, residual, True, True, "llama"),
     }
 
 
@@ -222,6 +239,16 @@ def _activation_timed(module, given):
     }
 
 
+def _activation_operators(given):
+    x, up, dy = given.x, given.residual, given.dy
+    return {
+        "activation": ("silu", x),
+        "activation_backward": ("silu", dy, x),
+        "gated_activation": ("silu", up, x),
+        "gated_activation_backward": ("silu", dy, up, x),
+    }
+
+
 def _activation_launches(kernel, machine):
     activation, gated = map(machine.module, ("activation", "gated_activation"))
     x, dy = machine.empty(2, 4096)
@@ -276,6 +303,15 @@ def _rotary_timed(module, given):
     }
 
 
+def _rotary_operators(given):
+    q, k = torch.randn(1, 4, 8, 64).transpose(1, 2), torch.randn(1, 4, 2, 64).transpose(1, 2)
+    cos, sin = torch.randn(2, 1, 4, 64)
+    return {
+        "rotary": (q, k, cos, sin, 1, "plain"),
+        "rotary_backward": (q.contiguous(), cos, sin, 1, "plain", torch.float32),
+    }
+
+
 def _rotary_launches(kernel, machine):
     rotary, tables, dtype = machine.module("rotary"), machine.module("rotary_embedding"), machine.dtype
     for variant in tables._FORMULAS:
@@ -315,6 +351,11 @@ def _complex_rotary_timed(module, given):
         "complex rotary": lambda: family.replacement(x, freqs, 2),
         "complex rotary backward": lambda: gradient(x, freqs, 2),
     }
+
+
+def _complex_rotary_operators(given):
+    x, freqs = torch.randn(1, 4, 8, 64), torch.polar(torch.ones(1, 4, 32), torch.randn(1, 4, 32))
+    return {"complex_rotary": (x, freqs, 2), "complex_rotary_backward": (x, freqs, 2)}
 
 
 def _complex_rotary_launches(kernel, machine):
@@ -365,6 +406,10 @@ def _softmax_timed(module, given):
     }
 
 
+def _softmax_operators(given):
+    return {"softmax": (given.x, None), "softmax_backward": (given.dy, given.x, torch.float32)}
+
+
 def _softmax_launches(kernel, machine):
     softmax = machine.module("ops.softmax")
     # One element, less than a warp, more, and rows that begin anywhere.
@@ -387,6 +432,14 @@ def _divergence_calls(module, chooser, given):
     divergences = module("ops.divergences")
     form, reduction = chooser.choice(list(divergences._DIVERGENCES.values())), chooser.choice(("none", "mean"))
     return [divergences.replacement(form, given.x, given.residual, None, -100, reduction)]
+
+
+def _divergence_operators(given):
+    first, second = given.x.log_softmax(-1), given.residual.softmax(-1)
+    return {
+        "divergence": ("target", first, second, "none"),
+        "divergence_backward": ("target", given.dy, first, second, "none"),
+    }
 
 
 def _divergence_launches(kernel, machine):
@@ -421,6 +474,14 @@ def _layer_norm_timed(module, given):
     return {"layer_norm": calls[0], "layer_norm, with gradients": with_grad(calls[1])}
 
 
+def _layer_norm_operators(given):
+    x, weight, bias = given.x, given.parameter, torch.randn(64)
+    return {
+        "layer_norm": (x, [64], weight, bias, 1e-5),
+        "layer_norm_backward": (given.dy, x, [64], given.mean, given.rstd, weight, bias, 1e-5, [True, True, True]),
+    }
+
+
 def _layer_norm_launches(kernel, machine):
     # Less than a step of all threads, whole steps, a part of one, and rows that are read twice.
     for size, gap in ((64, 0), (768, 0), (1024, 2), (4096, 0), (16384, 0)) if machine.every_case else ((4096, 0),):
@@ -444,6 +505,14 @@ def _cohere_layer_norm_timed(module, given):
     family, eps = module("ops.cohere_layer_norm"), 1e-5
     calls = [lambda of=of: family.replacement(given.x, of, eps, family.Eager) for of in (given.weight, given.parameter)]
     return {"CohereLayerNorm": calls[0], "CohereLayerNorm, with gradients": with_grad(calls[1])}
+
+
+def _cohere_layer_norm_operators(given):
+    x, weight = given.x, given.parameter
+    return {
+        "cohere_layer_norm": (x, weight, x, x, 1e-5),
+        "cohere_layer_norm_backward": (given.dy, x, weight, given.mean, given.rstd, 1e-5, True, True),
+    }
 
 
 def _cohere_layer_norm_launches(kernel, machine):
@@ -471,6 +540,11 @@ def _dyt_timed(module, given):
     return {"dyt": calls[0], "dyt, with gradients": with_grad(calls[1])}
 
 
+def _dyt_operators(given):
+    tensors = given.x, torch.full((1,), 0.5), given.parameter, torch.randn(64)
+    return {"dyt": tensors, "dyt_backward": (given.dy, *tensors, [True, True, False, True])}
+
+
 def _dyt_launches(kernel, machine):
     family = machine.module("ops.dyt")
     for size in (1024, 4096) if machine.every_case else (4096,):
@@ -480,23 +554,53 @@ def _dyt_launches(kernel, machine):
 
 
 FAMILIES = (
-    Family(("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches, timed=_norm_timed),
-    Family(("activation",), _activation_calls, _activation_launches, timed=_activation_timed),
     Family(
-        ("complex_rotary",), _complex_rotary_calls, _complex_rotary_launches, rocm=False, timed=_complex_rotary_timed
+        ("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches, timed=_norm_timed, operators=_norm_operators
     ),
-    Family(("rotary",), _rotary_calls, _rotary_launches, timed=_rotary_timed),
+    Family(
+        ("activation",),
+        _activation_calls,
+        _activation_launches,
+        timed=_activation_timed,
+        operators=_activation_operators,
+    ),
+    Family(
+        ("complex_rotary",),
+        _complex_rotary_calls,
+        _complex_rotary_launches,
+        rocm=False,
+        timed=_complex_rotary_timed,
+        operators=_complex_rotary_operators,
+    ),
+    Family(("rotary",), _rotary_calls, _rotary_launches, timed=_rotary_timed, operators=_rotary_operators),
     # Cross-entropy and divergences read what their kernels wrote, or are computed once a step: they are not timed.
+    # Cross-entropy is traced as eager's operations.
     Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
-    Family(("layer_norm",), _layer_norm_calls, _layer_norm_launches, rocm=False, timed=_layer_norm_timed),
+    Family(
+        ("layer_norm",),
+        _layer_norm_calls,
+        _layer_norm_launches,
+        rocm=False,
+        timed=_layer_norm_timed,
+        operators=_layer_norm_operators,
+    ),
     Family(
         ("cohere_layer_norm",),
         _cohere_layer_norm_calls,
         _cohere_layer_norm_launches,
         rocm=False,
         timed=_cohere_layer_norm_timed,
+        operators=_cohere_layer_norm_operators,
     ),
-    Family(("dyt",), _dyt_calls, _dyt_launches, rocm=False, timed=_dyt_timed),
-    Family(("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed),
-    Family(("divergences", "full_sum"), _divergence_calls, _divergence_launches, rocm=False),
+    Family(("dyt",), _dyt_calls, _dyt_launches, rocm=False, timed=_dyt_timed, operators=_dyt_operators),
+    Family(
+        ("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed, operators=_softmax_operators
+    ),
+    Family(
+        ("divergences", "full_sum"),
+        _divergence_calls,
+        _divergence_launches,
+        rocm=False,
+        operators=_divergence_operators,
+    ),
 )

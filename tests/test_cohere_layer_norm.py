@@ -407,15 +407,15 @@ def test_the_operators_for_torch_compile(kernel, family, seed, dtype):
 
     def by_operator(x):
         again = x if fp32 else None
-        return namespace.cohere_layer_norm(x, again, again, layer.weight, EPS)[0]
+        return namespace.cohere_layer_norm(x, layer.weight, again, again, EPS)[0]
 
     by_operator.weight = layer.weight
     for found, expected in zip(gradients_of(by_operator, x, dy), gradients_of(layer, x, dy)):
         assert_bits_equal(found, expected)
     leaf = x.clone().requires_grad_()
-    torch.library.opcheck(namespace.cohere_layer_norm.default, (leaf, None, None, layer.weight, EPS))
+    torch.library.opcheck(namespace.cohere_layer_norm.default, (leaf, layer.weight, None, None, EPS))
     weight = layer.weight.detach()
-    _, mean, rstd = namespace.cohere_layer_norm(x, None, None, weight, EPS)
+    _, mean, rstd = namespace.cohere_layer_norm(x, weight, None, None, EPS)
     for needs in ((True, True), (False, True)):
         arguments = (dy, x, weight, mean, rstd, EPS, *needs)
         torch.library.opcheck(namespace.cohere_layer_norm_backward.default, arguments)

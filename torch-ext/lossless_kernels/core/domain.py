@@ -42,7 +42,7 @@ def are_plain(first: torch.Tensor, second: torch.Tensor) -> bool:
     They may not read subclasses, lazily negated tensors and zeros without memory. Functorch, forward-mode AD,
     torch.jit.trace and dispatch modes do not see kernels: eager operations run under them.
     """
-    return _are_plain(first, second) and not dispatch_modes()
+    return are_plain_under_modes(first, second) and not dispatch_modes()
 
 
 def are_ours(first: torch.Tensor, second: torch.Tensor, needs_grad: bool) -> bool:
@@ -52,10 +52,11 @@ def are_ours(first: torch.Tensor, second: torch.Tensor, needs_grad: bool) -> boo
     counter's `with` often holds the forward pass only. Our autograd functions run in both; under a mode they compute
     the formula.
     """
-    return _are_plain(first, second) and (not dispatch_modes() or (needs_grad and is_checkpointed()))
+    return are_plain_under_modes(first, second) and (not dispatch_modes() or (needs_grad and is_checkpointed()))
 
 
-def _are_plain(first, second) -> bool:
+def are_plain_under_modes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """`are_plain`, whatever dispatch modes are active."""
     return (
         type(first) in PLAIN_TYPES
         and type(second) in PLAIN_TYPES
@@ -96,9 +97,9 @@ def under_transform() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def is_traced_plainly() -> bool:
-    """Whether torch.compile may put an operator into its graph: no transform is active."""
-    return not under_transform()
+def is_traced_plainly(device: torch.device) -> bool:
+    """Whether torch.compile may put an operator into its graph: kernels run on this device, no transform is active."""
+    return runs_kernels(device) and not under_transform()
 
 
 def is_watched() -> bool:

@@ -9,7 +9,7 @@ import functools
 import os
 import warnings
 from types import SimpleNamespace
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
@@ -86,6 +86,13 @@ ATTRIBUTES = {
     "compiled_call": Internal("nn.Module._compiled_call_impl", "whether a module is compiled"),
     "is_zero": Internal("Tensor._is_zerotensor", "whether a tensor has no memory"),
     "version": Internal("Tensor._version", "whether a product's inputs have changed"),
+}
+# Names of Inductor, looked up when it first lowers an operator: its import takes seconds.
+INDUCTOR = {
+    "lowerings": Internal("_inductor.lowering.lowerings", "the code for an operator", None, True),
+    "make_fallback": Internal("_inductor.lowering.make_fallback", "the code for an operator", None, True),
+    "V": Internal("_inductor.virtualized.V", "the graph for which code is generated", None, True),
+    "FallbackKernel": Internal("_inductor.ir.FallbackKernel", "the code for an operator", None, True),
 }
 _ABSENT = object()
 
@@ -202,6 +209,21 @@ def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]
             if key == device.type.upper() and "/ATen/" not in place and not unused:
                 found.append(f"{name} by {place.split(' :: ')[0]}")
     return found
+
+
+@functools.cache
+def inductor() -> Optional[SimpleNamespace]:
+    """The names in `INDUCTOR`, once Inductor is loaded. None if one is missing; one warning then says so."""
+    found = SimpleNamespace(**{name: _look_up(each.path) for name, each in INDUCTOR.items()})
+    missing = [f"torch.{each.path}" for name, each in INDUCTOR.items() if getattr(found, name) is _ABSENT]
+    if missing:
+        warnings.warn(
+            f"lossless-kernels: torch {torch.__version__} has no {', '.join(missing)}: results are the same, but "
+            "Inductor's code calls our operators through torch's dispatcher, which takes 10 us more for each",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None if missing else found
 
 
 def tensor_guard(*tensors: torch.Tensor):

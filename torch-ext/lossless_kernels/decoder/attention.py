@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import inspection, proof
-from ..core.domain import is_bare, keeps_its_saved_tensors
+from ..core.domain import is_bare, keeps_its_saved_tensors, runs_kernels
 from ..core.torch_internals import MODULE_CALL
 from ..ops.rotary import replacement as rotary_replacement
 
@@ -40,6 +40,9 @@ class AttentionFormula:
         window: the source of the attention function's `sliding_window`: "module", "config", or "" if it gets none.
         extra: the name of a further argument of the attention function, in `_EXTRAS`, "" if there is none.
         packed: one projection, `qkv_proj`, computes query, key and value.
+
+    Attributes:
+        children: the names of the module's children.
     """
 
     normed: str = ""
@@ -47,11 +50,11 @@ class AttentionFormula:
     extra: str = ""
     packed: bool = False
 
-    @functools.cached_property
-    def children(self) -> frozenset[str]:
-        """The names of the module's children."""
+    def __post_init__(self):
         projections = ("qkv_proj",) if self.packed else ("q_proj", "k_proj", "v_proj")
-        return frozenset((*projections, "o_proj", *(("q_norm", "k_norm") if self.normed else ())))
+        children = frozenset((*projections, "o_proj", *(("q_norm", "k_norm") if self.normed else ())))
+        # No cached property: until Python 3.12 it has a lock, which TorchDynamo cannot trace.
+        object.__setattr__(self, "children", children)
 
     @property
     def formula(self) -> str:
@@ -184,6 +187,8 @@ if LINEAR_FORWARD.__module__ != nn.Linear.__module__ or hasattr(LINEAR_FORWARD, 
 
 def project(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """`module(hidden_states)`, without a module call if the module is a plain `nn.Linear`."""
+    if is_dynamo_compiling():  # It has fewer guards for a module's call, and no call is left.
+        return module(hidden_states)
     linear = type(module)
     if linear is nn.Linear and linear.forward is LINEAR_FORWARD and linear.__call__ is MODULE_CALL:
         state = module.__dict__
@@ -218,7 +223,7 @@ _GLOBALS = ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_
 def formula_of(owner: type, hidden_states: torch.Tensor) -> Optional[AttentionFormula]:
     """The variant that `owner.forward` computes, proved on the device of `hidden_states`; None if it is none."""
     if is_dynamo_compiling():
-        number = _number_for_compile(owner.forward, hidden_states.device.index or 0) if hidden_states.is_cuda else None
+        number = _number_for_compile(owner.forward, hidden_states.device)
         return None if number is None else _FORMULAS[number]
     known, key = inspection.code_of(owner).memo, ("attention", hidden_states.get_device())
     if key in known:
@@ -244,8 +249,10 @@ def _match_formula(forward, device) -> tuple[Optional[AttentionFormula], bool]:
 
 
 @torch.compiler.assume_constant_result
-def _number_for_compile(forward, device_index) -> Optional[int]:
-    variant, _ = _match_formula(forward, torch.device("cuda", device_index))
+def _number_for_compile(forward, device) -> Optional[int]:
+    if not runs_kernels(device):
+        return None
+    variant, _ = _match_formula(forward, device)
     return None if variant is None else _FORMULAS.index(variant)
 
 

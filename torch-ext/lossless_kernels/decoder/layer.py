@@ -231,13 +231,11 @@ def formula_of(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> Op
 
     `state` is the layer's `__dict__`.
     """
+    if is_dynamo_compiling():
+        number = _number_for_compile(owner, hidden_states.device)
+        return None if number is None else _FORMULAS[number]
     if not isinstance(hidden_states, torch.Tensor) or not runs_kernels(hidden_states.device):
         return None
-    if is_dynamo_compiling():
-        if not hidden_states.is_cuda:
-            return None
-        number = _number_for_compile(owner, hidden_states.device.index or 0)
-        return None if number is None else _FORMULAS[number]
     code = inspection.code_of(owner)
     if code.helpers and not inspection.are_current(code.helpers, owner, state):
         return None
@@ -251,8 +249,10 @@ def formula_of(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> Op
 
 
 @torch.compiler.assume_constant_result
-def _number_for_compile(owner, device_index) -> Optional[int]:
-    formula, _ = _match_formula(owner, torch.device("cuda", device_index))
+def _number_for_compile(owner, device) -> Optional[int]:
+    if not runs_kernels(device):
+        return None
+    formula, _ = _match_formula(owner, device)
     return None if formula is None else _FORMULAS.index(formula)
 
 

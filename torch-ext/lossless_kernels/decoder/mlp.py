@@ -64,7 +64,7 @@ def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STA
     `state` is the module's `__dict__`.
     """
     if is_dynamo_compiling():
-        name = _activation_for_compile(owner, subject, x.dtype, x.device.index or 0) if x.is_cuda else None
+        name = _activation_for_compile(owner, subject, x.dtype, x.device)
         return None if name is None else ACTIVATIONS[name]
     code = inspection.code_of(owner)
     if code.helpers and not inspection.are_current(code.helpers, owner, state):
@@ -82,11 +82,12 @@ def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STA
 
 
 @torch.compiler.assume_constant_result
-def _activation_for_compile(owner, subject, dtype, device_index) -> Optional[str]:
-    if under_transform():
+def _activation_for_compile(owner, subject, dtype, device) -> Optional[str]:
+    if not runs_kernels(device) or under_transform():
         return None
-    device = torch.device("cuda", device_index)
-    activation = _recognize((subject, dtype, device_index), owner, subject, dtype, device)
+    # As `get_device` counts, in the key of calls that are not compiled.
+    number = -1 if device.type == "cpu" else device.index or 0
+    activation = _recognize((subject, dtype, number), owner, subject, dtype, device)
     return None if activation is None else activation.name
 
 

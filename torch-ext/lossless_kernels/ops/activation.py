@@ -10,8 +10,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .._ops import add_op_namespace_prefix
-from ..core import inspection, launch, plans, proof
+from ..core import inspection, launch, operators, plans, proof
 from ..core.calls import Calls, Outside
 from ..core.declarations import TUNING
 from ..core.domain import (
@@ -285,6 +284,13 @@ class _Backward:
         self.launch(dy, input, *dxs)
         return dxs
 
+    def total(self, dy, input) -> torch.Tensor:
+        """The sum of the gradients, in their order."""
+        first, *others = self(dy, input)
+        for each in others:
+            first = first + each
+        return first
+
 
 def replacement(input: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
     """The layer's output from the kernel; None where the caller must compute it.
@@ -495,28 +501,27 @@ def _gradient_comparisons(subject, activation, dtype, unit, device):
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("activation"), mutates_args=())
-def _activation_op(name: str, input: torch.Tensor) -> torch.Tensor:
+def _find(name, input):
     activation = _ACTIVATIONS[name]
-    with torch.no_grad():
-        out = replacement(input, activation.forward, activation)
-    return activation.forward(None, input) if out is None else out
+    forward = activation.forward
+    return _calls.find(forward, (forward, activation, False), (input,), forward, activation, False)
 
 
-@_activation_op.register_fake
-def _(name, input):
+@operators.register("activation", _find)
+def _activation_op(name: str, input: torch.Tensor) -> torch.Tensor:
     return _ACTIVATIONS[name].forward(None, input)
 
 
+def _find_gradient(name, dy, input):
+    activation = _ACTIVATIONS[name]
+    call = _gradient_calls.find(activation.forward, (activation,), (dy, input), activation)
+    return None if call is None else call.total
+
+
 # The operator adds the paths up: Inductor would add 16-bit gradients without rounding in between.
-@torch.library.custom_op(add_op_namespace_prefix("activation_backward"), mutates_args=())
+@operators.register("activation_backward", _find_gradient)
 def _activation_backward_op(name: str, dy: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     # A graph has this operator only if the proof passed with the forward operator.
-    return functools.reduce(torch.add, gradients(_ACTIVATIONS[name], dy, input))
-
-
-@_activation_backward_op.register_fake
-def _(name, dy, input):
     return functools.reduce(torch.add, _ACTIVATIONS[name].gradients(dy, input))
 
 
@@ -533,9 +538,8 @@ _activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 
 @torch.compiler.assume_constant_result
-def _proved_for_compile(subject, activation_name, dtype, device_index, training) -> bool:
-    device = torch.device("cuda", device_index)
-    if under_transform() or not reads_only_attributes(subject):
+def _proved_for_compile(subject, activation_name, dtype, device, training) -> bool:
+    if not runs_kernels(device) or under_transform() or not reads_only_attributes(subject):
         return False
     return all(
         _proved(by_value(subject), _ACTIVATIONS[activation_name], dtype, (one_row, 1 << power), device, of_gradients)
@@ -548,9 +552,9 @@ def _proved_for_compile(subject, activation_name, dtype, device_index, training)
 
 def _compiled(input, subject, activation):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
-    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(activation, input):
+    if input.dtype not in FLOAT_DTYPES or _autocast_changes(activation, input):
         return None
     training = torch.is_grad_enabled() and input.requires_grad
-    if not _proved_for_compile(subject, activation.name, input.dtype, input.device.index or 0, training):
+    if not _proved_for_compile(subject, activation.name, input.dtype, input.device, training):
         return None
     return _activation_op(activation.name, input)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, plans, proof
+from ..core import launch, operators, plans, proof
 from ..core.calls import Calls, Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
@@ -29,7 +29,6 @@ from ..core.inspection import are_current, code_of, functions_of
 from ..core.layout import Output, contiguous_strides
 from ..core.reduction import ROW_CLASSES, row_class, row_reduction
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .rms_norm.backward import without_none
 from .rms_norm.formulas import EPS_NAME
 from .rms_norm.proof import PROOF_EPS, formula_cases, leaves, output_and_gradients, proof_calls, spike, stand_in
 
@@ -184,7 +183,13 @@ class _Call:
 
     def with_statistics(self, x, weight):
         """The output, mean and rstd."""
-        if dispatch_modes() or x.data_ptr() & self.alignment_mask:
+        if dispatch_modes():
+            return (eager(x, weight, self.eps), *statistics(x, self.eps))
+        return self.launched(x, weight)
+
+    def launched(self, x, weight, *again):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
+        if x.data_ptr() & self.alignment_mask:
             return (eager(x, weight, self.eps), *statistics(x, self.eps))
         out, mean, rstd = self.empty(), self.empty_statistics(), self.empty_statistics()
         self.launch.call_5(x, weight, out, mean, rstd)
@@ -431,27 +436,30 @@ WARMUP["CohereLayerNorm"] = Warmup(warmup_shapes)
 # torch.compile
 
 
+def _find(hidden_states, weight, again, third, eps):
+    call = _call_of(hidden_states, weight, eps, Eager, (True, True))
+    return None if call is None else call.launched
+
+
 # `again` and `third` are hidden_states twice more if eager sends them three gradients.
-@torch.library.custom_op(add_op_namespace_prefix("cohere_layer_norm"), mutates_args=())
+@operators.register("cohere_layer_norm", _find)
 def _cohere_layer_norm_op(
     hidden_states: torch.Tensor,
+    weight: torch.Tensor,
     again: Optional[torch.Tensor],
     third: Optional[torch.Tensor],
-    weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _call_of(hidden_states, weight, eps, Eager, (True, True))
-    if call is None:
-        return (eager(hidden_states, weight, eps), *statistics(hidden_states, eps))
-    return call.with_statistics(hidden_states, weight)
-
-
-@_cohere_layer_norm_op.register_fake
-def _(hidden_states, again, third, weight, eps):
     return (eager(hidden_states, weight, eps), *statistics(hidden_states, eps))
 
 
-@torch.library.custom_op(add_op_namespace_prefix("cohere_layer_norm_backward"), mutates_args=())
+def _find_gradients(dy, hidden_states, weight, mean, rstd, eps, needs_dx, needs_dweight):
+    needs = needs_dx, needs_dweight
+    call = _call_of(hidden_states, weight, eps, Eager, needs) if dy.is_contiguous() else None
+    return None if call is None else operators.of_tensors(call.gradients, dy)
+
+
+@operators.register("cohere_layer_norm_backward", _find_gradients)
 def _cohere_layer_norm_backward_op(
     dy: torch.Tensor,
     hidden_states: torch.Tensor,
@@ -462,20 +470,12 @@ def _cohere_layer_norm_backward_op(
     needs_dx: bool,
     needs_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    needs = needs_dx, needs_dweight
-    call = _call_of(hidden_states, weight, eps, Eager, needs) if dy.is_contiguous() else None
-    tensors = dy, hidden_states, weight, mean, rstd
-    found = formula(*tensors, *needs) if call is None else call.gradients(*tensors)
-    return without_none(found, dy)
-
-
-@_cohere_layer_norm_backward_op.register_fake
-def _(dy, hidden_states, weight, mean, rstd, eps, needs_dx, needs_dweight):
-    return without_none(formula(dy, hidden_states, weight, mean, rstd, needs_dx, needs_dweight), dy)
+    found = formula(dy, hidden_states, weight, mean, rstd, needs_dx, needs_dweight)
+    return operators.without_none(found, dy)
 
 
 def _setup_context(ctx, inputs, output):
-    hidden_states, _, _, weight, ctx.eps = inputs
+    hidden_states, weight, _, _, ctx.eps = inputs
     ctx.save_for_backward(hidden_states, weight, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -483,9 +483,10 @@ def _setup_context(ctx, inputs, output):
 def _op_gradient(ctx, dy, d_mean, d_rstd):
     if dy is None:
         return None, None, None, None, None
-    needs_dx, needs_again, needs_third, needs_dweight, _ = ctx.needs_input_grad
+    needs_dx, needs_dweight, needs_again, needs_third, _ = ctx.needs_input_grad
     found = _cohere_layer_norm_backward_op(dy, *ctx.saved_tensors, ctx.eps, needs_dx, needs_dweight)
-    needed = zip((needs_dx, needs_again, needs_third, needs_dweight), found)
+    dx, dx_again, dx_third, dweight = found
+    needed = (needs_dx, dx), (needs_dweight, dweight), (needs_again, dx_again), (needs_third, dx_third)
     return *(gradient if need else None for need, gradient in needed), None
 
 
@@ -493,10 +494,11 @@ _cohere_layer_norm_op.register_autograd(_op_gradient, setup_context=_setup_conte
 
 
 @torch.compiler.assume_constant_result
-def _is_proved_for_compile(owner, dtype, weight_dtype, size, device_index) -> bool:
+def _is_proved_for_compile(owner, dtype, weight_dtype, size, device) -> bool:
     """Whether the forward is proved for all row classes: a graph with dynamic shapes meets them all."""
-    device = torch.device("cuda", device_index)
-    if under_transform() or functions_of(owner) is None or not computes_formula(owner, dtype, weight_dtype, device):
+    if not runs_kernels(device) or under_transform() or functions_of(owner) is None:
+        return False
+    if not computes_formula(owner, dtype, weight_dtype, device):
         return False
     kinds = (Kind(dtype, weight_dtype, size, rows) for rows in ROW_CLASSES)
     return all(_proved(kind, owner, device, (False, False)) for kind in kinds)
@@ -507,14 +509,14 @@ def _compiled(x, weight, eps, owner) -> Optional[torch.Tensor]:
 
     The operators verify more at their first call, like uncompiled calls, and fall back to the formula.
     """
-    if not x.is_cuda or not isinstance(weight, torch.Tensor) or not isinstance(eps, (int, float)):
+    if not isinstance(weight, torch.Tensor) or not isinstance(eps, (int, float)):
         return None
     if not 0 < weight.dim() < x.dim() or x.shape[-weight.dim() :] != weight.shape or torch.version.hip is not None:
         return None
-    size = int(weight.shape[-1])
+    size = operator.index(weight.shape[-1])
     if size % 4 or not _MIN_SIZE <= size <= _MAX_SIZE or not {x.dtype, weight.dtype} <= set(FLOAT_DTYPES):
         return None
-    if not _is_proved_for_compile(owner, x.dtype, weight.dtype, size, x.device.index or 0):
+    if not _is_proved_for_compile(owner, x.dtype, weight.dtype, size, x.device):
         return None
     again = x if x.dtype == torch.float32 and is_grad_enabled() else None
-    return _cohere_layer_norm_op(x, again, again, weight, eps)[0]
+    return _cohere_layer_norm_op(x, weight, again, again, eps)[0]

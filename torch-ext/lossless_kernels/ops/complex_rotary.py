@@ -9,8 +9,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, proof
+from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -204,6 +203,10 @@ class _Call:
     def output(self, x, freqs_cis):
         if dispatch_modes():
             return eager(x, freqs_cis, self.unsqueeze_dim)
+        return self.launched(x, freqs_cis)
+
+    def launched(self, x, freqs_cis):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
         out = self.out.empty()
         self.launch.call_3(x, torch.view_as_real(freqs_cis.detach()), out)
         return out
@@ -361,26 +364,29 @@ def _comparisons(kind, device):
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("complex_rotary"), mutates_args=())
+def _find(x, freqs_cis, unsqueeze_dim):
+    facts = unsqueeze_dim, False
+    call = _calls.find(eager, facts, (x, freqs_cis), *facts)
+    return None if call is None else call.launched
+
+
+@operators.register("complex_rotary", _find)
 def _complex_rotary_op(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
-    with torch.no_grad():
-        return rotated(x, freqs_cis, unsqueeze_dim)
-
-
-@_complex_rotary_op.register_fake
-def _(x, freqs_cis, unsqueeze_dim):
     return eager(x, freqs_cis, unsqueeze_dim)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("complex_rotary_backward"), mutates_args=())
-def _complex_rotary_backward_op(dy: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
-    with torch.no_grad():
-        return gradient(dy, freqs_cis, unsqueeze_dim)
+def _find_gradient(dy, freqs_cis, unsqueeze_dim):
+    call = _gradient_calls.find(eager, (unsqueeze_dim,), (dy, freqs_cis), unsqueeze_dim)
+    return None if call is None else call.launched
 
 
-@_complex_rotary_backward_op.register_fake
-def _(dy, freqs_cis, unsqueeze_dim):
+def _fake_gradient(dy, freqs_cis, unsqueeze_dim):
     return dy.new_empty(dy.shape)
+
+
+@operators.register("complex_rotary_backward", _find_gradient, _fake_gradient)
+def _complex_rotary_backward_op(dy: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> torch.Tensor:
+    return formula(dy, freqs_cis, unsqueeze_dim)
 
 
 def _setup_context(ctx, inputs, output):
@@ -400,6 +406,6 @@ def _compiled(x, freqs_cis, unsqueeze_dim) -> Optional[torch.Tensor]:
 
     Without a proof the op computes these too.
     """
-    if not x.is_cuda or x.dtype not in FLOAT_DTYPES or (is_grad_enabled() and freqs_cis.requires_grad):
+    if x.dtype not in FLOAT_DTYPES or (is_grad_enabled() and freqs_cis.requires_grad):
         return None
-    return _complex_rotary_op(x, freqs_cis, unsqueeze_dim) if is_traced_plainly() else None
+    return _complex_rotary_op(x, freqs_cis, unsqueeze_dim) if is_traced_plainly(x.device) else None

@@ -10,8 +10,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, plans, proof
+from ..core import launch, operators, plans, proof
 from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -374,11 +373,15 @@ class Divergences(torch.autograd.Function):
         if are_plain(dy, first) and _fits(call, dy, first, second):
             found = call.gradients(dy, *arguments, ctx.count, wants_first, wants_second)
         else:
-            if call.reduction != "none":
-                divisor = _divisor(call.form, call.shape, call.reduction, ctx.count)
-                dy = _divided(dy, divisor).expand(call.shape)
-            found = call.form.gradients(dy, *arguments)
+            found = _formula(call.form, dy, *arguments, call.reduction, ctx.count)
         return (None,) * 4 + found[:1] + (found[1:] if wants_second else (None,))
+
+
+def _formula(form: Divergence, dy, first, second, labels, ignore_index, reduction: str, count: Optional[int]):
+    """Eager's gradients of the first tensor and of the second."""
+    if reduction != "none":
+        dy = _divided(dy, _divisor(form, first.shape, reduction, count)).expand(first.shape)
+    return form.gradients(dy, first, second, labels, ignore_index)
 
 
 def _fits(call: _Call, dy, first, second) -> bool:
@@ -503,35 +506,41 @@ def _compared_gradients(call, first, second, label, count, gradients, source, fo
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("divergence"), mutates_args=())
+def _find(form, first, second, reduction):
+    return _call_of(_DIVERGENCES[form], first, second, reduction, (False, False))
+
+
+def _call_of(form, first, second, reduction, gradients):
+    facts = form.name, reduction, -100, *gradients
+    return _calls.find(form.original, facts, (first, second), form, reduction, gradients)
+
+
+@operators.register("divergence", _find)
 def _divergence_op(form: str, first: torch.Tensor, second: torch.Tensor, reduction: str) -> torch.Tensor:
-    with torch.no_grad():
-        out = replacement(_DIVERGENCES[form], first, second, None, -100, reduction)
-    return _DIVERGENCES[form].eager(first, second, None, -100, reduction, None) if out is None else out
-
-
-@_divergence_op.register_fake
-def _(form, first, second, reduction):
     return _DIVERGENCES[form].eager(first, second, None, -100, reduction, None)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("divergence_backward"), mutates_args=())
+def _find_gradient(form, dy, first, second, reduction):
+    call = _call_of(_DIVERGENCES[form], first, second, reduction, (True, False))
+    if call is None or not _fits(call, dy, first, second):
+        return None
+
+    def compute(dy, first, second):
+        return call.gradients(dy, first, second, None, -100, None, True, False)[0]
+
+    return compute
+
+
+def _fake_gradient(form, dy, first, second, reduction):
+    return torch.empty_like(first)
+
+
+@operators.register("divergence_backward", _find_gradient, _fake_gradient)
 def _divergence_backward_op(
     form: str, dy: torch.Tensor, first: torch.Tensor, second: torch.Tensor, reduction: str
 ) -> torch.Tensor:
     """The gradient of the first tensor."""
-    with torch.enable_grad():
-        leaf = first.detach().requires_grad_()
-        out = replacement(_DIVERGENCES[form], leaf, second.detach(), None, -100, reduction)
-        if out is None:
-            out = _DIVERGENCES[form].eager(leaf, second.detach(), None, -100, reduction, None)
-    (gradient,) = torch.autograd.grad(out, leaf, dy)
-    return gradient
-
-
-@_divergence_backward_op.register_fake
-def _(form, dy, first, second, reduction):
-    return torch.empty_like(first)
+    return _formula(_DIVERGENCES[form], dy, first, second, None, -100, reduction, None)[0].to(first.dtype)
 
 
 def _setup_context(ctx, inputs, output):
@@ -548,10 +557,10 @@ _divergence_op.register_autograd(_op_gradient, setup_context=_setup_context)
 
 def _compiled(form, first, second, labels, reduction):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original."""
-    if labels is not None or not first.is_cuda or (is_grad_enabled() and second.requires_grad):
+    if labels is not None or (is_grad_enabled() and second.requires_grad):
         return None
     if first.dtype not in FLOAT_DTYPES or second.dtype not in FLOAT_DTYPES or first.shape != second.shape:
         return None
-    if _autocast_changes(form, first, second) or not is_traced_plainly():
+    if _autocast_changes(form, first, second) or not is_traced_plainly(first.device):
         return None
     return _divergence_op(form.name, first, second, reduction)

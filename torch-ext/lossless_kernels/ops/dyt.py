@@ -9,8 +9,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, proof
+from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -25,7 +24,6 @@ from ..core.domain import (
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .activation import all_inputs
-from .rms_norm.backward import without_none
 
 if launch.AVAILABLE:
     from ..kernels_src.dyt import dyt_backward, dyt_forward
@@ -144,11 +142,15 @@ class _Call:
     def output(self, input, alpha, weight, bias):
         if dispatch_modes():
             return eager(input, alpha, weight, bias)
+        return self.launched(input, alpha, weight, bias)
+
+    def launched(self, input, alpha, weight, bias):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
         out = self.empty()
         self.forward.call_5(input, alpha, weight, bias, out)
         return out
 
-    def gradients(self, dy, input, alpha, weight) -> Gradients:
+    def gradients(self, dy, input, alpha, weight, bias=None) -> Gradients:
         """The gradients for a contiguous dy of the input's dtype."""
         of_input, of_alpha, of_weight, of_bias = self.needs
         dx = products = normalized = None
@@ -301,19 +303,24 @@ def _gradient_comparisons(kind, device):
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("dyt"), mutates_args=())
+def _find(input, alpha, weight, bias):
+    needs = (False,) * 4
+    call = _calls.find(eager, (needs,), (input, alpha, weight, bias), needs)
+    return None if call is None else call.launched
+
+
+@operators.register("dyt", _find)
 def _dyt_op(input: torch.Tensor, alpha: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        out = replacement(input, alpha, weight, bias)
-    return eager(input, alpha, weight, bias) if out is None else out
-
-
-@_dyt_op.register_fake
-def _(input, alpha, weight, bias):
     return eager(input, alpha, weight, bias)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("dyt_backward"), mutates_args=())
+def _find_gradients(dy, input, alpha, weight, bias, needs):
+    needs, tensors = tuple(needs), (input, alpha, weight, bias)
+    call = _calls.find(eager, (needs,), tensors, needs) if dy.is_contiguous() else None
+    return None if call is None else operators.of_tensors(call.gradients, dy)
+
+
+@operators.register("dyt_backward", _find_gradients)
 def _dyt_backward_op(
     dy: torch.Tensor,
     input: torch.Tensor,
@@ -322,15 +329,7 @@ def _dyt_backward_op(
     bias: torch.Tensor,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    needs, tensors = tuple(needs), (input, alpha, weight, bias)
-    call = _calls.find(eager, (needs,), tensors, needs) if dy.is_contiguous() else None
-    found = formula(dy, *tensors[:3], needs) if call is None else call.gradients(dy, *tensors[:3])
-    return without_none(found, dy)
-
-
-@_dyt_backward_op.register_fake
-def _(dy, input, alpha, weight, bias, needs):
-    return without_none(formula(dy, input, alpha, weight, needs), dy)
+    return operators.without_none(formula(dy, input, alpha, weight, needs), dy)
 
 
 def _setup_context(ctx, inputs, output):
@@ -352,6 +351,6 @@ def _compiled(input, alpha, weight, bias) -> Optional[torch.Tensor]:
     Without a proof the op computes these too.
     """
     dtypes = {tensor.dtype for tensor in (input, alpha, weight, bias)}
-    if not input.is_cuda or len(dtypes) > 1 or input.dtype not in FLOAT_DTYPES or input.dim() < 2:
+    if len(dtypes) > 1 or input.dtype not in FLOAT_DTYPES or input.dim() < 2:
         return None
-    return _dyt_op(input, alpha, weight, bias) if is_traced_plainly() else None
+    return _dyt_op(input, alpha, weight, bias) if is_traced_plainly(input.device) else None

@@ -12,8 +12,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, proof
+from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -179,6 +178,9 @@ class _Forward:
             self.launch.call_3(gate, out, up)
         return out
 
+    def of_up_and_gate(self, up, gate):
+        return self(gate, up)
+
 
 @dataclass(eq=False)
 class _Training:
@@ -212,6 +214,10 @@ class _Backward:
         d_up = self.empty_up()
         self.launch.call_5(dy, gate, d_gate, up, d_up)
         return d_gate, d_up
+
+    def of_up_and_gate(self, dy, up, gate):
+        d_gate, d_up = self(dy, gate, up)
+        return d_up, d_gate
 
 
 # What a proof verifies.
@@ -551,30 +557,29 @@ def _gradient_comparisons(subject, activation, dtype, kind, device, with_up):
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gated_activation"), mutates_args=())
-def _gated_activation_op(name: str, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def _find(name, up, gate):
     activation = ACTIVATIONS[name]
-    with torch.no_grad():
-        out = replacement(gate, up, activation.forward, activation)
-    return _eager(activation, gate, up) if out is None else out
+    call = call_of(gate, up, activation.forward, activation, False)
+    return None if call is None else call.of_up_and_gate
 
 
-@_gated_activation_op.register_fake
-def _(name, up, gate):
+@operators.register("gated_activation", _find)
+def _gated_activation_op(name: str, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return _eager(ACTIVATIONS[name], gate, up)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gated_activation_backward"), mutates_args=())
+def _find_gradients(name, dy, up, gate):
+    activation = ACTIVATIONS[name]
+    facts = activation, True
+    call = _gradient_calls.find(product_of(activation.forward), facts, (dy, gate, up), *facts)
+    return None if call is None else call.of_up_and_gate
+
+
+@operators.register("gated_activation_backward", _find_gradients)
 def _gated_activation_backward_op(
     name: str, dy: torch.Tensor, up: torch.Tensor, gate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # A graph has this operator only if the proof passed with the forward operator.
-    d_gate, d_up = gradients(ACTIVATIONS[name], dy, gate, up, True)
-    return d_up, d_gate
-
-
-@_gated_activation_backward_op.register_fake
-def _(name, dy, up, gate):
     d_gate, d_up = _eager_gradients(ACTIVATIONS[name], dy, gate, up)
     return d_up, d_gate
 
@@ -592,9 +597,8 @@ _gated_activation_op.register_autograd(_op_gradient, setup_context=_setup_contex
 
 
 @torch.compiler.assume_constant_result
-def _proved_for_compile(subject, activation_name, dtype, device_index, training) -> bool:
-    device = torch.device("cuda", device_index)
-    if under_transform():
+def _proved_for_compile(subject, activation_name, dtype, device, training) -> bool:
+    if not runs_kernels(device) or under_transform():
         return False
     units = [1 << power for power in range(4) if dtype.itemsize << power <= 16]
     return all(
@@ -607,11 +611,11 @@ def _proved_for_compile(subject, activation_name, dtype, device_index, training)
 
 def _compiled(gate, up, subject, activation):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original formula."""
-    if type(gate) is not torch.Tensor or type(up) is not torch.Tensor or not gate.is_cuda:
+    if type(gate) is not torch.Tensor or type(up) is not torch.Tensor:
         return None
     if gate.dtype not in FLOAT_DTYPES or (up.dtype, up.shape) != (gate.dtype, gate.shape):
         return None
     training = is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    if not _proved_for_compile(subject, activation.name, gate.dtype, gate.device.index or 0, training):
+    if not _proved_for_compile(subject, activation.name, gate.dtype, gate.device, training):
         return None
     return _gated_activation_op(activation.name, up, gate)

@@ -11,8 +11,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, proof
+from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
@@ -28,7 +27,6 @@ from ..core.domain import (
 )
 from ..core.layout import contiguous_strides, rows_in_memory
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .rms_norm.backward import without_none
 
 if launch.AVAILABLE:
     from ..kernels_src.layer_norm import layer_norm_forward
@@ -195,7 +193,13 @@ class _Call:
 
     def with_statistics(self, input, weight, bias):
         """The output, mean and rstd."""
-        if dispatch_modes() or not self.is_aligned(input, weight, bias):
+        if dispatch_modes():
+            return _eager_with_statistics(input, self.shape, weight, bias, self.eps)
+        return self.launched(input, weight, bias)
+
+    def launched(self, input, weight=None, bias=None):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
+        if not self.is_aligned(input, weight, bias):
             return _eager_with_statistics(input, self.shape, weight, bias, self.eps)
         out, mean, rstd = self.empty(), self.empty_statistics(), self.empty_statistics()
         weight, bias = input if weight is None else weight, input if bias is None else bias
@@ -416,25 +420,38 @@ WARMUP["TorchLayerNorm"] = Warmup(warmup_shapes)
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("layer_norm"), mutates_args=())
-def _layer_norm_op(
-    input: torch.Tensor, shape: list[int], weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors, facts = _given(input, weight, bias), (weight is None, bias is None, tuple(shape), eps, True)
-    call = _calls.find(_EAGER, facts, tensors, *facts)
-    if call is None:
-        return _eager_with_statistics(input, shape, weight, bias, eps)
-    return call.with_statistics(input, weight, bias)
+def _find(input, shape, weight, bias, eps):
+    facts = weight is None, bias is None, tuple(shape), eps, True
+    call = _calls.find(_EAGER, facts, _given(input, weight, bias), *facts)
+    return None if call is None else call.launched
 
 
-@_layer_norm_op.register_fake
-def _(input, shape, weight, bias, eps):
+def _fake(input, shape, weight, bias, eps):
     of_rows = (*input.shape[: input.dim() - len(shape)], *(1,) * len(shape))
     out = input.new_empty(input.shape)
     return out, *(input.new_empty(of_rows, dtype=torch.float32) for _ in range(2))
 
 
-@torch.library.custom_op(add_op_namespace_prefix("layer_norm_backward"), mutates_args=())
+@operators.register("layer_norm", _find, _fake)
+def _layer_norm_op(
+    input: torch.Tensor, shape: list[int], weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _eager_with_statistics(input, shape, weight, bias, eps)
+
+
+def _find_gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs):
+    def compute(dy, input, mean, rstd, weight=None, bias=None):
+        return gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs)
+
+    return operators.of_tensors(compute, dy) if weight is not None or bias is None else None
+
+
+def _fake_gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs):
+    found = (each.new_empty(each.shape) if need else None for each, need in zip((input, weight, bias), needs))
+    return operators.without_none(found, dy)
+
+
+@operators.register("layer_norm_backward", _find_gradients, _fake_gradients)
 def _layer_norm_backward_op(
     dy: torch.Tensor,
     input: torch.Tensor,
@@ -446,14 +463,7 @@ def _layer_norm_backward_op(
     eps: float,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        return without_none(gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs), dy)
-
-
-@_layer_norm_backward_op.register_fake
-def _(dy, input, shape, mean, rstd, weight, bias, eps, needs):
-    found = (each.new_empty(each.shape) if need else None for each, need in zip((input, weight, bias), needs))
-    return without_none(found, dy)
+    return operators.without_none(gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs), dy)
 
 
 def _setup_context(ctx, inputs, output):
@@ -481,7 +491,9 @@ def _compiled(input, shape, weight, bias, eps):
     Without a proof the op runs ATen's kernel.
     """
     tensors = _given(input, weight, bias)
-    if not all(tensor.is_cuda for tensor in tensors) or _autocast_changes(*tensors) or not is_traced_plainly():
+    if any(tensor.device != input.device for tensor in tensors) or _autocast_changes(*tensors):
+        return None
+    if not is_traced_plainly(input.device):
         return None
     if input.dtype not in FLOAT_DTYPES or any(tensor.dtype != input.dtype for tensor in tensors):
         return None

@@ -9,8 +9,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, proof
+from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -181,6 +180,12 @@ class _Backward:
         dk_straight = dq_straight if self.empty_k is None else self.empty_k()
         self.launch(dq_embed, dk_embed, cos, sin, dq, dk, dq_straight, dk_straight)
         return (dq, dq_straight), (dk, dk_straight)
+
+    def of_one(self, dy, cos, sin) -> torch.Tensor:
+        """The gradient of q alone, the sum of both paths."""
+        dq = self.empty_q()
+        self.launch.call_6(dy, dy, cos, sin, dq, dq)
+        return dq
 
 
 def replacement(
@@ -548,34 +553,34 @@ def _gradient_comparisons(variant, dtype, cos_dtype, sizes, device):
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("rotary"), mutates_args=())
+def _find(q, k, cos, sin, unsqueeze_dim, variant):
+    return call_of(q, k, cos, sin, unsqueeze_dim, FORMULAS[variant].eager, (False, False))
+
+
+@operators.register("rotary", _find)
 def _rotary_op(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    eager = FORMULAS[variant].eager
-    with torch.no_grad():
-        out = replacement(q, k, cos, sin, unsqueeze_dim, eager)
-    return eager(q, k, cos, sin, unsqueeze_dim) if out is None else out
-
-
-@_rotary_op.register_fake
-def _(q, k, cos, sin, unsqueeze_dim, variant):
     return FORMULAS[variant].eager(q, k, cos, sin, unsqueeze_dim)
 
 
+def _find_gradient(dy, cos, sin, unsqueeze_dim, variant, dtype):
+    formula, facts = FORMULAS[variant], (True, unsqueeze_dim, dtype, False)
+    call = _gradient_calls.find(formula.eager, (formula, *facts), (dy, dy, cos, sin), formula, *facts)
+    return None if call is None else call.of_one
+
+
+def _fake_gradient(dy, cos, sin, unsqueeze_dim, variant, dtype):
+    return torch.empty(dy.shape, dtype=dtype, device=dy.device)
+
+
 # The operator adds the paths up: Inductor would add 16-bit gradients without rounding in between.
-@torch.library.custom_op(add_op_namespace_prefix("rotary_backward"), mutates_args=())
+@operators.register("rotary_backward", _find_gradient, _fake_gradient)
 def _rotary_backward_op(
     dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    with torch.no_grad():
-        (dx, _), _ = gradients(FORMULAS[variant], dy, None, cos, sin, unsqueeze_dim, dtype, per_path=False)
-    return dx
-
-
-@_rotary_backward_op.register_fake
-def _(dy, cos, sin, unsqueeze_dim, variant, dtype):
-    return torch.empty(dy.shape, dtype=dtype, device=dy.device)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return FORMULAS[variant].gradient(dy, cos, sin, dtype).contiguous()
 
 
 def _setup_context(ctx, inputs, output):
@@ -602,12 +607,9 @@ _USUAL = Sizes(128, 128, 8)
 
 
 @torch.compiler.assume_constant_result
-def _proved_for_compile(
-    subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device_type, device_index, training
-) -> Optional[str]:
+def _proved_for_compile(subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device, training) -> Optional[str]:
     """The name of the function's variant; None if no kernel is proved for it."""
-    device = torch.device(device_type, device_index)
-    if under_transform():
+    if not runs_kernels(device) or under_transform():
         return None
     variant = _variant(function_behind(subject), unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
     if variant is None or not all(
@@ -620,7 +622,7 @@ def _proved_for_compile(
 
 def _compiled(q, k, cos, sin, unsqueeze_dim, subject):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original function."""
-    if not runs_kernels(q.device) or q.dtype not in FLOAT_DTYPES or cos.dtype not in FLOAT_DTYPES:
+    if q.dtype not in FLOAT_DTYPES or cos.dtype not in FLOAT_DTYPES:
         return None
     if k.dtype != q.dtype or sin.dtype != cos.dtype or q.dim() not in (3, 4) or k.dim() != q.dim():
         return None
@@ -637,6 +639,6 @@ def _compiled(q, k, cos, sin, unsqueeze_dim, subject):
     if is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return None
     training = is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    kind = unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device.type, q.device.index or 0, training
+    kind = unsqueeze_dim, q.dim(), cos.dim(), q.dtype, cos.dtype, q.device, training
     name = _proved_for_compile(subject, *kind)
     return None if name is None else _rotary_op(q, k, cos, sin, unsqueeze_dim, name)

@@ -11,8 +11,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from .._ops import add_op_namespace_prefix
-from ..core import launch, proof
+from ..core import launch, operators, proof
 from ..core import softmax as aten
 from ..core.calls import UNSEEN, Calls, Outside, remember
 from ..core.domain import (
@@ -435,26 +434,22 @@ def _gradient_comparisons(kind, device):
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("softmax"), mutates_args=())
-def _softmax_op(input: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = replacement(input, -1, dtype)
-    return functional.softmax(input, -1, dtype=dtype) if out is None else out
+def _find(input, dtype):
+    return _calls.find(functional.softmax, (False, dtype), (input,), False, dtype)
 
 
-@_softmax_op.register_fake
-def _(input, dtype=None):
+@operators.register("softmax", _find)
+def _softmax_op(input: torch.Tensor, dtype: Optional[torch.dtype]) -> torch.Tensor:
     return functional.softmax(input, -1, dtype=dtype)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("softmax_backward"), mutates_args=())
-def _softmax_backward_op(dy: torch.Tensor, y: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-    return gradient(dy, y, dtype)
+def _find_gradient(dy, y, dtype):
+    return _gradient_calls.find(functional.softmax, (dtype,), (dy, y), dtype)
 
 
-@_softmax_backward_op.register_fake
-def _(dy, y, dtype=None):
-    return _formula(dy, y, dtype or y.dtype)
+@operators.register("softmax_backward", _find_gradient)
+def _softmax_backward_op(dy: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _formula(dy, y, dtype)
 
 
 def _setup_context(ctx, inputs, output):
@@ -474,8 +469,8 @@ def _compiled(input, dtype):
 
     Proofs wait until the op runs, since a row's length may be symbolic here. Without a proof the op runs ATen's kernel.
     """
-    if not input.is_cuda or input.dtype not in FLOAT_DTYPES or _autocast_changes(input, dtype):
+    if input.dtype not in FLOAT_DTYPES or _autocast_changes(input, dtype):
         return None
-    if not _is_known(input.dtype, dtype) or input.dim() == 0 or not is_traced_plainly():
+    if not _is_known(input.dtype, dtype) or input.dim() == 0 or not is_traced_plainly(input.device):
         return None
     return _softmax_op(input, dtype)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from ..._ops import add_op_namespace_prefix
-from ...core import launch, plans, proof
+from ...core import launch, operators, plans, proof
 from ...core.calls import Calls, Outside
 from ...core.domain import NO_STATE, allocator, are_ours, have_strides, runs_kernels, under_transform
 from ...core.inspection import are_current, code_of, functions_of
@@ -158,6 +158,10 @@ class _Training:
             total = residual + x
             normed, rstd = self.variant.with_rstd(total, weight, self.eps)
             return normed, total, rstd
+        return self.launched(x, residual, weight)
+
+    def launched(self, x, residual, weight):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
         normed, total, rstd = self.empty(), self.empty_total(), self.empty_rstd()
         self.launch(x, residual, weight, normed, total, rstd)
         return normed, total, rstd
@@ -365,63 +369,70 @@ def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, de
 # torch.compile
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm"), mutates_args=())
+def _find(hidden_states, residual, weight, eps, variant):
+    return call_of(hidden_states, residual, weight, eps, EAGER[BY_NAME[variant]], EPS_NAME, NO_GRADIENTS)
+
+
+@operators.register("add_rms_norm", _find)
 def _add_rms_norm_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    formula = BY_NAME[variant]
-    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], EPS_NAME, NO_GRADIENTS)
-    if call is None:
-        return _formula(formula, hidden_states, residual, weight, eps)
-    return call(hidden_states, residual, weight)
-
-
-@_add_rms_norm_op.register_fake
-def _(hidden_states, residual, weight, eps, variant):
     return _formula(BY_NAME[variant], hidden_states, residual, weight, eps)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm_with_rstd"), mutates_args=())
-def _add_rms_norm_with_rstd_op(
-    hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    formula = BY_NAME[variant]
-    call = call_of(hidden_states, residual, weight, eps, EAGER[formula], EPS_NAME, (True, True))
-    if call is None:
-        normed, total = _formula(formula, hidden_states, residual, weight, eps)
-        return normed, total, eager_rstd(total.to(torch.float32), eps)
-    return call.with_rstd(hidden_states, residual, weight)
+def _find_with_rstd(hidden_states, residual, weight, eps, variant):
+    call = call_of(hidden_states, residual, weight, eps, EAGER[BY_NAME[variant]], EPS_NAME, (True, True))
+    return None if call is None else call.launched
 
 
-@_add_rms_norm_with_rstd_op.register_fake
-def _(hidden_states, residual, weight, eps, variant):
+def _fake_with_rstd(hidden_states, residual, weight, eps, variant):
     rstd = hidden_states.new_empty((*hidden_states.shape[:-1], 1), dtype=torch.float32)
     return (*_formula(BY_NAME[variant], hidden_states, residual, weight, eps), rstd)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm_backward"), mutates_args=())
+@operators.register("add_rms_norm_with_rstd", _find_with_rstd, _fake_with_rstd)
+def _add_rms_norm_with_rstd_op(
+    hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    normed, total = _formula(BY_NAME[variant], hidden_states, residual, weight, eps)
+    return normed, total, eager_rstd(total.to(torch.float32), eps)
+
+
+def _find_gradients(d_normed, total, weight, rstd, d_total, needs_dx, needs_dweight, variant):
+    formula, needs = BY_NAME[variant], (needs_dx, needs_dweight)
+    subject = (formula, EAGER[formula], total.dtype, weight.dtype, total.shape[-1])
+    if not (runs_kernels(total.device) and in_domain(*subject[2:]) and rstd.numel() > 0):
+        return None
+    if not _gradients_proved(*subject, rstd.numel(), total.device, needs):
+        return None
+    tensors = d_normed, total, weight, rstd
+    # The gradient of the sum counts only where activations need one.
+    added = (d_total,) if d_total is not None and needs_dx else ()
+    call = rms_norm_backward.call_of(formula, (*tensors, *added), *needs)
+    if call is None:
+        return None
+    count = len(tensors) + len(added)
+
+    def of_sum(*tensors):
+        dx, _, dweight = call(*tensors[:count])
+        return dx, dweight
+
+    return operators.of_tensors(of_sum, d_normed)
+
+
+@operators.register("add_rms_norm_backward", _find_gradients)
 def _add_rms_norm_backward_op(
     d_normed: torch.Tensor,
-    d_total: Optional[torch.Tensor],
     total: torch.Tensor,
     weight: torch.Tensor,
     rstd: torch.Tensor,
+    d_total: Optional[torch.Tensor],
     needs_dx: bool,
     needs_dweight: bool,
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    formula, needs = BY_NAME[variant], (needs_dx, needs_dweight)
-    subject = (formula, EAGER[formula], total.dtype, weight.dtype, total.shape[-1])
-    proved = runs_kernels(total.device) and in_domain(*subject[2:]) and rstd.numel() > 0
-    proved = proved and _gradients_proved(*subject, rstd.numel(), total.device, needs)
-    found = _gradients(formula, d_normed, total, weight, rstd, *needs, d_total, not proved)
-    return rms_norm_backward.without_none(found, d_normed)
-
-
-@_add_rms_norm_backward_op.register_fake
-def _(d_normed, d_total, total, weight, rstd, needs_dx, needs_dweight, variant):
     arguments = (BY_NAME[variant], d_normed, total, weight, rstd, needs_dx, needs_dweight)
-    return rms_norm_backward.without_none(_gradients(*arguments, d_total, True), d_normed)
+    return operators.without_none(_gradients(*arguments, d_total, True), d_normed)
 
 
 def _setup_context(ctx, inputs, output):
@@ -436,7 +447,7 @@ def _backward(ctx, d_normed, d_total, d_rstd):
     dx, dweight = d_total, None
     if d_normed is not None:
         saved = ctx.saved_tensors
-        found = _add_rms_norm_backward_op(d_normed, d_total, *saved, needs_dx, needs_dweight, ctx.variant)
+        found = _add_rms_norm_backward_op(d_normed, *saved, d_total, needs_dx, needs_dweight, ctx.variant)
         dx, dweight = (gradient if need else None for need, gradient in zip((needs_dx, needs_dweight), found))
     return dx if needs_x else None, dx if needs_residual else None, dweight, None, None
 
@@ -445,10 +456,9 @@ _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_con
 
 
 @torch.compiler.assume_constant_result
-def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device_index, training) -> Optional[str]:
+def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device, training) -> Optional[str]:
     """The name of the variant that is proved for all row counts; None if the two operations are traced."""
-    device = torch.device("cuda", device_index)
-    if under_transform() or functions_of(owner) is None or calls_torch(owner):
+    if not runs_kernels(device) or under_transform() or functions_of(owner) is None or calls_torch(owner):
         return None
     variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
     if variant is None or variant.two_edges:
@@ -463,20 +473,19 @@ def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, devi
 
 def _compiled(hidden_states, residual, weight, eps, owner, eps_name) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
     """`replacement` while torch.compile traces: the registered op, or None to trace the two operations."""
-    if not hidden_states.is_cuda or hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
+    if hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
     tensors = (hidden_states, residual, weight)
     if any(t.device != hidden_states.device or not t.is_contiguous() for t in tensors) or weight.dim() != 1:
         return None
     if residual.dtype != hidden_states.dtype or residual.shape != hidden_states.shape:
         return None
-    hidden_size = int(weight.shape[0])
+    hidden_size = operator.index(weight.shape[0])
     if hidden_states.shape[-1] != hidden_size or not in_domain(hidden_states.dtype, weight.dtype, hidden_size):
         return None
     training = is_grad_enabled() and any(t.requires_grad for t in tensors)
-    device_index = hidden_states.device.index or 0
     variant = _variant_for_compile(
-        owner, eps_name, hidden_states.dtype, weight.dtype, hidden_size, device_index, training
+        owner, eps_name, hidden_states.dtype, weight.dtype, hidden_size, hidden_states.device, training
     )
     if variant is None:
         return None

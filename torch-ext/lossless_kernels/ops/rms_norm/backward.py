@@ -561,14 +561,26 @@ def gradients(
             found = compute(*tensors)
             return _summed(found, None) if joined else found
     call = None
-    if are_plain(dy, x) and are_plain(weight, rstd) and (not added or _same_layout(d_sum, dy, x)):
-        facts = (variant, *needs)
-        call = table.find(original or EAGER[variant].forward, facts, tensors, *facts)
+    if are_plain(dy, x) and are_plain(weight, rstd):
+        call = call_of(variant, tensors, *needs, original)
     if call is None:
         return joined_formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum)
-    table.recognise(subject, call, facts, tensors)
+    table.recognise(subject, call, (variant, *needs), tensors)
     found = call(*tensors)
     return _summed(found, None) if joined else found
+
+
+def call_of(
+    variant: RMSNormFormula, tensors: tuple, needs_dx: bool, needs_dweight: bool, original: Optional[Callable] = None
+) -> Optional["Backward"]:
+    """The recorded call for `(dy, x, weight, rstd)` and, where it is added to, `d_sum`; None if the formula must run."""
+    table, (dy, x, _, _, *d_sum) = _calls, tensors
+    if d_sum:
+        table = _added_calls
+        if not _same_layout(*d_sum, dy, x):
+            return None
+    facts = (variant, needs_dx, needs_dweight)
+    return table.find(original or EAGER[variant].forward, facts, tensors, *facts)
 
 
 def _same_layout(d_sum, dy, x) -> bool:
@@ -582,11 +594,6 @@ def joined_formula(
     """`formula`, with the arguments of `gradients`."""
     found = formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, dweight_dtype)
     return _summed(found, d_sum) if joined else found
-
-
-def without_none(gradients, like):
-    """The gradients with empty tensors for None: an operator returns tensors only."""
-    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _resolve_call(dy, x, weight, rstd, *more) -> Optional[Backward]:

@@ -64,8 +64,10 @@ class Training:
 
     def with_rstd(self, x, weight):
         """The output and rstd, `[..., 1]`."""
-        if dispatch_modes():
-            return self.variant.with_rstd(x, weight, self.eps)
+        return self.variant.with_rstd(x, weight, self.eps) if dispatch_modes() else self.launched(x, weight)
+
+    def launched(self, x, weight):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
         out = self.empty()
         rstd = self.empty_rstd()
         self.launch(x, weight, out, rstd)
@@ -98,10 +100,10 @@ class _TorchTraining(Training):
     def __call__(self, x, weight):
         return _apply_torch(x, weight, self)
 
-    def with_rstd(self, x, weight):
+    def launched(self, x, weight):
         if not _read_in_vectors(x, weight):
             return self.variant.with_rstd(x, weight, self.eps)
-        return super().with_rstd(x, weight)
+        return super().launched(x, weight)
 
 
 # The `needs` of a call without gradients of x and of the weight.

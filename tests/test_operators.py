@@ -1,0 +1,309 @@
+"""The operators of torch.compile, and their calls from Inductor's code, which does not go through torch's dispatcher.
+
+The kernels run in Triton's interpreter, with proof off, and Inductor generates code for the CPU.
+"""
+
+import functools
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+from bits import assert_bits_equal
+from op_families import FAMILIES, timed_tensors
+from places import forget_calls
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+INTERPRETED = not torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the tensors of op_families are a CPU's")
+
+
+@pytest.fixture(autouse=True)
+def anew(module, proof_off):
+    torch._dynamo.reset()
+    forget_calls(module)
+    with fresh_cache():
+        yield
+    torch._dynamo.reset()
+    forget_calls(module)
+
+
+@pytest.fixture
+def operators(module):
+    """Name -> the overload and the function behind it."""
+    return {overload._opname: (overload, function) for overload, function in module("core.operators").DIRECT.items()}
+
+
+@pytest.fixture
+def arguments(seed):
+    """Name -> the arguments of a call."""
+    torch.manual_seed(seed)
+    given = timed_tensors()
+    return {name: call for family in FAMILIES for name, call in family.operators(given).items()}
+
+
+def tensors_of(results):
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def graph_of(overloads):
+    """A function that calls the operators, with a tensor for each tensor among their arguments."""
+
+    def run(calls):
+        return [overload(*call) for overload, call in zip(overloads, calls)]
+
+    return run
+
+
+def test_every_operator_has_a_call(operators, arguments, module):
+    namespace = module("_ops")._OPS_NAME
+    registered = {
+        name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")
+    }
+    assert set(operators) == set(arguments) == registered
+
+
+@pytest.mark.long
+def test_inductors_code_calls_each_operator_directly(operators, arguments):
+    """In one graph, forward and backward operators, and with the results of the dispatcher's calls."""
+    overloads = [operators[name][0] for name in arguments]
+    run = graph_of(overloads)
+    with torch.no_grad():
+        expected = run(arguments.values())
+        found, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), list(arguments.values()))
+    for name, overload, ours, theirs in zip(arguments, overloads, found, expected):
+        assert f"torch.ops.{overload.namespace}.{name}.default.sites[" in code, name
+        assert f"torch.ops.{overload.namespace}.{name}.default(" not in code, name
+        assert len(overload.sites) == 1, name
+        for one, other in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+            assert_bits_equal(one, other, name)
+            assert one.stride() == other.stride(), name
+
+
+def python_calls(function, *arguments):
+    """How many Python functions the call calls, itself included, and those that are named so."""
+    names = []
+    sys.setprofile(lambda frame, event, _: event == "call" and names.append(frame.f_code.co_name))
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_a_repeated_call_is_recognised(operators, arguments, module, monkeypatch):
+    """It looks nothing up, and calls few functions."""
+    # The interpreter calls thousands, and the reduction order of a norm's gradient is ATen's.
+    monkeypatch.setattr(module("launch").Launch, "_enqueue", lambda self, pointers, _: True)
+    most = 0
+    for name, call in arguments.items():
+        site = operators[name][0].sites["a site"]
+        with torch.no_grad():
+            site(*call), site(*call)
+            names = python_calls(site, *call)
+        assert "entry" not in names and "find" not in names, (name, names)
+        if name not in ("dyt_backward", "cohere_layer_norm_backward"):  # ATen's sums follow their kernels.
+            most = max(most, len(names))
+    print(f"at most {most} functions")
+    assert most <= 21
+
+
+CHANGES = {
+    "another shape": lambda each: torch.cat([each, each], 1) if each.dim() == 3 else each,
+    "another dtype": lambda each: each.double(),
+    "other strides": lambda each: each.transpose(0, -1).contiguous().transpose(0, -1),
+    "another requires_grad": lambda each: each.detach().requires_grad_(not each.requires_grad),
+    "negated": lambda each: torch._neg_view(each) if not each.is_complex() else each,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "gated_activation", "softmax", pytest.param("rotary", marks=pytest.mark.long)]
+)
+def test_a_changed_call_is_not_the_recognised_one(operators, arguments, name, change):
+    """One tensor differs from the call that a site made last: the result is that of a site that has made none."""
+    overload, function = operators[name]
+    call = arguments[name]
+    for number, each in enumerate(call):
+        if not isinstance(each, torch.Tensor):
+            continue
+        changed = [*call]
+        changed[number] = CHANGES[change](each)
+        with torch.no_grad():
+            overload.sites["a"](*call), overload.sites["a"](*call)
+            try:
+                expected = tensors_of(function.formula(*changed))
+            except RuntimeError:  # Eager refuses this.
+                with pytest.raises(RuntimeError):
+                    overload.sites["a"](*changed)
+                continue
+            found = tensors_of(overload.sites["a"](*changed))
+            overload.sites.clear()
+            alone = tensors_of(overload.sites["a"](*changed))
+        for ours, theirs, eagers in zip(found, alone, expected, strict=True):
+            assert_bits_equal(ours, theirs, f"{name}, argument {number}")
+            assert (ours.shape, ours.dtype, ours.stride()) == (eagers.shape, eagers.dtype, eagers.stride())
+            torch.testing.assert_close(ours, eagers, rtol=1e-3, atol=1e-3)
+
+
+def test_other_constants_are_another_call(operators, arguments):
+    """Names of sites may meet: of two graphs, or of two builds."""
+    x, weight, *_ = arguments["rms_norm"]
+    site = operators["rms_norm"][0].sites["a"]
+    formula = operators["rms_norm"][1].formula
+    with torch.no_grad():
+        for eps, variant in ((1e-6, "llama"), (0.5, "llama"), (0.5, "one_plus_weight"), (1e-6, "llama")) * 2:
+            torch.testing.assert_close(site(x, weight, eps, variant), formula(x, weight, eps, variant))
+
+
+def test_one_tensor_for_two_arguments_is_recognised_and_told_from_two(operators, arguments):
+    overload, function = operators["add_rms_norm"]
+    x, residual, weight, *constants = arguments["add_rms_norm"]
+    site = overload.sites["a"]
+    with torch.no_grad():
+        for first, second in ((x, x), (x, x), (x, residual), (x, residual), (residual, x), (x, x)):
+            names = python_calls(site, first, second, weight, *constants)
+            found, expected = (
+                site(first, second, weight, *constants),
+                function.formula(first, second, weight, *constants),
+            )
+            assert_bits_equal(found[1], expected[1])
+            torch.testing.assert_close(found[0], expected[0])
+            assert "entry" in names or (first is second) == (first is x and second is x)
+        # As in fp32 Cohere's LayerNorm, whose input eager sends three gradients.
+        call = arguments["cohere_layer_norm"]
+        site = operators["cohere_layer_norm"][0].sites["a"]
+        site(*call)
+        assert "entry" not in python_calls(site, *call)
+
+
+def test_dynamic_shapes_need_one_graph(operators, kernel, seed):
+    torch.manual_seed(seed)
+    weight = torch.rand(64)
+
+    def run(x, residual, weight):
+        normed, total = kernel.fused_add_rms_norm(x, residual, weight, 1e-6)
+        return kernel.silu_and_mul(normed, total), kernel.rms_norm(total, weight, 1e-5), kernel.softmax(total)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (3, 5, 118, 3):
+            x, residual = torch.randn(2, 1, rows, 64)
+            for found, expected in zip(compiled(x, residual, weight), run(x, residual, weight), strict=True):
+                assert_bits_equal(found, expected, f"{rows} rows")
+    for name in ("add_rms_norm", "gated_activation", "rms_norm", "softmax"):
+        assert len(operators[name][0].sites) == 1, name
+
+
+def test_training_calls_the_operators_of_both_passes_directly(operators, kernel, seed):
+    """No operation of Inductor's own is in these graphs."""
+    torch.manual_seed(seed)
+    # fp32 would get two gradients of a norm, which Inductor adds.
+    tensors = *torch.randn(2, 2, 3, 64).half().unbind(), *torch.rand(2, 64).half().unbind()
+    leaves = [each.requires_grad_() for each in tensors]
+
+    def run(x, residual, weight, other):
+        normed, total = kernel.fused_add_rms_norm(x, residual, weight, 1e-6)
+        return kernel.rms_norm(kernel.silu_and_mul(normed, total), other, 1e-6)
+
+    results = []
+    for function in (torch.compile(run, fullgraph=True), run):
+        out = function(*leaves)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    for ours, eagers in zip(*results, strict=True):
+        assert_bits_equal(ours, eagers)
+    called = {name for name, (overload, _) in operators.items() if overload.sites}
+    norms = {f"{name}{step}" for name in ("rms_norm", "add_rms_norm") for step in ("_with_rstd", "_backward")}
+    assert called == {*norms, "gated_activation", "gated_activation_backward"}
+
+
+@pytest.mark.parametrize("name", ["lowerings", "make_fallback", "V", "FallbackKernel"])
+def test_without_a_private_name_of_inductor(operators, arguments, module, monkeypatch, name):
+    """One warning, and the dispatcher's calls, with the same results."""
+    from torch._inductor import lowering
+
+    internals, overloads = module("core.torch_internals"), [overload for overload, _ in operators.values()]
+    assert set(internals.INDUCTOR) == {"lowerings", "make_fallback", "V", "FallbackKernel"}
+    for overload in overloads:
+        lowering.lowerings.pop(overload, None)
+    internals.inductor.cache_clear()
+    path = internals.INDUCTOR[name].path
+    *parents, last = path.split(".")
+    owner = functools.reduce(getattr, parents, torch)
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.delattr(owner, last)
+        assert internals.inductor() is None and internals.inductor() is None
+    (warning,) = [str(each.message) for each in warned if "lossless-kernels" in str(each.message)]
+    assert f"torch.{path}:" in warning and "results are the same" in warning
+    try:
+        call = arguments["softmax"]
+        with torch.no_grad():
+            found, (code,) = run_and_get_code(torch.compile(lambda: operators["softmax"][0](*call), fullgraph=True))
+            assert_bits_equal(found, operators["softmax"][0](*call))
+        assert ".softmax.default(" in code and ".sites[" not in code
+    finally:
+        internals.inductor.cache_clear()
+        for overload in overloads:
+            lowering.lowerings.pop(overload, None)
+
+
+def test_without_guards_calls_are_found_by_their_key(operators, arguments, module, monkeypatch):
+    monkeypatch.setattr(module("core.operators"), "tensor_guard", lambda *_: None)
+    overload, call = operators["rms_norm"][0], arguments["rms_norm"]
+    with torch.no_grad():
+        for _ in range(2):
+            assert_bits_equal(overload.sites["a"](*call), overload(*call))
+    assert "entry" in python_calls(overload.sites["a"], *call)
+
+
+def test_the_first_call_of_compiled_code_runs_the_kernel(kernel, module, seed, monkeypatch):
+    """torch watches it by a dispatch mode, for which an uncompiled layer would run eager's operations."""
+    launched, through_triton = [], module("launch").Launcher.through_triton
+
+    def record(self, *given):
+        launched.append(self.kernel.__name__)
+        through_triton(self, *given)
+
+    monkeypatch.setattr(module("launch").Launcher, "through_triton", record)
+    torch.manual_seed(seed)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        found = torch.compile(kernel.silu, fullgraph=True)(x)
+    assert launched == ["activation_forward"]
+    assert_bits_equal(found, kernel.silu(x))
+
+
+FROM_CACHE = """
+    import json, sys
+    from pathlib import Path
+    import torch
+    from kernels import get_local_kernel
+    from places import python_module
+    from torch._dynamo.utils import counters
+
+    kernel = get_local_kernel(Path("build"))
+
+    def run(x, weight):
+        return kernel.silu(kernel.rms_norm(x, weight, 1e-6))
+
+    compiled = torch.compile(run, fullgraph=True)
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 64), torch.rand(64)
+    with torch.no_grad():
+        equal = torch.equal(compiled(x, weight), run(x, weight)) and torch.equal(compiled(x, weight), run(x, weight))
+    sites = {each._opname: len(each.sites) for each in python_module(kernel, "core.operators").DIRECT if each.sites}
+    print(json.dumps({"equal": equal, "sites": sites, "hits": counters["inductor"]["fxgraph_cache_hit"]}))
+"""
+
+
+@pytest.mark.long
+def test_inductors_code_from_its_cache_in_another_process(build, interpreted, tmp_path):
+    found = []
+    for _ in range(2):
+        done = interpreted(FROM_CACHE, LOSSLESS_PROOF="off", TORCHINDUCTOR_CACHE_DIR=tmp_path)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    sites = {"rms_norm": 1, "activation": 1}
+    assert found == [{"equal": True, "sites": sites, "hits": hits} for hits in (0, 1)]

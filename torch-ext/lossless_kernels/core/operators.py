@@ -1,0 +1,214 @@
+"""Operators for torch.compile, and their calls from Inductor's code without torch's dispatcher.
+
+An operator is opaque to Inductor, whose code calls it by `torch.ops.<namespace>.<name>.default(...)`: dispatcher and
+Python kernel take 15 to 50 us of CPU time. `lower` has that code call `torch.ops.<namespace>.<name>.default.sites[...]`
+instead, a function of the same arguments for each call in the code. It recognises the call that it made last by a tensor
+guard, and launches. Inductor keeps code on disk for other processes; what this code calls exists wherever the operator
+does.
+"""
+
+import functools
+import operator
+import sys
+from typing import Any, Callable, Optional
+
+import torch
+
+from .._ops import add_op_namespace_prefix
+from .calls import Calls
+from .domain import allocator, are_plain_under_modes
+from .torch_internals import inductor, tensor_guard
+
+# The Python functions behind the operators.
+DIRECT: dict[torch._ops.OpOverload, "Operator"] = {}
+
+
+class Operator:
+    """The function behind an operator.
+
+    Args:
+        formula: eager's operations on the operator's arguments, for calls without a kernel.
+        find: `find(*arguments)` returns the function that computes all calls of this layout and these constants from
+            the tensors among the arguments, in their order. It returns None without a kernel.
+
+    Attributes:
+        calls: its `recent` has the function that Inductor's code calls at each of its sites.
+    """
+
+    def __init__(self, formula: Callable, find: Callable):
+        self.formula, self.find = formula, find
+        self.calls = Calls(self._resolve)
+        self.calls.recent = _Sites(self)
+
+    def __call__(self, *arguments):
+        with torch.no_grad():
+            return self.call(self.entry(arguments), arguments)
+
+    def call(self, entry: Optional[tuple], arguments: tuple) -> Any:
+        if entry is None:
+            return self.formula(*arguments)
+        of_tensors, _, _, compute, _ = entry
+        return compute(*of_tensors(arguments))
+
+    def entry(self, arguments: tuple) -> Optional[tuple]:
+        """What is known of such a call, see `_resolve`; None if the formula computes it."""
+        positions = [number for number, each in enumerate(arguments) if isinstance(each, torch.Tensor)]
+        tensors = tuple([arguments[number] for number in positions])
+        # No mode sees Inductor's kernels either; torch itself has one around the first call of compiled code.
+        if not all(are_plain_under_modes(each, each) for each in tensors):
+            return None
+        others = (
+            tuple(each) if type(each) is list else each for each in arguments if not isinstance(each, torch.Tensor)
+        )
+        # What a guard compares beside a key's dtypes, shapes, strides and devices.
+        facts = (*positions, *_firsts(tensors), *others, *[(type(each), each.requires_grad) for each in tensors])
+        return self.calls.find(self.formula, facts, tensors, arguments, positions)
+
+    def _resolve(self, *given) -> Optional[tuple]:
+        """`(tensors of the arguments, their other arguments, these, compute, guard)`; see `_guarded` for the guard."""
+        *tensors, arguments, positions = given
+        compute = self.find(*arguments)
+        if compute is None:
+            return None
+        of_tensors = _getter(positions)
+        of_others = _getter([number for number in range(len(arguments)) if number not in positions])
+        # A site makes the guard: inside torch's dispatcher tensors have other dispatch keys.
+        return of_tensors, of_others, of_others(arguments), compute, []
+
+
+def _guarded(entry: tuple, arguments: tuple) -> Optional[tuple]:
+    """The entry with its guard, which all sites share; None if this torch has no guards."""
+    of_tensors, *rest, guards = entry
+    if not guards:
+        guards.append(_guard_of(of_tensors(arguments)))
+    (same,) = guards
+    return None if same is None else (of_tensors, *rest, same)
+
+
+def _firsts(tensors: tuple) -> list[int]:
+    """For each tensor the number of the first that is the same object."""
+    return [next(number for number, other in enumerate(tensors) if other is each) for each in tensors]
+
+
+def _guard_of(tensors: tuple) -> Optional[Callable]:
+    """`tensor_guard` of these tensors, of which several may be one object: torch's guards refuse that."""
+    firsts = _firsts(tensors)
+    unique = sorted(set(firsts))
+    guard = tensor_guard(*[tensors[number] for number in unique])
+    if guard is None or len(unique) == len(tensors):
+        return guard
+
+    def same(*tensors):
+        return _firsts(tensors) == firsts and guard(*[tensors[number] for number in unique])
+
+    return same
+
+
+def _getter(numbers: list) -> Callable[[tuple], tuple]:
+    """A function that returns these items of a tuple, as a tuple."""
+    if not numbers:
+        return operator.itemgetter(slice(0, 0))
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return operator.itemgetter(slice(numbers[0], numbers[-1] + 1))
+    return operator.itemgetter(*numbers)
+
+
+class _Sites(dict):
+    """By its name, the function that a site of Inductor's code calls. Names may meet: then a call takes 3 us more."""
+
+    def __init__(self, operator: Operator):
+        self._operator = operator
+
+    def __missing__(self, name: str) -> Callable:
+        function = self[name] = _site(self._operator)
+        return function
+
+
+def _site(operator: Operator) -> Callable:
+    known = None
+
+    def call(*arguments):
+        nonlocal known
+        if known is not None:
+            of_tensors, of_others, others, compute, same = known
+            tensors = of_tensors(arguments)
+            if of_others(arguments) == others and same(*tensors):
+                return compute(*tensors)
+        entry = operator.entry(arguments)
+        # Without guards calls are found by their key.
+        known = None if entry is None else _guarded(entry, arguments)
+        return operator.call(entry, arguments)
+
+    return call
+
+
+def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Callable:
+    """Decorates the formula of an operator, from whose annotations torch takes the schema; the others: see `Operator`.
+
+    Args:
+        fake: the results' shapes, strides and dtypes; by default the formula.
+    """
+
+    def registered(formula):
+        function = Operator(formula, find)
+        full_name = add_op_namespace_prefix(name)
+        made = torch.library.custom_op(
+            full_name,
+            function,
+            mutates_args=(),
+            schema=torch.library.infer_schema(formula, mutates_args=()),
+            tags=(torch.Tag.needs_exact_strides,),
+        )
+        overload = functools.reduce(getattr, (*full_name.split("::"), "default"), torch.ops)
+        overload.sites = function.calls.recent
+        DIRECT[overload] = function
+
+        def traced(*arguments):
+            # Before Inductor reads a graph, torch has called this for each operator of it.
+            lower()
+            return (fake or formula)(*arguments)
+
+        made.register_fake(traced)
+        return made
+
+    return registered
+
+
+def lower() -> None:
+    """Has Inductor generate calls of the sites, once Inductor is loaded. Its import takes seconds."""
+    if "torch._inductor.lowering" not in sys.modules:
+        return
+    private = inductor()
+    if private is None:
+        return
+    for overload in DIRECT:
+        if overload not in private.lowerings:
+            private.make_fallback(overload)
+            private.lowerings[overload] = functools.partial(_lowered, private, overload, private.lowerings[overload])
+
+
+def _lowered(private, overload, original: Callable, *arguments, **named):
+    graph = private.V.graph
+    before = len(graph.operations)
+    outputs = original(*arguments, **named)
+    if not graph.cpp_wrapper:  # Its code is C++.
+        for node in graph.operations[before:]:
+            if type(node) is private.FallbackKernel and node.op_overload is overload:
+                site = f"{graph.graph_id}, {node.get_name()}"
+                node.python_kernel_name = f"{node.python_kernel_name}.sites[{site!r}]"
+    return outputs
+
+
+def without_none(results, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The results with empty tensors for None: an operator returns tensors only."""
+    return tuple(like.new_empty(0) if each is None else each for each in results)
+
+
+def of_tensors(compute: Callable, like: torch.Tensor) -> Callable:
+    """`compute` with empty tensors for None among its results."""
+    empty = allocator((0,), (1,), like.dtype, like.device)
+
+    def call(*tensors):
+        return tuple([empty() if each is None else each for each in compute(*tensors)])
+
+    return call
