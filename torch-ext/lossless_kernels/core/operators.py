@@ -9,7 +9,6 @@ does.
 
 import functools
 import operator
-import sys
 from typing import Any, Callable, Optional
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from .._ops import add_op_namespace_prefix
 from .calls import Calls
 from .domain import allocator, are_plain_under_modes
-from .torch_internals import inductor, tensor_guard
+from .torch_internals import inductor, inductor_is_loaded, tensor_guard
 
 # The Python functions behind the operators.
 DIRECT: dict[torch._ops.OpOverload, "Operator"] = {}
@@ -176,7 +175,7 @@ def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Call
 
 def lower() -> None:
     """Has Inductor generate calls of the sites, once Inductor is loaded. Its import takes seconds."""
-    if "torch._inductor.lowering" not in sys.modules:
+    if not inductor_is_loaded():
         return
     private = inductor()
     if private is None:

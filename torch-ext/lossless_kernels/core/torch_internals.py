@@ -7,6 +7,7 @@ replacement, and one warning says which names are missing. An existing name may 
 
 import functools
 import os
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional
@@ -209,6 +210,10 @@ def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]
             if key == device.type.upper() and "/ATen/" not in place and not unused:
                 found.append(f"{name} by {place.split(' :: ')[0]}")
     return found
+
+
+def inductor_is_loaded() -> bool:
+    return "torch._inductor.lowering" in sys.modules
 
 
 @functools.cache

@@ -561,7 +561,7 @@ def gradients(
             found = compute(*tensors)
             return _summed(found, None) if joined else found
     call = None
-    if are_plain(dy, x) and are_plain(weight, rstd):
+    if are_plain(dy, x) and are_plain(weight, rstd) and (not added or are_plain(d_sum, d_sum)):
         call = call_of(variant, tensors, *needs, original)
     if call is None:
         return joined_formula(variant, dy, x, weight, rstd, needs_dx, needs_dweight, joined, d_sum)
@@ -570,22 +570,13 @@ def gradients(
     return _summed(found, None) if joined else found
 
 
-def call_of(
-    variant: RMSNormFormula, tensors: tuple, needs_dx: bool, needs_dweight: bool, original: Optional[Callable] = None
-) -> Optional["Backward"]:
-    """The recorded call for `(dy, x, weight, rstd)` and, where it is added to, `d_sum`; None if the formula must run."""
-    table, (dy, x, _, _, *d_sum) = _calls, tensors
-    if d_sum:
-        table = _added_calls
-        if not _same_layout(*d_sum, dy, x):
-            return None
+def call_of(variant, tensors, needs_dx: bool, needs_dweight: bool, original=None) -> Optional["Backward"]:
+    """The recorded call for `(dy, x, weight, rstd)` and, where dx is added to it, `d_sum`; None if the formula must run."""
+    dy, x, _, _, *d_sum = tensors
+    if d_sum and not d_sum[0].stride() == dy.stride() == x.stride():  # Eager's sum decides the result's strides.
+        return None
     facts = (variant, needs_dx, needs_dweight)
-    return table.find(original or EAGER[variant].forward, facts, tensors, *facts)
-
-
-def _same_layout(d_sum, dy, x) -> bool:
-    """Whether d_sum is plain and has the strides of dy and x; otherwise eager's sum decides the result's strides."""
-    return are_plain(d_sum, d_sum) and d_sum.stride() == dy.stride() == x.stride()
+    return (_added_calls if d_sum else _calls).find(original or EAGER[variant].forward, facts, tensors, *facts)
 
 
 def joined_formula(
