@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Time language models under torch.compile: eager, Inductor alone, and Inductor with our layers.
+
+Both models share one set of random weights on one GPU. Logits of the timed code are compared with eager's bit by bit, and
+the CPU time of each of our operators is measured with the arguments that the compiled model calls it with.
+
+examples:
+  compiled.py --quick                    the 67.6M model: less than four minutes on a GPU
+  compiled.py                            that and a 1B model
+  compiled.py --device cpu --backend aot_eager --model tiny      tries the program out
+
+Exit status: 0; 1 if logits of our layers under Inductor differed from eager's; 2 if it could not run.
+"""
+
+import argparse
+import collections
+import copy
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from models import MODELS, ROOT, bits_equal, environment, make_models, synchronize
+from peers import BenchError, load_kernel, positive
+
+MODELS["70m"] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 256,
+}
+MODES = ("default", "reduce-overhead")
+# Calls whose CPU time is one figure: few, so that the GPU's queue does not fill.
+CALLS = 100
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=("70m", "llama-3.2-1b"), help="(default: both)")
+    parser.add_argument("--mode", choices=MODES, nargs="+", default=MODES, help="of torch.compile (default: both)")
+    parser.add_argument("--tokens", type=positive, default=118, metavar="N", help="of the prompt (default: 118)")
+    parser.add_argument("--level", choices=("layer", "decoder"), default="decoder", help="of apply (default: decoder)")
+    parser.add_argument("--rounds", type=positive, default=50, metavar="N", help="timed calls (default: 50)")
+    parser.add_argument("--quick", action="store_true", help="the 67.6M model and 10 rounds")
+    parser.add_argument("--device", default="cuda", help="(default: cuda; cpu tries the program out)")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
+    parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder made by `make build`")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.model, options.rounds = ("70m",), min(options.rounds, 10)
+    return options
+
+
+def milliseconds(run, options) -> float:
+    """The median time of a call, the synchronisation included."""
+    times = []
+    for _ in range(options.rounds):
+        synchronize(options)
+        start = time.perf_counter()
+        run()
+        synchronize(options)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def operators_of(kernel) -> dict:
+    """The package's operators and the functions that Inductor's code calls."""
+    return sys.modules[f"{kernel.__name__}.core.operators"].DIRECT
+
+
+def operator_times(kernel, run, options) -> dict[str, dict]:
+    """By operator the number of its calls in `run`, and the CPU time of one in us."""
+    calls, sites = collections.defaultdict(list), {}
+    for overload in operators_of(kernel):
+        sites[overload] = dict(overload.sites)
+        for name, site in sites[overload].items():
+
+            def record(*arguments, overload=overload, site=site):
+                calls[overload].append((site, arguments))
+                return site(*arguments)
+
+            overload.sites[name] = record
+    try:
+        run()
+    finally:
+        for overload, original in sites.items():
+            overload.sites.update(original)
+    found = {}
+    for overload, made in calls.items():
+        times = []
+        for site, arguments in made[:4]:
+            synchronize(options)
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                site(*arguments)
+            times.append((time.perf_counter() - start) / CALLS * 1e6)
+        synchronize(options)
+        found[overload._opname] = {"calls": len(made), "us": min(times)}
+    return found
+
+
+def compiled(model, mode, options):
+    """A function of the tokens that returns logits, and one that counts its graphs."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    named = {} if mode == "default" or options.backend != "inductor" else {"mode": mode}
+    function = torch.compile(model, backend=options.backend, **named)
+
+    def call(tokens):
+        torch.compiler.cudagraph_mark_step_begin()
+        return function(tokens, use_cache=False).logits
+
+    return call, lambda: counters["stats"]["unique_graphs"]
+
+
+def measure(name, kernel, options, rows):
+    import torch
+    from kernels import Mode
+
+    sizes = SimpleNamespace(model=name, tokens=(options.tokens,), training_tokens=1, device=options.device)
+    eager, ours = make_models(sizes)
+    alone = copy.deepcopy(eager, {id(parameter): parameter for parameter in eager.parameters()})
+    kernel.apply(ours, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, level=options.level)
+    tokens = torch.randint(eager.config.vocab_size, (1, options.tokens), device=options.device)
+    with torch.inference_mode():
+        expected = eager(tokens, use_cache=False).logits.clone()
+        eager(tokens, use_cache=False)
+        time_of_eager = milliseconds(lambda: eager(tokens, use_cache=False), options)
+        rows.append({"model": name, "layers": "eager", "mode": "", "ms": time_of_eager, "bits_equal": True})
+        # Kernels are bound to modules: the classes, which all three models share, keep their forwards.
+        for mode in options.mode:
+            for layers, model in (("Inductor alone", alone), ("Inductor, our layers", ours)):
+                call, graphs = compiled(model, mode, options)
+                start = time.perf_counter()
+                for _ in range(3):  # A CUDA graph is recorded in the second call.
+                    found = call(tokens)
+                seconds = time.perf_counter() - start
+                entry = {
+                    "model": name,
+                    "layers": layers,
+                    "mode": mode,
+                    "bits_equal": bits_equal([found], [expected]),
+                    "ms": milliseconds(lambda call=call: call(tokens), options),
+                    "graphs": graphs(),
+                    "seconds_compiling": seconds,
+                }
+                if model is ours and mode == "default":
+                    entry["operators"] = operator_times(kernel, lambda call=call: call(tokens), options)
+                rows.append(entry)
+
+
+def as_text(rows) -> str:
+    lines = [f"{'Model':14}{'Layers':22}{'Mode':17}{'ms':>9}  {'graphs':>6}  bits of eager"]
+    for each in rows:
+        lines.append(
+            f"{each['model']:14}{each['layers']:22}{each['mode']:17}{each['ms']:9.3f}  {each.get('graphs', ''):>6}  "
+            f"{'yes' if each['bits_equal'] else 'no'}"
+        )
+    for each in rows:
+        for operator, found in each.get("operators", {}).items():
+            lines.append(
+                f"{each['model']:14}{operator:30}{found['calls']:4} calls{found['us']:8.2f} us of CPU time each"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    rows: list = []
+    try:
+        import torch
+
+        if options.device != "cpu" and not torch.cuda.is_available():
+            raise BenchError("expected a GPU, torch finds no CUDA device; --device cpu tries the program out")
+        kernel = load_kernel(options.build)
+        try:
+            for name in options.model:
+                measure(name, kernel, options, rows)
+        finally:
+            if options.json:
+                options.json.write_text(json.dumps({**environment(options), "results": rows}, indent=2) + "\n")
+            print(as_text(rows))
+    except (BenchError, ImportError, OSError) as error:
+        print(f"compiled: error: {error}", file=sys.stderr)
+        return 2
+    different = [each for each in rows if each["layers"] == "Inductor, our layers" and not each["bits_equal"]]
+    for each in different:
+        print(f"compiled: logits differ from eager's: {each['model']}, {each['mode']}", file=sys.stderr)
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

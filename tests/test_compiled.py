@@ -1,0 +1,238 @@
+"""Whole models under torch.compile, on a CPU whose own arithmetic stands for the kernels: graphs, bits, operators.
+
+`benchmarks/compiled.py` is tried out too. Inductor's arithmetic around the layers is not eager's: here graphs run by
+eager's operations (`aot_eager`).
+"""
+
+import collections
+import copy
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from bits import assert_bits_equal
+from conftest import ROOT
+from cpu_kernels import cpu_arithmetic
+from kernels import Mode
+from places import forget_calls, python_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py compiles on a GPU")
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+# Of a decoder layer in inference, and the gradients of one.
+OF_LAYER = {"rms_norm": 1, "rotary": 1, "add_rms_norm": 1, "gated_activation": 1}
+OF_BACKWARD = {"rms_norm_backward": 1, "rotary_backward": 2, "add_rms_norm_backward": 1, "gated_activation_backward": 1}
+
+
+@pytest.fixture
+def launched(kernel, monkeypatch, proof_off):
+    """How often each kernel ran; verdicts, what is known of classes, and calls are those of this test alone."""
+    module = functools.partial(python_module, kernel)
+    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
+        monkeypatch.setattr(module(owner), table, {})
+    forget_calls(module)
+    torch._dynamo.reset()
+    with cpu_arithmetic(kernel) as launched:
+        yield launched
+    torch._dynamo.reset()
+    forget_calls(module)
+
+
+@pytest.fixture
+def models(kernel, launched, seed):
+    """Eager's model, and its twin whose layers are replaced."""
+    torch.manual_seed(seed)
+    eager = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES, attn_implementation="eager"))
+    ours = copy.deepcopy(eager)
+    kernel.apply(ours, mode=Mode.TRAINING | Mode.TORCH_COMPILE, loss=False)
+    return eager, ours
+
+
+def tokens_of(seed, count=9):
+    return torch.randint(64, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def backend(graphs):
+    """`aot_eager`, which keeps the forward and the backward graphs."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+def ours_in(graph, kernel):
+    """How often each operator stands in the graph."""
+    namespace = python_module(kernel, "_ops")._OPS_NAME
+    targets = (node.target for node in graph.graph.nodes if node.op == "call_function")
+    return collections.Counter(
+        target._opname
+        for target in targets
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == namespace
+    )
+
+
+@pytest.mark.long
+def test_a_model_is_one_graph_with_the_operators_of_each_layer(models, kernel, seed):
+    eager, ours = (model.eval() for model in models)
+    graphs = []
+    compiled = torch.compile(ours, backend=backend(graphs), fullgraph=True)
+    with torch.no_grad():
+        expected = eager(tokens_of(seed), use_cache=False).logits
+        assert_bits_equal(compiled(tokens_of(seed), use_cache=False).logits, expected)
+    (graph,) = graphs
+    # The last norm is by itself.
+    assert ours_in(graph, kernel) == {name: 2 * count + (name == "rms_norm") for name, count in OF_LAYER.items()}
+
+
+def test_what_is_left_to_inductor_in_a_layer(models, kernel, seed):
+    """Between the operators of a decoder layer: matrix products, attention, the second sum, and views."""
+    ours, graphs = models[1].eval(), []
+    layer = ours.model.layers[0]
+    hidden_states, position_ids = torch.randn(1, 9, 64), torch.arange(9)[None]
+    tables = ours.model.rotary_emb(hidden_states, position_ids)
+    compiled = torch.compile(layer, backend=backend(graphs), fullgraph=True)
+    with torch.no_grad():
+        compiled(hidden_states, position_embeddings=tables)
+    (graph,) = graphs
+    assert ours_in(graph, kernel) == OF_LAYER
+    aten = {
+        node.target.overloadpacket._qualified_op_name.removeprefix("aten::")
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "aten"
+    }
+    views = {
+        "view",
+        "_unsafe_view",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "expand",
+        "clone",
+        "slice",
+        "alias",
+        "detach",
+        "permute",
+    }
+    products, attention = {"mm", "bmm"}, {"mul", "_softmax", "_to_copy"}
+    assert aten - views - products - attention == {"add"}
+    sums = [node for node in graph.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    assert len(sums) == 1
+
+
+def gradients(model, call, tokens):
+    model.zero_grad(set_to_none=True)
+    logits = call(tokens, use_cache=False).logits
+    logits.square().mean().backward()
+    return {"logits": logits.detach(), **{name: each.grad for name, each in model.named_parameters()}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpoints", [None, False, True], ids=("whole", "not reentrant", "reentrant"))
+def test_training_is_eagers(models, kernel, launched, seed, checkpoints):
+    graphs, results = [], []
+    for model in models:
+        model.train()
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+    eager, ours = models
+    compiled = torch.compile(ours, backend=backend(graphs))
+    for model, call in ((ours, compiled), (eager, eager)):
+        results.append(gradients(model, call, tokens_of(seed)))
+    found, expected = results
+    for name, each in expected.items():
+        assert_bits_equal(found[name], each, name)
+    assert launched["rms_norm_backward"] and launched["rotary"] and launched["gated_activation_backward"]
+
+
+@pytest.mark.long
+def test_training_has_the_operators_of_both_passes(models, kernel, seed):
+    ours, graphs = models[1].train(), []
+    gradients(ours, torch.compile(ours, backend=backend(graphs), fullgraph=True), tokens_of(seed))
+    forward, backward = graphs
+    found = ours_in(backward, kernel)
+    assert found == {name: 2 * count + (name == "rms_norm_backward") for name, count in OF_BACKWARD.items()}
+    assert {*ours_in(forward, kernel)} == {
+        "rms_norm_with_rstd", "rotary", "add_rms_norm_with_rstd", "gated_activation"
+    }  # fmt: skip
+
+
+@pytest.mark.long
+def test_layers_compiled_one_by_one_share_their_code(models, kernel, seed):
+    """Regional compilation: one graph for all layers."""
+    eager, ours = (model.eval() for model in models)
+    graphs = []
+    one = backend(graphs)
+    for layer in ours.model.layers:
+        layer.compile(backend=one, fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        assert_bits_equal(ours(tokens_of(seed), use_cache=False).logits, eager(tokens_of(seed), use_cache=False).logits)
+    assert [ours_in(graph, kernel) for graph in graphs] == [OF_LAYER]
+
+
+# benchmarks/compiled.py
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import compiled
+
+    return compiled
+
+
+def test_the_cpu_time_of_operators(compiled, kernel, proof_off):
+    """Of those that a call runs, as often as it runs them; the functions at the sites are the old ones afterwards."""
+    direct = {each._opname: each for each in compiled.operators_of(kernel)}
+    for each in direct.values():
+        each.sites.clear()
+    x, weight = torch.randn(2, 64), torch.rand(64)
+
+    def run():
+        direct["rms_norm"].sites["a"](x, weight, 1e-6, "llama")
+        direct["rms_norm"].sites["b"](x, weight, 1e-6, "llama")
+        direct["softmax"].sites["a"](x, None)
+
+    with torch.no_grad():
+        run()
+        before = {name: dict(each.sites) for name, each in direct.items()}
+        found = compiled.operator_times(kernel, run, compiled.parse(["--device", "cpu"]))
+    assert {name: each["calls"] for name, each in found.items()} == {"rms_norm": 2, "softmax": 1}
+    assert all(each["us"] > 0 for each in found.values())
+    assert before == {name: dict(each.sites) for name, each in direct.items()}
+
+
+@pytest.mark.long
+def test_the_benchmark_on_a_cpu(tmp_path, build):
+    path = tmp_path / "compiled.json"
+    command = [sys.executable, ROOT / "benchmarks/compiled.py", "--device", "cpu", "--backend", "aot_eager"]
+    command += ["--model", "tiny", "--rounds", "1", "--tokens", "9", "--json", path]
+    clean = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "LOSSLESS_PROOF")}
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["results"]
+    assert [(each["layers"], each["mode"]) for each in rows] == [
+        ("eager", ""),
+        *(
+            (layers, mode)
+            for mode in ("default", "reduce-overhead")
+            for layers in ("Inductor alone", "Inductor, our layers")
+        ),
+    ]
+    assert all(each["bits_equal"] for each in rows)
+    assert all(each["graphs"] == 1 for each in rows[1:])
