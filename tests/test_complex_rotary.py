@@ -5,6 +5,7 @@ The interpreter truncates where a GPU rounds to bf16: bf16 is left to the GPU.
 
 import functools
 import math
+import os
 import random
 
 import aten_model
@@ -92,10 +93,20 @@ def test_the_kernel_equals_the_transcription(family, its_fma, seed, cases):
     assert None not in [*family._calls.resolved.values(), *family._gradient_calls.resolved.values()]
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("conjugate", [False, True])
-@pytest.mark.parametrize("wrong", [None, "no FMA", "the other product", "not conjugated"])
-def test_the_proof_tells_another_product(family, monkeypatch, dtype, conjugate, wrong):
+class Transcribed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, freqs, unsqueeze_dim):
+        ctx.more = freqs, unsqueeze_dim
+        return transcribed(x, freqs, unsqueeze_dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return transcribed(dy, *ctx.more, conjugate=True), None, None
+
+
+def tells(family, patch, kind, wrong):
+    """Whether the proof tells the transcription, with this error, from the transcription."""
+
     def launch(kind, batch, tokens, heads, steps, freqs_steps, device):
         def run(x, freqs, out):
             factor = freqs.clone().unsqueeze(2)
@@ -113,21 +124,38 @@ def test_the_proof_tells_another_product(family, monkeypatch, dtype, conjugate, 
 
         return run
 
-    class Transcribed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, freqs, unsqueeze_dim):
-            ctx.more = freqs, unsqueeze_dim
-            return transcribed(x, freqs, unsqueeze_dim)
+    patch.setattr(family.Kind, "launch", launch)
+    patch.setattr(family, "eager", Transcribed.apply)
+    return any(not bits_equal(found, expected) for _, found, expected in family._comparisons(kind, CPU))
 
-        @staticmethod
-        def backward(ctx, dy):
-            return transcribed(dy, *ctx.more, conjugate=True), None, None
 
-    monkeypatch.setattr(family.Kind, "launch", launch)
-    monkeypatch.setattr(family, "eager", Transcribed.apply)
-    pairs = [*family._comparisons(family.Kind(dtype, 64, 8, 4, conjugate), CPU)]
+WRONG = ("no FMA", "the other product", "not conjugated")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_the_proof_tells_another_product(family, monkeypatch, dtype, conjugate, wrong):
     differs = wrong is not None and (conjugate or wrong != "not conjugated")
-    assert any(not bits_equal(found, expected) for _, found, expected in pairs) == differs
+    assert tells(family, monkeypatch, family.Kind(dtype, 64, 8, 4, conjugate), wrong) == differs
+
+
+# So many proofs: `LOSSLESS_PROOFS=1000 pytest tests/test_complex_rotary.py -k power -rP` for docs/numerics.md.
+PROOFS = int(os.environ.get("LOSSLESS_PROOFS", 3))
+
+
+def test_the_power_of_the_proof(family, monkeypatch, seed):
+    """Each proof with an error, a dtype, a length and a seed of its own."""
+    choose = random.Random(seed)
+    for _ in range(PROOFS):
+        conjugate, of_proof = choose.random() < 0.5, choose.randrange(1 << 30)
+        wrong = choose.choice(WRONG if conjugate else WRONG[:2])
+        kind = family.Kind(choose.choice((*DTYPES, torch.bfloat16)), choose.choice((32, 64, 128)), 8, 4, conjugate)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                family.proof, "generator", lambda device, _, of=of_proof: torch.Generator(device).manual_seed(of)
+            )
+            assert tells(family, patch, kind, wrong), (wrong, kind, of_proof)
 
 
 # Transformers' functions

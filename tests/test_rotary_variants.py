@@ -143,21 +143,21 @@ def test_the_formula_has_the_gradient_of_autograd(module, seed, name):
 def test_the_proof_passes_every_formula(rotary, module, name):
     """Through the launches, in eager's strides too: torch.cat has others than its inputs."""
     variant = module("rotary_formulas").FORMULAS[name]
-    sizes = module("ops.rotary_layout").Sizes(48, 32, 8) if variant.partial else module("ops.rotary_layout").Sizes(16, 16, 8)
+    sizes = (
+        module("ops.rotary_layout").Sizes(48, 32, 8)
+        if variant.partial
+        else module("ops.rotary_layout").Sizes(16, 16, 8)
+    )
     for dtypes, gradients_too in itertools.product(itertools.product(DTYPES, repeat=2), (False, True)):
         assert rotary._proved(variant, *dtypes, sizes, torch.device(DEVICE), gradients_too), (dtypes, gradients_too)
 
 
+PARTIAL = ("partial", "partial_neighbours", "partial_neighbours_whole")
 PLANTED = ("unpadded", "passed without a zero", "sine of the other half", "products not rounded")
 
 
-@pytest.mark.parametrize("name", ("partial", "partial_neighbours"))
-@pytest.mark.parametrize("planted", (None, *PLANTED))
-def test_the_proof_tells_wrong_arithmetic(rotary, module, monkeypatch, name, planted):
-    """In a launch's place, through the inputs of the proof; and the right arithmetic passes."""
-    formulas = module("rotary_formulas")
-    variant = formulas.FORMULAS[name]
-    layout = module("ops.rotary_layout")
+def verdicts_on(planted, rotary, patch, variant, sizes, dtype=torch.float16):
+    """Whether the proofs of output and gradients pass for this arithmetic in the launch's place."""
 
     def launch(step, formula, dtypes, sizes, q, k, cos, sin, *outs):
         size = sizes.rotary_dim
@@ -183,20 +183,45 @@ def test_the_proof_tells_wrong_arithmetic(rotary, module, monkeypatch, name, pla
                     result[..., size:] = x[..., size:]
             out.copy_(result)
 
-    monkeypatch.setattr(rotary, "_launch_sample", launch)
-    sizes, device = layout.Sizes(48, 32, 8), torch.device("cpu")
-    verdicts = {}
-    for comparisons in (rotary._comparisons, rotary._gradient_comparisons):
-        dtypes = torch.float16, torch.float16
-        pairs = [*comparisons(variant, *dtypes, sizes, device)]
-        verdicts[comparisons] = all(bits_equal(ours, eagers) for _, ours, eagers in pairs)
-    forward, backward = verdicts.values()
+    patch.setattr(rotary, "_launch_sample", launch)
+    return [
+        all(
+            bits_equal(ours, eagers)
+            for _, ours, eagers in comparisons(variant, dtype, dtype, sizes, torch.device("cpu"))
+        )
+        for comparisons in (rotary._comparisons, rotary._gradient_comparisons)
+    ]
+
+
+@pytest.mark.parametrize("name", ("partial", "partial_neighbours"))
+@pytest.mark.parametrize("planted", (None, *PLANTED))
+def test_the_proof_tells_wrong_arithmetic(rotary, module, monkeypatch, name, planted):
+    """In a launch's place, through the inputs of the proof; and the right arithmetic passes."""
+    variant, sizes = module("rotary_formulas").FORMULAS[name], module("ops.rotary_layout").Sizes(48, 32, 8)
+    forward, backward = verdicts_on(planted, rotary, monkeypatch, variant, sizes)
     told = {None: (True, True), "unpadded": (True, False), "passed without a zero": (True, False)}
     if planted == "sine of the other half" and name == "partial_neighbours":
         # Both halves of its tables stand for the first.
         assert not forward and not backward
         return
     assert (forward, backward) == told.get(planted, (False, False)), planted
+
+
+# So many proofs: `LOSSLESS_PROOFS=1000 pytest tests/test_rotary_variants.py -k power -rP` for docs/numerics.md.
+PROOFS = int(os.environ.get("LOSSLESS_PROOFS", 3))
+
+
+def test_the_power_of_the_proof(rotary, module, monkeypatch, seed):
+    """Each proof with a formula of a part of the head, an error, a size and a seed of its own."""
+    choose, formulas = random.Random(seed), module("rotary_formulas").FORMULAS
+    for _ in range(PROOFS):
+        name, planted, of_proof = choose.choice(PARTIAL), choose.choice(PLANTED), choose.randrange(1 << 30)
+        sizes = module("ops.rotary_layout").Sizes(*choose.choice(((48, 32, 8), (128, 64, 8), (80, 32, 8))))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                rotary.proof, "generator", lambda device, _, of=of_proof: torch.Generator(device).manual_seed(of)
+            )
+            assert not all(verdicts_on(planted, rotary, patch, formulas[name], sizes)), (name, planted, sizes, of_proof)
 
 
 def test_the_public_function_keeps_its_formula(kernel):
@@ -285,7 +310,9 @@ def test_apply_replaces_the_function_of_a_file(kernel, rotary, seed, name, folde
 def test_name_layers_names_the_function_for_good(kernel, module):
     file = modeling("persimmon")
     function = file.apply_rotary_pos_emb
-    model = tiny("Persimmon", rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})
+    model = tiny(
+        "Persimmon", rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    )
     try:
         assert kernel.name_layers(model)["apply_rotary_pos_emb"] == "rotary_pos_emb"
         made = file.apply_rotary_pos_emb
@@ -333,7 +360,9 @@ def test_functions_on_a_gpu(kernel, rotary, module, seed, name, folder):
         for case in range(6):
             call = specials(random_call(choose, generator, variant, dtypes))
             text = f"{folder}, case {case} of seed {seed}, {label(*call)}"
-            found, outs = gradients(functools.partial(rotary.replacement, subject=variant.eager), call, seed, True, True)
+            found, outs = gradients(
+                functools.partial(rotary.replacement, subject=variant.eager), call, seed, True, True
+            )
             expected, eagers = gradients(theirs, call, seed, True, True)
             assert_same(outs, eagers, text)
             assert_same(found, expected, text)
