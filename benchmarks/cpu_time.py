@@ -1,4 +1,4 @@
-"""CPU time of a forward and of a backward call of each op, for two builds that take turns. Needs no GPU.
+"""CPU time of a forward and of a backward call of each op and operator, for two builds that take turns. Needs no GPU.
 
     PYTHONPATH=tests python benchmarks/cpu_time.py build other/build
 
@@ -33,6 +33,12 @@ def calls(kernel: ModuleType, given: SimpleNamespace) -> dict[str, Callable]:
     for family in FAMILIES:
         with contextlib.suppress(ModuleNotFoundError):
             found |= family.timed(functools.partial(python_module, kernel), given)
+    with contextlib.suppress(ModuleNotFoundError):
+        direct = {each._opname: each for each in python_module(kernel, "core.operators").DIRECT}
+        for name, arguments in (each for family in FAMILIES for each in family.operators(given).items()):
+            if name == "layer_norm_backward":  # ATen computes it, here on the CPU.
+                continue
+            found[f"{name}, in Inductor's code"] = functools.partial(direct[name].sites["timed"], *arguments)
     for name, call in found.items():
         if call() is None and not name.endswith("gradients"):
             raise SystemExit(f"cpu_time: {name}: the original computes it")
@@ -67,12 +73,12 @@ def main() -> None:
     for name in each[1]:
         if name not in each[0]:
             print(
-                f"{name:34}         {min(microseconds(each[1][name]) for _ in range(options.rounds)):7.2f}", flush=True
+                f"{name:46}         {min(microseconds(each[1][name]) for _ in range(options.rounds)):7.2f}", flush=True
             )
             continue
         found = [[microseconds(of[name]) for of in each] for _ in range(options.rounds)]
         first, second = (min(times) for times in zip(*found))
-        print(f"{name:34} {first:7.2f} {second:7.2f}  {second - first:+.2f}", flush=True)
+        print(f"{name:46} {first:7.2f} {second:7.2f}  {second - first:+.2f}", flush=True)
 
 
 if __name__ == "__main__":

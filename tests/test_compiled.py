@@ -14,11 +14,14 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from bits import assert_bits_equal
 from conftest import ROOT
 from cpu_kernels import cpu_arithmetic
-from kernels import Mode
+from kernels import Mode, get_local_kernel
 from places import forget_calls, python_module
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_decoder_truth.py compiles on a GPU")
@@ -183,6 +186,36 @@ def test_layers_compiled_one_by_one_share_their_code(models, kernel, seed):
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         assert_bits_equal(ours(tokens_of(seed), use_cache=False).logits, eager(tokens_of(seed), use_cache=False).logits)
     assert [ours_in(graph, kernel) for graph in graphs] == [OF_LAYER]
+
+
+def sharded_training(rank, build, folder, seed):
+    """FSDP2, each layer compiled by itself."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    kernel, mesh = get_local_kernel(build), init_device_mesh("cpu", (2,))
+    torch.manual_seed(seed)
+    eager = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES, attn_implementation="eager")).train()
+    ours, results = copy.deepcopy(eager), []
+    with cpu_arithmetic(kernel) as launched:
+        kernel.apply(ours, mode=Mode.TRAINING | Mode.TORCH_COMPILE, loss=False)
+        for model in (eager, ours):
+            for module in (*model.model.layers, model):
+                fully_shard(module, mesh=mesh)
+        for layer in ours.model.layers:
+            layer.compile(backend="aot_eager")
+        for model in (eager, ours):
+            found = gradients(model, model, tokens_of(seed + rank))
+            results.append({name: getattr(each, "_local_tensor", each) for name, each in found.items()})
+    expected, found = results
+    for name, each in expected.items():
+        assert_bits_equal(found[name], each, f"rank {rank}, {name}")
+    assert launched["rms_norm_backward"] and launched["rotary"] and launched["gated_activation_backward"]
+    dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_sharded_training_of_compiled_layers_is_eagers(build, proof_off, seed, tmp_path):
+    torch.multiprocessing.spawn(sharded_training, (build, tmp_path, seed), nprocs=2)
 
 
 # benchmarks/compiled.py
