@@ -20,6 +20,8 @@ CUTILE = "cuTile (Liger)"
 CUT = "cut-cross-entropy"
 
 EPS = 1e-5
+# Of a GroupNorm, as in diffusion models.
+GROUPS = 32
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -43,7 +45,8 @@ class Op:
         drawn: what the inputs are: "rows" of the case's shape, "heads" of queries and keys, "complex heads" (queries, keys and
             complex frequencies), "scores" of attention and their mask, "tanh" (rows, alpha, weight and bias), "logits" with
             targets, "two logits" of student and teacher, "distributions" (log-probabilities and probabilities), "layer" (hidden
-            states, a weight and targets of a shape [tokens, hidden_size, vocabulary]), "two layers" of student and teacher.
+            states, a weight and targets of a shape [tokens, hidden_size, vocabulary]), "two layers" of student and teacher,
+            "images" (of a shape [samples, channels, positions], with weight and bias of the channels).
     """
 
     title: str
@@ -91,6 +94,10 @@ OPS = {
     "cohere_layer_norm": Op("Cohere's LayerNorm forward", "cohere_layer_norm", tensors=2, vectors=1),
     "cohere_layer_norm_backward": Op(
         "Cohere's LayerNorm backward (dx and dweight)", "cohere_layer_norm", tensors=3, vectors=2, backward=True
+    ),
+    "group_norm": Op("GroupNorm forward", "group_norm", tensors=2, vectors=0, drawn="images"),
+    "group_norm_backward": Op(
+        "GroupNorm backward (dx, dweight and dbias)", "group_norm", tensors=3, vectors=0, backward=True, drawn="images"
     ),
     "softmax": Op("Softmax forward", "softmax", tensors=2, vectors=0),
     # Reads y and dy, writes dx.
@@ -213,6 +220,9 @@ def eager():
     def layer_norm(x, weight):
         return functional.layer_norm(x, weight.shape, weight, weight, EPS)
 
+    def group_norm(x, weight, bias):
+        return functional.group_norm(x, GROUPS, weight, bias, EPS)
+
     def cohere_layer_norm(x, weight):
         return CohereLayerNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=EPS), x)
 
@@ -230,7 +240,7 @@ def eager():
         return functional.softmax(x, -1)
 
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": functional.silu, "softmax": softmax}
-    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm, **rest()}
+    families |= {"layer_norm": layer_norm, "group_norm": group_norm, "cohere_layer_norm": cohere_layer_norm, **rest()}
     return {**families, **losses(), "silu_and_mul": silu_and_mul, "rotary": plain_rotary(), **rotary_variants()}
 
 
@@ -331,6 +341,9 @@ def compiled():
     def layer_norm(x, weight):
         return torch.nn.functional.layer_norm(x, weight.shape, weight, weight, EPS)
 
+    def group_norm(x, weight, bias):
+        return torch.nn.functional.group_norm(x, GROUPS, weight, bias, EPS)
+
     def cohere_layer_norm(x, weight):
         h = x.to(torch.float32)
         mean = h.mean(-1, keepdim=True)
@@ -365,6 +378,7 @@ def compiled():
         rms_norm,
         add_rms_norm,
         layer_norm,
+        group_norm,
         cohere_layer_norm,
         silu,
         silu_and_mul,
@@ -388,6 +402,9 @@ def ours(kernel):
     def layer_norm(x, weight):
         return kernel.layer_norm(x, weight.shape, weight, weight, EPS)
 
+    def group_norm(x, weight, bias):
+        return kernel.group_norm(x, GROUPS, weight, bias, EPS)
+
     def cohere_layer_norm(x, weight):
         norm.weight = weight
         return norm(x)
@@ -402,7 +419,7 @@ def ours(kernel):
         return kernel.fused_add_rms_norm(x, residual, weight, EPS)
 
     families = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu": kernel.silu, "softmax": kernel.softmax}
-    families |= {"layer_norm": layer_norm, "cohere_layer_norm": cohere_layer_norm}
+    families |= {"layer_norm": layer_norm, "group_norm": group_norm, "cohere_layer_norm": cohere_layer_norm}
     families |= {"silu_and_mul": kernel.silu_and_mul, "cross_entropy": kernel.cross_entropy, "tvd": kernel.tvd}
     families |= {"linear_cross_entropy": kernel.linear_cross_entropy}
     families["kl_div"] = functools.partial(kernel.kl_div, reduction="batchmean")
@@ -527,6 +544,9 @@ TARGETS = {
     **{Case("layer_norm", shape): _FASTEST for shape in ((8192, 4096), (32768, 1024))},
     Case("cohere_layer_norm", (8192, 4096)): _FASTEST,
     Case("cohere_layer_norm_backward", (8192, 4096)): _FASTEST,
+    # The backward pass is ATen's own operator.
+    Case("group_norm", (128, 512, 4096)): _FASTEST,
+    Case("group_norm_backward", (128, 512, 4096)): (Target(1.05, EAGER),),
     # Logits of a router over 128 experts; attention scores over 1024 and 4096 keys, of 2 and of 32 heads.
     **{
         Case(op, shape): (Target(1.0, EAGER), Target(1.0, COMPILED))

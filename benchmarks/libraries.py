@@ -3,7 +3,7 @@
 import functools
 import importlib
 
-from cases import COMPILED, CUT, CUTILE, EAGER, EPS, LIGER, NATIVE, QUACK, compiled, eager
+from cases import COMPILED, CUT, CUTILE, EAGER, EPS, GROUPS, LIGER, NATIVE, QUACK, compiled, eager
 
 
 def native():
@@ -63,6 +63,13 @@ def liger(module, swiglu=None):
             return LigerLlama4RopeFunction.apply(q, k, freqs_cis)
 
         rotary_complex.in_place = True
+
+        def group_norm(x, weight, bias):
+            from liger_kernel.ops.group_norm import LigerGroupNormFunction
+
+            return LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], GROUPS, EPS)
+
+        families["group_norm"] = group_norm
         families |= {"add_rms_norm": add_rms_norm, "softmax": softmax, "dyt": dyt, "rotary_complex": rotary_complex}
         families |= liger_losses()
     return families

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Callable, Optional, Union
 
 import torch
-from cases import CPU_OPS, EAGER, OPS, OURS, Case, Op
+from cases import CPU_OPS, EAGER, GROUPS, OPS, OURS, Case, Op
 from report import Report, Result, quartiles
 
 # Calls rotate over sets of inputs. All sets together hold this many times the L2 cache, so that a set has left the cache
@@ -142,6 +142,8 @@ def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
         return [_loss_inputs(case, normal, generator) for _ in range(count)]
     if op.drawn == "distributions":
         return [_distributions(case, normal) for _ in range(count)]
+    if op.drawn == "images":
+        return [_image_inputs(case, op, normal) for _ in range(count)]
     if op.drawn == "layer":
         return [_layer_inputs(case, normal, generator) for _ in range(count)]
     others = {"complex heads": _complex_inputs, "scores": _scores, "tanh": _tanh_inputs, "two logits": _two_logits}
@@ -250,6 +252,22 @@ def _distributions(case: Case, normal) -> Inputs:
     return Inputs(
         (first.requires_grad_(), normal(case.shape).softmax(-1)), torch.ones((), dtype=first.dtype, device=first.device)
     )
+
+
+def _image_inputs(case: Case, op: Op, normal) -> Inputs:
+    """x, and weight and bias of the channels.
+
+    Raises:
+        ValueError: the shape is not [samples, channels, positions] with a multiple of 32 channels.
+    """
+    if len(case.shape) != 3 or case.shape[1] % GROUPS:
+        raise ValueError(
+            f"--cases: {case.op} expects [samples, channels, positions] with a multiple of {GROUPS} channels, found "
+            f"{list(case.shape)}"
+        )
+    arguments = (normal(case.shape), 1 + 0.5 * normal(case.shape[1]), normal(case.shape[1]))
+    dy = normal(case.shape) if op.backward else None
+    return Inputs(tuple(each.requires_grad_(op.backward) for each in arguments), dy)
 
 
 def _layer_inputs(case: Case, normal, generator) -> Inputs:

@@ -590,6 +590,93 @@ def layer_norm(
     return LayerNorm(cast(out, x.dtype), mean[:, None], rstd[:, None])
 
 
+class GroupNorm(NamedTuple):
+    out: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+
+def group_norm_combine(below, above, fma):
+    """`WelfordOps::combine(a=below, b=above)` of (mean, M2, count) in SharedReduceOps.h; nvcc makes FMAs of the last products."""
+    (mean_a, m2_a, count_a), (mean_b, m2_b, count_b) = below, above
+    delta, count = mean_b - mean_a, count_a + count_b
+    share = (count_b / count.clamp(min=1.0)).expand_as(mean_a)
+    mean = fma(delta, share, mean_a)
+    m2 = fma((delta * delta) * count_a, share, m2_a + m2_b)
+    mean, m2 = torch.where(count_b == 0, mean_a, mean), torch.where(count_b == 0, m2_a, m2)
+    return torch.where(count_a == 0, mean_b, mean), torch.where(count_a == 0, m2_b, m2), count
+
+
+def group_norm_moments(
+    x: Tensor,
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    combine: Callable = group_norm_combine,
+    threads: Optional[int] = None,
+    quotient: Callable[[Tensor, Tensor], Tensor] = torch.div,
+) -> Moments:
+    """Of rows [R, N], the groups, as `F.group_norm` finds them (group_norm_kernel.cu, `RowwiseMomentsCUDAKernel`).
+
+    A row of fewer than 512 elements has 32 threads, a longer one 512; thread t takes the elements t, t + threads, ... For each
+    of them (`WelfordOps::reduce`) it counts, moves its mean by the correctly rounded quotient of the difference and the count,
+    and M2 by an FMA. Warps combine their lanes by halves, lane l with lane l + 16, and the block its warps.
+    """
+    rows, size = x.shape
+    threads = threads or (32 if size < 512 else 512)
+    h = x.float()
+    mean, m2, count = torch.zeros(rows, threads), torch.zeros(rows, threads), torch.zeros(threads)
+    for start in range(0, size, threads):
+        value = h[:, start : start + threads]
+        active = value.shape[1]
+        count[:active] += 1
+        delta = value - mean[:, :active]
+        mean[:, :active] += quotient(delta, count[:active].expand_as(delta))
+        m2[:, :active] = fma(delta, value - mean[:, :active], m2[:, :active].clone())
+    moments = [each.view(-1, threads // 32, 32) for each in (mean, m2, count.expand(rows, -1))]
+    while moments[0].shape[2] > 1:
+        moments = combine(*zip(*(each.chunk(2, 2) for each in moments)), fma)
+    moments = [each[..., 0] for each in moments]
+    while moments[0].shape[1] > 1:
+        moments = combine(*zip(*(each.chunk(2, 1) for each in moments)), fma)
+    return Moments(moments[0][:, 0], moments[1][:, 0] / torch.tensor(float(size)))
+
+
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    rounded: bool,
+    rsqrt: Callable[[Tensor], Tensor] = torch.rsqrt,
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    moments: Callable[..., Moments] = group_norm_moments,
+) -> GroupNorm:
+    """`native_group_norm` of a contiguous x [N, C, HxW] in one dtype; not with a bias alone.
+
+    `rounded`: the output is computed with the mean and rstd of the dtype, as up to torch 2.11. Both versions return these.
+    """
+    samples, channels, positions = x.shape
+    mean, variance = moments(x.reshape(samples * groups, -1), fma)
+    rstd = rsqrt(variance + torch.tensor(eps, dtype=x.dtype).float())
+    saved = [cast(each, x.dtype).view(samples, groups) for each in (mean, rstd)]
+    if rounded:
+        mean, rstd = (each.float().flatten() for each in saved)
+    mean, rstd = (
+        each.repeat_interleave(channels // groups).view(samples, channels, 1).expand(x.shape) for each in (mean, rstd)
+    )
+    h = x.float()
+    if weight is None or positions == 1:
+        out = (h - mean) * rstd
+        if weight is not None:
+            factor = weight.float()[:, None].expand_as(out)
+            out = factor * out if bias is None else fma(out, factor, bias.float()[:, None].expand_as(out))
+    else:
+        scale = rstd * weight.float()[:, None]
+        out = fma(scale, h, (0.0 if bias is None else bias.float()[:, None]) - scale * mean)
+    return GroupNorm(cast(out, x.dtype), *saved)
+
+
 class CohereGradients(NamedTuple):
     """What autograd adds to the gradient of x, one tensor each time; the weight's gradient; and two sums of each row."""
 

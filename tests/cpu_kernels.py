@@ -82,6 +82,29 @@ def cpu_kernels(package):
         for into, values in zip(outs, torch.native_layer_norm(x.reshape(-1, size), (size,), *vectors, scalars[-1])):
             write(into, values)
 
+    def group_norm_forward(constants, scalars, x, weight, bias, out, mean, rstd):
+        rows, groups = scalars[:2]
+        samples, channels = rows // groups, scalars[2] * groups
+        if constants["SINGLE"] or not constants["WEIGHT"]:
+            # As ATen, which takes the positions of one channel for the channels of one position.
+            channels = x.numel() // samples if constants["SINGLE"] else channels
+        vectors = (
+            each.reshape(channels) if constants[name] else None for name, each in (("WEIGHT", weight), ("BIAS", bias))
+        )
+        sizes = samples, channels, x.numel() // (samples * channels)
+        # Unlike CUDA's the CPU's kernel does not round eps to the dtype: that of the layer's, which tests make.
+        eps = next((eps for eps in (1e-5, 1e-6) if float(torch.tensor(eps, dtype=x.dtype)) == scalars[-1]), scalars[-1])
+        found = torch.native_group_norm(x.contiguous(), *vectors, *sizes, groups, eps)
+        for into, values in zip((out, mean, rstd)[: 1 + 2 * scalars[-2]], found):
+            write(into, values)
+
+    def group_norm_statistics(constants, scalars, x, statistics):
+        statistics.eps = scalars[-1]  # All is computed at once, by the next launch.
+
+    def group_norm_output(constants, scalars, x, weight, bias, out, mean, rstd, statistics):
+        constants = {**constants, "SINGLE": False}
+        group_norm_forward(constants, (*scalars[:4], scalars[-1], statistics.eps), x, weight, bias, out, mean, rstd)
+
     def cohere_layer_norm_forward(constants, scalars, x, weight, out, *moments):
         write(out, cohere.eager(x, weight, scalars[-1]))
         for into, values in zip(moments, cohere.statistics(x, scalars[-1])):
@@ -227,6 +250,7 @@ def cpu_kernels(package):
     kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
     kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
     kernels += (divergence_forward, divergence_backward, layer_norm_forward)
+    kernels += (group_norm_forward, group_norm_statistics, group_norm_output)
     kernels += (complex_rotary, cohere_layer_norm_forward, cohere_layer_norm_backward, dyt_forward, dyt_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     return {each.__name__: each for each in kernels} | {

@@ -129,6 +129,8 @@ LAYERS = {
     "nn.RMSNorm without weight": (lambda: nn.RMSNorm(HIDDEN_SIZE, elementwise_affine=False), "TorchRMSNorm"),
     "nn.LayerNorm": (lambda: nn.LayerNorm(HIDDEN_SIZE), "TorchLayerNorm"),
     "nn.LayerNorm without weight": (lambda: nn.LayerNorm(HIDDEN_SIZE, elementwise_affine=False), "TorchLayerNorm"),
+    "nn.GroupNorm": (lambda: nn.GroupNorm(4, HIDDEN_SIZE), "TorchGroupNorm"),
+    "nn.GroupNorm without weight": (lambda: nn.GroupNorm(4, HIDDEN_SIZE, affine=False), "TorchGroupNorm"),
     "CohereLayerNorm": (lambda: CohereLayerNorm(HIDDEN_SIZE), "CohereLayerNorm"),
     "LlamaRMSNorm": (lambda: llama.LlamaRMSNorm(HIDDEN_SIZE), "LlamaRMSNorm"),
     "SiLU": (activations.SiLUActivation, "SiLUActivation"),
@@ -209,6 +211,12 @@ GRAPHS = {
     ),
     "layer_norm without bias": (
         lambda: Around(F.layer_norm, lambda f, h, weight: f(h, (HIDDEN_SIZE,), weight), HIDDEN_SIZE), "layer_norm"
+    ),
+    "group_norm of images": (
+        lambda: Around(
+            F.group_norm, lambda f, h, *vectors: f(h.view(1, TOKENS, -1, 4), 1, *vectors).view(h.shape), TOKENS, TOKENS
+        ),
+        "group_norm",
     ),
     "dyt": (
         lambda: Around(

@@ -209,6 +209,17 @@ class Block(nn.Module):
         return self.norm(x + self.down_proj(self.act(self.up_proj(self.input_layernorm(x)))))
 
 
+class OfChannels(nn.Module):
+    """A GroupNorm of rows, each a sample whose channels have one position."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(4, HIDDEN)
+
+    def forward(self, x):
+        return self.norm(x.reshape(-1, HIDDEN)).view(x.shape)
+
+
 class Function(Around):
     """A public function of the package, in the place of eager's while the model is kernelized."""
 
@@ -242,6 +253,7 @@ SUBJECTS = {
     "T5LayerNorm": Subject(lambda: T5.T5LayerNorm(HIDDEN), {T5.T5LayerNorm: "RMSNorm"}),
     "RMSNorm": Subject(lambda: nn.RMSNorm(HIDDEN, eps=1e-6), {nn.RMSNorm: "TorchRMSNorm"}),
     "LayerNorm": Subject(lambda: nn.LayerNorm(HIDDEN), {nn.LayerNorm: "TorchLayerNorm"}),
+    "GroupNorm": Subject(OfChannels, {nn.GroupNorm: "TorchGroupNorm"}),
     "CohereLayerNorm": Subject(
         lambda: COHERE.CohereLayerNorm(HIDDEN), {COHERE.CohereLayerNorm: "CohereLayerNorm"}, keeps_copies=True
     ),

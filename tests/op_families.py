@@ -490,6 +490,50 @@ def _layer_norm_launches(kernel, machine):
             kernel.layer_norm(x, size, *vectors)
 
 
+# GroupNorm
+
+
+def _group_norm_calls(module, chooser, given):
+    family, eps = module("ops.group_norm").replacement, chooser.choice(EPS_OF_CALLS)
+    # Two channels, of which a group has one or both, and no weight or one of its own.
+    weight = chooser.choice((None, torch.randn(2).to(given.dtype)))
+    return [family(given.x.contiguous(), groups, weight, chooser.choice((weight, None)), eps) for groups in (1, 2)]
+
+
+def _group_norm_timed(module, given):
+    replacement, x = module("ops.group_norm").replacement, torch.randn(1, 64, 4, 4)
+    calls = [lambda of=of: replacement(x, 32, of, of, 1e-5) for of in (given.weight, given.parameter)]
+    return {"group_norm": calls[0], "group_norm, with gradients": with_grad(calls[1])}
+
+
+def _group_norm_operators(given):
+    x, statistics = torch.randn(1, 64, 16), torch.rand(1, 32)
+    vectors = given.parameter, torch.randn(64)
+    return {
+        "group_norm": (x, 32, *vectors, 1e-5),
+        "group_norm_backward": (x, x, 32, statistics, statistics, *vectors, 1e-5, [True, True, True]),
+    }
+
+
+def _group_norm_launches(kernel, machine):
+    """Groups of a warp and of a block; of whole vectors and of single elements; of one position; and such that are split."""
+    family, empty = machine.module("ops.group_norm"), machine.empty
+    # Samples, channels, positions and groups.
+    shapes = [(2, 64, 64, 32), (2, 320, 4096, 32), (1, 16, 1 << 17, 4)]
+    if machine.every_case:
+        shapes += [(2, 64, 1, 8), (2, 6, 49, 2), (2, 6, 1001, 2), (2, 4096, 1, 4)]
+    for samples, channels, positions, groups in shapes:
+        x, vector = empty(samples, channels, positions), empty(channels)
+        kernel.group_norm(x, groups, vector, vector)
+        if positions == 4096 and machine.every_case:
+            kernel.group_norm(x, groups, vector)
+            kernel.group_norm(x, groups)
+            if machine.dtype == torch.bfloat16:  # With mean and rstd rounded, as torch 2.11 computes.
+                shape = family.Shape(samples, groups, channels // groups, positions)
+                kind = family.Kind.of(machine.dtype, shape, True, True, True, False)
+                kind.launch(shape, x.device, 1e-5, True)(x, vector, vector, x, x, x)
+
+
 # Cohere's LayerNorm
 
 
@@ -583,6 +627,14 @@ FAMILIES = (
         rocm=False,
         timed=_layer_norm_timed,
         operators=_layer_norm_operators,
+    ),
+    Family(
+        ("group_norm",),
+        _group_norm_calls,
+        _group_norm_launches,
+        rocm=False,
+        timed=_group_norm_timed,
+        operators=_group_norm_operators,
     ),
     Family(
         ("cohere_layer_norm",),

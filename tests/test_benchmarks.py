@@ -73,7 +73,7 @@ def report():
 
 
 def test_every_case_has_an_op_and_a_target():
-    assert len(cases.CASES) == len(set(cases.CASES)) == 62
+    assert len(cases.CASES) == len(set(cases.CASES)) == 64
     assert all(targets for targets in cases.TARGETS.values())
     assert {case.op for case in cases.CASES} == set(cases.OPS)
     assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
@@ -557,3 +557,22 @@ def test_every_family_has_an_eager_function_a_compiled_one_and_ours(kernel):
     families = {op.family for op in cases.OPS.values()}
     for functions in (cases.eager(), cases.compiled(), cases.ours(kernel)):
         assert families <= functions.keys()
+
+
+@pytest.mark.parametrize("op", ["group_norm", "group_norm_backward"])
+def test_images_have_channels(kernel, module, monkeypatch, op):
+    """Without kernels ours is eager's."""
+    import measure
+
+    family, case = module("ops.group_norm"), cases.Case(op, (2, 64, 5))
+    monkeypatch.setattr(family, "runs_kernels", lambda device: False)
+    family._calls.clear()
+    (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
+    backward = op.endswith("backward")
+    assert len(inputs.differentiable) == 3 * backward and case.bytes("bf16") == 2 * (2 + backward) * 640
+    functions = [families["group_norm"] for families in (cases.eager(), cases.ours(kernel))]
+    expected, found = (measure.outcome(function, inputs, cases.OPS[op]) for function in functions)
+    assert len(expected) == 1 + 3 * backward and all(map(torch.equal, found, expected))
+    with pytest.raises(ValueError, match=r"expects \[samples, channels, positions\] with a multiple of 32 channels"):
+        measure.draw(cases.Case(op, (2, 33, 5)), torch.bfloat16, torch.device("cpu"), 1)
+    family._calls.clear()

@@ -31,6 +31,7 @@ APPROXIMATE = {
         ("rms_norm_forward", "add_rms_norm_forward", "layer_norm_forward", "cohere_layer_norm_forward"),
         {"rsqrt.approx.f32"},
     ),
+    **dict.fromkeys(("group_norm_forward", "group_norm_statistics"), {"rsqrt.approx.f32", "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("dyt_forward", "dyt_backward"), {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
@@ -190,7 +191,9 @@ def test_heads_move_16_bytes_at_a_time(compiled):
         # The few elements that are passed on may be less than 16 bytes of a thread.
         if not constants["PASSED"]:
             for access in ("ld", "st"):
-                assert entry.count(rf"{access}\.global") == entry.count(rf"{access}\.global\S*\.v4\.b32") > 0, str(entry)
+                assert entry.count(rf"{access}\.global") == entry.count(rf"{access}\.global\S*\.v4\.b32") > 0, str(
+                    entry
+                )
         # The one number of two neighbours in cos and sin may pass through shared memory.
         if len(set(entry["dtypes"])) == 1 and usual:
             assert not entry.count(r"((ld|st)\.shared|bar\.sync)"), str(entry)
@@ -270,6 +273,31 @@ def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
         assert entry.count(r"fma\.rn\.f32") >= of_outputs + 2 * elements - lanes + 14, str(entry)
         assert entry.count(r"(?:fma|mad)\S*\.f32") == entry.count(r"fma\.rn\.f32"), str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
+
+
+def test_group_norm_divides_by_three_instructions(compiled):
+    """A quotient's product and two FMAs, and that of M2, for whole blocks of steps and for the rest; M2's for a step by division.
+    Two for each combination of lanes, which divides its counts; and those of the output."""
+    for entry in compiled:
+        if not entry["kernel"].startswith("group_norm"):
+            continue
+        constants, output = entry["constants"], 0
+        if "WEIGHT" in constants:
+            elements = max(constants["CHANNELS"] * constants["POSITIONS"] // entry.threads, 1)
+            output = elements * (constants["WEIGHT"] and (constants["BIAS"] or not constants.get("SINGLE")))
+            if constants["UNIT"] * entry["itemsize"] == 16 and elements * entry["itemsize"] >= 16:
+                assert entry.count(r"st\.global\S*\.v4\.b32") == elements * entry["itemsize"] // 16, str(entry)
+        quotients = combined = 0
+        if "LANES" in constants:
+            lanes, levels = constants["LANES"] // entry.threads, 5 if constants["LANES"] == 32 else 9
+            quotients = 2 * constants["STEPS"] * lanes
+            assert entry.count(r"\{? ?rcp\.approx\.ftz\.f32") == 2 * constants["STEPS"], str(entry)
+            combined = entry.count(r"\{? ?div\.rn\.f32") - 2 * lanes - 1
+            # A thread may combine two pairs of lanes of a level.
+            assert levels <= combined <= 2 * levels, str(entry)
+            combined = 2 * combined + 2 * lanes
+        fmas = 3 * quotients + combined + output
+        assert entry.count(r"(?:fma|mad)\S*\.f32") == entry.count(r"fma\.rn\.f32") == fmas, str(entry)
 
 
 def test_cohere_layer_norm_rounds_each_operation(compiled):

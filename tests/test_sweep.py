@@ -33,6 +33,7 @@ KEPT = {
 REFUSED_ROTARY_EMBEDDINGS = {"GptOssRotaryEmbedding", "OpenAIPrivacyFilterRotaryEmbedding"}
 # Names that users or `name_layers` give: transformers gives no class or function one of them.
 GIVEN = {"SwiGLUMLP", "LlamaMLP", "GeGLUMLP", "Phi3MLP", "TorchRMSNorm", "TorchLayerNorm", "CohereLayerNorm"} | {
+    "TorchGroupNorm",
     "rotary_pos_emb_vision",
     "rotary_emb",
 }

@@ -407,6 +407,8 @@ def test_operators_keep_torch_library_rules(kernel, seed, dtype):
     samples |= {"cohere_layer_norm": [], "cohere_layer_norm_backward": []}
     # tests/test_layer_norm.py has these.
     samples |= {"layer_norm": [], "layer_norm_backward": []}
+    # tests/test_group_norm.py has these.
+    samples |= {"group_norm": [], "group_norm_backward": []}
     # tests/test_divergences.py has these.
     samples |= {"divergence": [], "divergence_backward": []}
     # tests/test_dyt.py and tests/test_complex_rotary.py have these.

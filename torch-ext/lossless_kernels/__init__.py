@@ -14,6 +14,7 @@ from .ops.cross_entropy import causal_lm_loss, cross_entropy
 from .ops.divergences import kl_div, tvd
 from .ops.dyt import dyt
 from .ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from .ops.group_norm import group_norm
 from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.linear_jsd_loss import linear_jsd_loss
@@ -47,6 +48,7 @@ __all__ = [
     "gelu",
     "gelu_tanh_and_mul",
     "generalized_jsd_loss",
+    "group_norm",
     "kernel_mapping",
     "kl_div",
     "layer_norm",

@@ -26,6 +26,7 @@ from .ops.complex_rotary import both_replaced as complex_rotary_replacement
 from .ops.complex_rotary import eager as complex_rotary
 from .ops.gated_activation import product as product_again
 from .ops.gated_activation import replacement as product_replacement
+from .ops.group_norm import layer_replacement as group_norm_replacement
 from .ops.layer_norm import layer_replacement as layer_norm_replacement
 from .ops.rms_norm.formulas import EAGER, LLAMA, ONE_PLUS_WEIGHT
 from .ops.rms_norm.function import replacement as rms_norm_replacement
@@ -176,6 +177,21 @@ class TorchLayerNorm(_Layer):
             return _scripted(self, input)
         out = layer_norm_replacement(self, input)
         return _original(self, TorchLayerNorm, input) if out is None else out
+
+
+class TorchGroupNorm(_Layer):
+    """GroupNorm as `F.group_norm` computes it, with `num_groups`, `weight` and `bias` (or None) and `eps`.
+
+    Given the layer name, it replaces `torch.nn.GroupNorm`. ATen's own operator computes the gradients. A layer with a bias
+    and no weight keeps its forward.
+    """
+
+    @torch.jit.ignore
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self) is _SCRIPTED:
+            return _scripted(self, input)
+        out = group_norm_replacement(self, input)
+        return _original(self, TorchGroupNorm, input) if out is None else out
 
 
 class CohereLayerNorm(_Layer):
@@ -535,6 +551,7 @@ _FORMULAS = {
     RMSNormZeroCentered: lambda self, x: ONE_PLUS_WEIGHT.eager(x, self.weight, self.eps),
     TorchRMSNorm: lambda self, x: F.rms_norm(x, self.normalized_shape, self.weight, self.eps),
     TorchLayerNorm: lambda self, input: F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps),
+    TorchGroupNorm: lambda self, input: F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps),
     CohereLayerNorm: lambda self, hidden_states: cohere_layer_norm(hidden_states, self.weight, self.variance_epsilon),
     RMSNormGated: lambda self, hidden_states, gate=None: gated_eager(
         LLAMA, self.activation, hidden_states, gate, self.weight, self.variance_epsilon

@@ -43,6 +43,7 @@ LAYERS = {
     "Phi3MLP": "Phi3MLP",
     "TorchRMSNorm": "TorchRMSNorm",
     "TorchLayerNorm": "TorchLayerNorm",
+    "TorchGroupNorm": "TorchGroupNorm",
     "CohereLayerNorm": "CohereLayerNorm",
 }
 # Names of level "decoder" alone. No class of transformers has these names before `name_layers`. Decoder layers differ in the
@@ -75,6 +76,7 @@ RECIPES = {
     torch.nn.GELU: "GeLU",
     torch.nn.RMSNorm: "TorchRMSNorm",
     torch.nn.LayerNorm: "TorchLayerNorm",
+    torch.nn.GroupNorm: "TorchGroupNorm",
 }
 # Functions of model files, most of which transformers gives no layer name.
 _NAMES_BY_FUNCTION = {

@@ -186,6 +186,23 @@ def divide(x, y):
 
 
 @triton.jit
+def divide_by_count(x, count, reciprocal):
+    """x / count in fp32 by three instructions, correctly rounded if the result is zero or a normal number.
+
+    `count` is a whole number up to 2**20, `reciprocal` is within a unit in the last place of 1 / count. Let u be the unit
+    in the last place of the result. The product is at most 3 u from x / count, and the remainder is exact. The last FMA
+    rounds a number that is less than 2**-21 u from x / count. A normal quotient by such a count is at least
+    u / (2 * count) from the middle between two numbers: both round alike. Subnormal quotients can be in the middle, and
+    of an infinite x the remainder is NaN: `divide` has these (`tests/test_group_norm.py` tries the hardest numbers).
+    """
+    if INTERPRETED:
+        return x / count
+    else:
+        product = x * reciprocal
+        return tl.fma(tl.fma(product, -1.0 * count, x), reciprocal, product)
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x in fp32, correctly rounded, subnormal results kept."""
     if INTERPRETED:

@@ -1,5 +1,5 @@
 """The reduction orders of ATen's CUDA and ROCm kernels for fp32 numbers (ATen/native/cuda/Reduce.cuh,
-layer_norm_kernel.cu).
+layer_norm_kernel.cu, group_norm_kernel.cu).
 
 Each addition names its two operands: the program decides the order, not the compiler. `tl.sum` is only applied to axes
 of length two. NEIGHBOURS is `RowReduction.neighbours`: ROCm's warps of so many lanes sum neighbours first; 1 on CUDA.
@@ -8,7 +8,7 @@ of length two. NEIGHBOURS is `RowReduction.neighbours`: ROCm's warps of so many 
 import triton
 import triton.language as tl
 
-from .primitives import exp_add, reciprocal
+from .primitives import divide, divide_by_count, exp_add, reciprocal
 
 
 @triton.jit
@@ -328,6 +328,16 @@ def welford_step(mean, m2, value, FACTOR: tl.constexpr):
 
 
 @triton.jit
+def welford_step_by_division(mean, m2, value, count, reciprocal, DIVIDED: tl.constexpr):
+    """The mean and M2 with another value, the `count`-th, and what was added to the mean (`WelfordOps::reduce`,
+    SharedReduceOps.h). Eager divides; without DIVIDED `divide_by_count` does it, by a reciprocal of the count."""
+    delta = value - mean
+    added = divide(delta, count) if DIVIDED else divide_by_count(delta, count, reciprocal)
+    mean = mean + added
+    return mean, tl.fma(delta, value - mean, m2), added
+
+
+@triton.jit
 def _halves(values, GROUPS: tl.constexpr, HALF: tl.constexpr):
     """[GROUPS * 2 * HALF] -> the lower and the upper half of each group: [GROUPS * HALF] each."""
     lower, upper = tl.split(tl.permute(tl.reshape(values, [GROUPS, 2, HALF]), [0, 2, 1]))
@@ -335,11 +345,8 @@ def _halves(values, GROUPS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _welford_of_halves(mean, m2, count, GROUPS: tl.constexpr, HALF: tl.constexpr):
-    """Lane i of each group combines its moments with those of lane i + HALF (`cuWelfordCombine`)."""
-    mean_b, mean_a = _halves(mean, GROUPS, HALF)
-    m2_b, m2_a = _halves(m2, GROUPS, HALF)
-    count_b, count_a = _halves(count, GROUPS, HALF)
+def _combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a):
+    """The moments of both (`cuWelfordCombine`)."""
     delta = mean_b - mean_a
     count = count_a + count_b
     factor = reciprocal(count)
@@ -350,13 +357,50 @@ def _welford_of_halves(mean, m2, count, GROUPS: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
-def welford_of_block(mean, m2, count, LANES: tl.constexpr):
+def _combined_by_division(mean_a, m2_a, count_a, mean_b, m2_b, count_b):
+    """The moments of both; a lane without elements leaves the other as it is (`WelfordOps::combine`, SharedReduceOps.h)."""
+    delta = mean_b - mean_a
+    count = count_a + count_b
+    share = divide(count_b, count)
+    mean = tl.fma(delta, share, mean_a)
+    m2 = tl.fma((delta * delta) * count_a, share, m2_a + m2_b)
+    mean, m2 = tl.where(count_b == 0.0, mean_a, mean), tl.where(count_b == 0.0, m2_a, m2)
+    return tl.where(count_a == 0.0, mean_b, mean), tl.where(count_a == 0.0, m2_b, m2), count
+
+
+@triton.jit
+def _half(values, GROUPS: tl.constexpr, HALF: tl.constexpr, UPPER: tl.constexpr):
+    """One of `_halves`. Threads exchange it: of `tl.split` the compiler may make a computation of all lanes in each thread,
+    which spills. The sum of a number's bits and zero are these bits."""
+    pairs = tl.reshape(values.to(tl.int32, bitcast=True), [GROUPS, 2, HALF])
+    wanted = tl.reshape(tl.arange(0, 2), [1, 2, 1]) == UPPER
+    bits = tl.sum(tl.where(tl.broadcast_to(wanted, pairs.shape), pairs, 0), axis=1)
+    return tl.reshape(bits, [GROUPS * HALF]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _welford_of_halves(mean, m2, count, GROUPS: tl.constexpr, HALF: tl.constexpr, BY_DIVISION: tl.constexpr):
+    """Lane i of each group combines its moments with those of lane i + HALF."""
+    if BY_DIVISION:
+        mean_l, mean_u = _half(mean, GROUPS, HALF, 0), _half(mean, GROUPS, HALF, 1)
+        m2_l, m2_u = _half(m2, GROUPS, HALF, 0), _half(m2, GROUPS, HALF, 1)
+        count_l, count_u = _half(count, GROUPS, HALF, 0), _half(count, GROUPS, HALF, 1)
+        return _combined_by_division(mean_l, m2_l, count_l, mean_u, m2_u, count_u)
+    else:
+        mean_l, mean_u = _halves(mean, GROUPS, HALF)
+        m2_l, m2_u = _halves(m2, GROUPS, HALF)
+        count_l, count_u = _halves(count, GROUPS, HALF)
+        return _combined(mean_l, m2_l, count_l, mean_u, m2_u, count_u)
+
+
+@triton.jit
+def welford_of_block(mean, m2, count, LANES: tl.constexpr, BY_DIVISION: tl.constexpr = False):
     """Each lane's mean, M2 and count [LANES] -> mean and M2 [1] of all, by halving trees over each warp's lanes, then
     over the warps."""
     WARPS: tl.constexpr = LANES // 32
     for level in tl.static_range(5):
-        mean, m2, count = _welford_of_halves(mean, m2, count, WARPS, 16 >> level)
+        mean, m2, count = _welford_of_halves(mean, m2, count, WARPS, 16 >> level, BY_DIVISION)
     for level in tl.static_range(5):
         if (WARPS >> level) > 1:
-            mean, m2, count = _welford_of_halves(mean, m2, count, 1, WARPS >> (level + 1))
+            mean, m2, count = _welford_of_halves(mean, m2, count, 1, WARPS >> (level + 1), BY_DIVISION)
     return mean, m2

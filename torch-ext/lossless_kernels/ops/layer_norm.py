@@ -96,7 +96,7 @@ def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.
     if owner.forward is not _LAYER_FORWARD or functional.layer_norm is not _EAGER:
         return proof.record_refusal(owner.forward, "another forward than that of torch.nn.LayerNorm")
     try:
-        arguments = [_attribute(module, owner, state, name) for name in ("weight", "bias", "normalized_shape", "eps")]
+        arguments = [attribute_of(module, owner, state, name) for name in ("weight", "bias", "normalized_shape", "eps")]
     except KeyError as missing:
         return proof.record_refusal(owner.forward, f"the class or a parametrization computes {missing}")
     weight, bias, shape, eps = arguments
@@ -105,7 +105,7 @@ def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.
     return replacement(input, shape, weight, bias, eps)
 
 
-def _attribute(module, owner, state, name):
+def attribute_of(module, owner, state, name):
     """An attribute as the module holds it. Raises KeyError if its class, or a parametrization, computes it."""
     if hasattr(owner, name):
         raise KeyError(name)
@@ -233,7 +233,7 @@ def replacement(
         if (
             type(input) in PLAIN_TYPES
             and not input.is_nested
-            and same(*_given(input, weight, bias))
+            and same(*given(input, weight, bias))
             and normalized is shape
             and added is eps
             and grad is is_grad_enabled()
@@ -241,13 +241,13 @@ def replacement(
             and not dispatch_modes()
         ):
             return compute(input, weight, bias)
-    tensors = _given(input, weight, bias)
+    tensors = given(input, weight, bias)
     needs_grad = is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not all(are_ours(input, tensor, needs_grad) for tensor in tensors):
         return proof.record_refusal(_EAGER, proof.NOT_PLAIN)
     if needs_grad and any(tensor.is_inference() for tensor in tensors):
         return proof.record_refusal(_EAGER, proof.INFERENCE_TENSORS)
-    if _autocast_changes(*tensors):
+    if autocast_changes(*tensors):
         return proof.record_refusal(_EAGER, "autocast, which computes in fp32")
     facts = (weight is None, bias is None, shape, eps, needs_grad)
     call = _calls.find(_EAGER, facts, tensors, *facts)
@@ -257,14 +257,14 @@ def replacement(
     return call(input, weight, bias)
 
 
-def _given(input, weight, bias) -> tuple[torch.Tensor, ...]:
+def given(input, weight, bias) -> tuple[torch.Tensor, ...]:
     """The tensors of a call."""
     if weight is None:
         return (input,) if bias is None else (input, bias)
     return (input, weight) if bias is None else (input, weight, bias)
 
 
-def _autocast_changes(*tensors) -> bool:
+def autocast_changes(*tensors) -> bool:
     return any(tensor.dtype != torch.float32 for tensor in tensors) and is_autocast(tensors[0].device)
 
 
@@ -422,7 +422,7 @@ WARMUP["TorchLayerNorm"] = Warmup(warmup_shapes)
 
 def _find(input, shape, weight, bias, eps):
     facts = weight is None, bias is None, tuple(shape), eps, True
-    call = _calls.find(_EAGER, facts, _given(input, weight, bias), *facts)
+    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
     return None if call is None else call.launched
 
 
@@ -490,8 +490,8 @@ def _compiled(input, shape, weight, bias, eps):
 
     Without a proof the op runs ATen's kernel.
     """
-    tensors = _given(input, weight, bias)
-    if any(tensor.device != input.device for tensor in tensors) or _autocast_changes(*tensors):
+    tensors = given(input, weight, bias)
+    if any(tensor.device != input.device for tensor in tensors) or autocast_changes(*tensors):
         return None
     if not is_traced_plainly(input.device):
         return None

@@ -1,0 +1,632 @@
+"""GroupNorm that returns the bits of `F.group_norm`: the forward pass, and gradients by ATen's own operator."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import torch
+from torch import is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
+
+from ..core import launch, operators, plans, proof
+from ..core.calls import Calls, Outside
+from ..core.declarations import WARMUP, Warmup
+from ..core.domain import (
+    FLOAT_DTYPES,
+    PLAIN_TYPES,
+    allocator,
+    are_ours,
+    check_floating,
+    gradients_apart,
+    is_traced_plainly,
+    runs_kernels,
+)
+from ..core.layout import contiguous_strides
+from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from .layer_norm import attribute_of, autocast_changes, given
+
+if launch.AVAILABLE:
+    from ..kernels_src.group_norm import group_norm_forward, group_norm_output, group_norm_statistics
+
+
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Group normalisation: bit for bit what `torch.nn.functional.group_norm` of the same arguments returns.
+
+    `(input - mean) * rsqrt(variance + eps) * weight + bias`, mean and variance over a sample's channels of one group and
+    all their positions, in fp32. ATen's own operator computes the gradients.
+
+    Args:
+        input: `[samples, channels, *positions]`, any real floating dtype.
+        num_groups: divides the channels.
+        weight: `[channels]`, of the dtype of input, or None.
+        bias: like weight.
+        eps: added to the variance, rounded to the dtype of input.
+
+    Returns:
+        A tensor of the shape and dtype of input, contiguous on CUDA.
+
+    Raises:
+        TypeError: `input`, `weight` or `bias` is no tensor or not of a real floating dtype, `num_groups` is no integer, or
+            `eps` is no number.
+        ValueError: `input` has fewer than two dimensions or, with a single value in each group, one sample; `num_groups`
+            does not divide the channels; or `weight` or `bias` is not `[channels]`.
+
+    The kernel runs for fp32, fp16 and bf16 on CUDA if the input is contiguous, weight and bias have its dtype, and a group
+    has up to 2**24 elements. Eager computes everything else: a bias without a weight, and 16 bits under autocast, which
+    computes in fp32.
+    """
+    _check(input, num_groups, weight, bias, eps)
+    out = replacement(input, num_groups, weight, bias, eps)
+    return functional.group_norm(input, num_groups, weight, bias, eps) if out is None else out
+
+
+def _check(input, num_groups, weight, bias, eps) -> None:
+    """Raises TypeError or ValueError unless these are arguments of `group_norm`."""
+    check_floating("input", input)
+    if input.dim() < 2:
+        raise ValueError(f"input: expected at least two dimensions, found {list(input.shape)}")
+    if isinstance(num_groups, bool) or not isinstance(num_groups, (int, torch.SymInt)):
+        raise TypeError(f"num_groups: expected an integer, found {type(num_groups).__name__}")
+    channels = input.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"num_groups: expected a divisor of the {channels} channels, found {num_groups}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_floating(name, tensor)
+            if tuple(tensor.shape) != (channels,):
+                raise ValueError(f"{name}: expected shape {[channels]}, found {list(tensor.shape)}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a number, found {type(eps).__name__}")
+
+
+# A layer is replaced if it has this forward and this function is what the forward calls.
+_LAYER_FORWARD, _EAGER = nn.GroupNorm.forward, functional.group_norm
+proof.record_dependency(_LAYER_FORWARD, _EAGER)
+
+
+def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.Tensor]:
+    """The output of a module with the forward of `torch.nn.GroupNorm`, from the kernel; None if its forward must run."""
+    owner, state = type(module), module.__dict__
+    if owner.forward is not _LAYER_FORWARD or functional.group_norm is not _EAGER:
+        return proof.record_refusal(owner.forward, "another forward than that of torch.nn.GroupNorm")
+    try:
+        arguments = [attribute_of(module, owner, state, name) for name in ("weight", "bias", "num_groups", "eps")]
+    except KeyError as missing:
+        return proof.record_refusal(owner.forward, f"the class or a parametrization computes {missing}")
+    weight, bias, num_groups, eps = arguments
+    if type(num_groups) is not int or not isinstance(eps, (int, float)) or not isinstance(input, torch.Tensor):
+        return proof.record_refusal(owner.forward, "num_groups, eps or input of another type")
+    return replacement(input, num_groups, weight, bias, eps)
+
+
+# Calls
+
+
+# ATen takes a warp for a group of fewer elements, and as many threads for longer ones (block_reduce.cuh).
+_BLOCK = 512
+# Counts of elements are exact in fp32.
+_MAX_SIZE = 1 << 24
+_MAX_ELEMENTS = 1 << 40
+# The bytes that a lane reads at once of a group, and a thread of a tile.
+_LANE_BYTES, _THREAD_BYTES = 32, 64
+# The L2 of a multiprocessor's share that holds the groups of its programs: H100s and A100s have 388 KB.
+_L2_BYTES = 256 << 10
+# Programs of a multiprocessor: fewer would wait for memory, more have no room.
+_LEAST_PROGRAMS, _MOST_PROGRAMS = 2, 8
+# From this size on groups that are fewer than the multiprocessors are written by several programs each. Not tuned.
+_SPLIT_SIZE = 1 << 17
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a call.
+
+    Args:
+        samples: their number.
+        groups: of a sample.
+        channels: of a group.
+        positions: of a channel.
+    """
+
+    samples: int
+    groups: int
+    channels: int
+    positions: int
+
+    @property
+    def size(self) -> int:
+        """The elements of a group."""
+        return self.channels * self.positions
+
+    @property
+    def rows(self) -> int:
+        """The groups of all samples."""
+        return self.samples * self.groups
+
+    def is_split(self, gpu: plans.Gpu) -> bool:
+        """Whether several programs write a group."""
+        return self.size >= _SPLIT_SIZE and self.rows < gpu.multiprocessors
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties that the kernels are compiled for.
+
+    Args:
+        steps: elements that a lane reads at once.
+        unit: elements that a vector of 16 bytes and all channels have in common.
+        channels: of a tile of the output.
+        positions: of a tile of the output.
+        single: whether a channel has one position.
+        rounded: whether the output is computed with the mean and rstd of the dtype.
+        split: whether several programs write a group.
+    """
+
+    dtype: torch.dtype
+    lanes: int
+    steps: int
+    unit: int
+    channels: int
+    positions: int
+    weight: bool
+    bias: bool
+    single: bool
+    rounded: bool
+    split: bool
+
+    @classmethod
+    def of(cls, dtype, shape: Shape, weight: bool, bias: bool, rounded: bool, split: bool) -> "Kind":
+        channels, positions = _rows_of_group(shape, weight)
+        lanes = 32 if shape.size < _BLOCK else _BLOCK
+        steps = min(_power_of_two(-(-shape.size // lanes)), _LANE_BYTES // dtype.itemsize)
+        tile = 32 * _warps(lanes) * _THREAD_BYTES // dtype.itemsize
+        of_positions = min(_power_of_two(positions), tile)
+        of_channels = min(_power_of_two(channels), tile // of_positions)
+        unit = math.gcd(positions, 16 // dtype.itemsize)
+        single = weight and shape.positions == 1
+        return cls(dtype, lanes, steps, unit, of_channels, of_positions, weight, bias, single, rounded, split)
+
+    def launch(self, shape: Shape, device, eps: float, store_statistics: bool) -> Callable[..., None]:
+        """The launch for input, weight, bias, output, mean and rstd. A tensor of the input's dtype stands for a weight or
+        bias that there is not, and for mean and rstd that are not stored."""
+        channels, positions = _rows_of_group(shape, self.weight)
+        units, eps, stored = positions // self.unit, _rounded(eps, self.dtype), int(store_statistics)
+        moments = {"LANES": self.lanes, "STEPS": self.steps, "UNIT": self.unit}
+        tile = {"CHANNELS": self.channels, "POSITIONS": self.positions, "WEIGHT": self.weight, "BIAS": self.bias}
+        dtypes, warps, gpu = (self.dtype,) * 6, _warps(self.lanes), plans.gpu(device)
+        if not self.split:
+            constants = {**moments, **tile, "SINGLE": self.single, "ROUNDED": self.rounded}
+            scalars = shape.rows, shape.groups, channels, units, stored, eps
+            programs = _programs(shape, self.dtype.itemsize, gpu)
+            return launch.bind(group_norm_forward, constants, warps, device, dtypes, programs, *scalars)
+        scalars = channels * units, eps
+        fp32 = torch.float32
+        first = launch.bind(group_norm_statistics, moments, warps, device, (self.dtype, fp32), shape.rows, *scalars)
+        tiles = -(-channels // self.channels) * -(-positions // self.positions)
+        parts = min(tiles, -(-_MOST_PROGRAMS * gpu.multiprocessors // shape.rows))
+        constants = {"UNIT": self.unit, **tile, "ROUNDED": self.rounded}
+        scalars = shape.rows, shape.groups, channels, units, parts, stored
+        programs = shape.rows * parts
+        second = launch.bind(group_norm_output, constants, warps, device, (*dtypes, fp32), programs, *scalars)
+        return _Split(first, second, allocator((2, shape.rows), (shape.rows, 1), fp32, device))
+
+
+def _rows_of_group(shape: Shape, weight: bool) -> tuple[int, int]:
+    """The channels of a group that its kernel tells apart, and the elements of each."""
+    return (shape.channels, shape.positions) if weight and shape.positions > 1 else (1, shape.size)
+
+
+def _warps(lanes: int) -> int:
+    return 1 if lanes < _BLOCK else 8
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _rounded(eps, dtype: torch.dtype) -> float:
+    """eps as ATen passes it to its kernel, in the dtype."""
+    return float(torch.tensor(eps, dtype=dtype))
+
+
+def _programs(shape: Shape, itemsize: int, gpu: plans.Gpu) -> int:
+    """So many that the L2 still has a group when it is read for the second time. A group of a warp stays in the L1."""
+    if shape.size < _BLOCK:
+        return shape.rows
+    of_multiprocessor = min(max(_L2_BYTES // (shape.size * itemsize), _LEAST_PROGRAMS), _MOST_PROGRAMS)
+    return min(shape.rows, of_multiprocessor * gpu.multiprocessors)
+
+
+@dataclass(eq=False)
+class _Split:
+    """Two launches: of the statistics, and of the output."""
+
+    statistics: launch.Launch
+    output: launch.Launch
+    empty: Callable[[], torch.Tensor]
+
+    def __call__(self, input, weight, bias, out, mean, rstd) -> None:
+        moments = self.empty()
+        self.statistics.call_2(input, moments)
+        self.output(input, weight, bias, out, mean, rstd, moments)
+
+    call_6 = __call__
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call resolved for its tensors' shapes, dtype and device."""
+
+    launch: Callable[..., None]
+    empty: Callable[[], torch.Tensor]
+    empty_statistics: Callable[[], torch.Tensor]
+    groups: int
+    eps: float
+
+    def __call__(self, input, weight, bias):
+        out = self.empty()
+        self.launch.call_6(input, input if weight is None else weight, input if bias is None else bias, out, out, out)
+        return out
+
+    def with_statistics(self, input, weight, bias):
+        """The output, mean and rstd."""
+        if dispatch_modes():
+            return _eager_with_statistics(input, self.groups, weight, bias, self.eps)
+        return self.launched(input, weight, bias)
+
+    def launched(self, input, weight=None, bias=None):
+        """The same where nobody watches."""
+        out, mean, rstd = self.empty(), self.empty_statistics(), self.empty_statistics()
+        weight, bias = input if weight is None else weight, input if bias is None else bias
+        self.launch.call_6(input, weight, bias, out, mean, rstd)
+        return out, mean, rstd
+
+
+class _Training(_Call):
+    """A call with gradients."""
+
+    def __call__(self, input, weight, bias):
+        return _apply(self, input, weight, bias)
+
+
+def _sizes(input: torch.Tensor) -> tuple[int, int, int]:
+    """Samples, channels, and positions of a channel."""
+    return input.shape[0], input.shape[1], math.prod(input.shape[2:])
+
+
+def _eager_with_statistics(input, groups, weight, bias, eps):
+    return torch.native_group_norm(input.contiguous(), weight, bias, *_sizes(input), groups, eps)
+
+
+def replacement(
+    input: torch.Tensor, num_groups: int, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> Optional[torch.Tensor]:
+    """The output from the kernel; None if eager must compute it."""
+    if is_dynamo_compiling():
+        return _compiled(input, num_groups, weight, bias, eps)
+    subject = id(weight), bias is None
+    recent = _calls.recent.get(subject)
+    if recent is not None:
+        same, groups, added, grad, compute = recent
+        if (
+            type(input) in PLAIN_TYPES
+            and not input.is_nested
+            and same(*given(input, weight, bias))
+            and groups is num_groups
+            and added is eps
+            and grad is is_grad_enabled()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            return compute(input, weight, bias)
+    tensors = given(input, weight, bias)
+    needs_grad = is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not all(are_ours(input, tensor, needs_grad) for tensor in tensors):
+        return proof.record_refusal(_EAGER, proof.NOT_PLAIN)
+    if needs_grad and any(tensor.is_inference() for tensor in tensors):
+        return proof.record_refusal(_EAGER, proof.INFERENCE_TENSORS)
+    if autocast_changes(*tensors):
+        return proof.record_refusal(_EAGER, "autocast, which computes in fp32")
+    facts = (weight is None, bias is None, num_groups, eps, needs_grad)
+    call = _calls.find(_EAGER, facts, tensors, *facts)
+    if call is None:
+        return None
+    _calls.recognise(subject, call, (num_groups, eps, is_grad_enabled()), tensors)
+    return call(input, weight, bias)
+
+
+def _resolve(x, *more):
+    *vectors, no_weight, no_bias, groups, eps, needs_grad = more
+    shape = _shape(x, vectors, groups)
+    if no_weight and not no_bias:
+        raise Outside("a bias without a weight")
+    rounded = _rounds_statistics(x.dtype, x.device)
+    if rounded is None:
+        return None
+    kind = Kind.of(x.dtype, shape, not no_weight, not no_bias, rounded, shape.is_split(plans.gpu(x.device)))
+    if not _proved(kind, x.device):
+        return None
+    empty = allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device)
+    of_groups = shape.samples, shape.groups
+    empty_statistics = allocator(of_groups, contiguous_strides(of_groups), x.dtype, x.device)
+    make = _Training if needs_grad else _Call
+    return make(kind.launch(shape, x.device, eps, needs_grad), empty, empty_statistics, groups, eps)
+
+
+def _shape(x, vectors, groups) -> Shape:
+    """The call's shape. Raises Outside if no kernel takes these tensors."""
+    if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
+        raise Outside(f"input {x.dtype} on {x.device}")
+    if torch.version.hip is not None:
+        raise Outside("ROCm, whose order of additions is another")
+    if x.dim() < 2 or x.numel() == 0 or groups < 1 or x.shape[1] % groups:
+        raise Outside("an empty input, less than two dimensions, or channels that the groups do not divide")
+    if x.numel() == groups:
+        raise Outside("one sample with a single value in each group, which eager refuses")
+    if not x.is_contiguous():
+        raise Outside("input that is not contiguous")
+    for vector in vectors:
+        if vector.dtype != x.dtype or vector.device != x.device:
+            raise Outside(f"input {x.dtype} on {x.device}, weight or bias {vector.dtype} on {vector.device}")
+        if vector.shape != x.shape[1:2] or not vector.is_contiguous():
+            raise Outside("weight or bias is not contiguous, or not of the channels")
+    samples, channels, positions = _sizes(x)
+    shape = Shape(samples, groups, channels // groups, positions)
+    if shape.size > _MAX_SIZE or x.numel() > _MAX_ELEMENTS or shape.rows > launch.MAX_PROGRAMS // _MOST_PROGRAMS:
+        raise Outside("groups of more than 2**24 elements, or too many elements or groups")
+    return shape
+
+
+_calls = Calls(_resolve)
+
+
+def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[Optional[torch.Tensor], ...]:
+    """Those of input, weight and bias, as far as `needs` says, from ATen's operator; under `create_graph` autograd's.
+
+    Args:
+        mean, rstd: in the dtype of the input, with the bits that ATen's forward pass saves.
+    """
+    if not is_grad_enabled():
+        input = input.contiguous()
+        if not dy.is_cuda:  # A CPU's operator wants its own statistics.
+            _, mean, rstd = _eager_with_statistics(input, groups, weight, bias, eps)
+        operator, sizes = torch.ops.aten.native_group_norm_backward, _sizes(input)
+        return tuple(operator(dy.contiguous(), input, mean, rstd, weight, *sizes, groups, list(needs)))
+
+    def out(*needed):
+        found = iter(needed)
+        arguments = [next(found) if need else each for each, need in zip((input, weight, bias), needs)]
+        return functional.group_norm(arguments[0], groups, *arguments[1:], eps)
+
+    needed = [each for each, need in zip((input, weight, bias), needs) if need]
+    found = iter(gradients_apart(out, needed, dy))
+    return tuple(next(found) if need else None for need in needs)
+
+
+class GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, input, weight, bias):
+        out, mean, rstd = call.with_statistics(input, weight, bias)
+        ctx.save_for_backward(input, weight, bias, mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
+            return None, None, None, None
+        input, weight, bias, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        return None, *gradients(dy, input, ctx.call.groups, mean, rstd, weight, bias, ctx.call.eps, needs)
+
+
+_apply = apply_of(GroupNorm)
+
+
+# Proof
+
+
+def _rounds_statistics(dtype: torch.dtype, device: torch.device) -> Optional[bool]:
+    """Whether eager rounds mean and rstd to the dtype before it computes the output, as ATen does up to torch 2.11.
+
+    None if neither is so, or where no proof can run now.
+    """
+    if dtype == torch.float32:
+        return False
+    candidates = {rounded: functools.partial(_of_two_values, dtype, device, rounded) for rounded in (False, True)}
+    subject = proof.Subject(_EAGER, device, f"{dtype}, mean and rstd")
+    return proof.match_formula(("group_norm's mean and rstd", dtype, device), subject, candidates)
+
+
+def _of_two_values(dtype, device, rounded):
+    """Two neighbours, whose mean lies between them: rounded, it is one of them, and that one's output is zero."""
+    x = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps], dtype=dtype, device=device)
+    zeros = functional.group_norm(x.view(1, 1, 2), 1).count_nonzero() < 2
+    yield "the output", zeros.float(), torch.full_like(zeros, rounded, dtype=torch.float32)
+
+
+def _proved(kind: Kind, device) -> bool:
+    where = f"{kind.dtype}, {kind.lanes} lanes, tiles of {kind.channels} channels and {kind.positions} positions"
+    return proof.kernel_is_proved(
+        ("group_norm", kind, device),
+        proof.Subject(_EAGER, device, where, "group_norm"),
+        functools.partial(_comparisons, kind, device),
+    )
+
+
+# Of 16 bits so many show whether a product and a sum round once.
+_PROOF_ELEMENTS = {torch.float32: 1 << 18, torch.float16: 1 << 19, torch.bfloat16: 1 << 20}
+_LEAST_ROWS = 48
+# -1 cancels the variance of a group of ones and minus ones: what rounding made of it is left. 0.3 is no number of 16 bits.
+_PROOF_EPS = (1e-5, -1.0, 0.3)
+
+
+def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
+    """Channels of a group and their positions: of the shortest groups of the kind, and of longer ones."""
+    of_steps = kind.lanes * kind.steps // 2 + 1 if kind.steps > 1 else 2
+    least = max(of_steps, _BLOCK if kind.lanes == _BLOCK else 2, _SPLIT_SIZE * kind.split)
+
+    def numbers(tile, others, step):
+        """From more than half a tile on; with so many others they make a group of the kind."""
+        first, last = -(-max(tile // 2 + 1, -(-least // others)) // step) * step, tile // step * step
+        return {first, first + step, 3 * first, last, max(last - step, step)} - {0}
+
+    of_channels, of_positions = numbers(kind.channels, least, 1), numbers(kind.positions, least, kind.unit)
+    pairs = {(c, p) for c in of_channels for p in numbers(kind.positions, c, kind.unit)}
+    pairs |= {(c, p) for p in of_positions for c in numbers(kind.channels, p, 1)}
+    shapes = [Shape(1, 1, *((p, 1) if kind.single else (c, p))) for c, p in pairs if c == 1 or kind.weight]
+    found = sorted(
+        (shape.size, shape.channels, shape.positions)
+        for shape in shapes
+        if shape.size >= least and Kind.of(kind.dtype, shape, kind.weight, kind.bias, kind.rounded, kind.split) == kind
+    )
+    longer = [each for each in found if each[0] <= 8 * found[0][0]]
+    return [each[1:] for each in (*found[:1], *longer[1:][-1:])]
+
+
+def _samples_of(kind: Kind, shape: Shape, device, source) -> torch.Tensor:
+    """Groups of all scales, constant ones, some with infinities and NaN, and such that cancel: their mean or variance is what
+    rounding leaves."""
+    rows, size = shape.rows, shape.size
+    make = functools.partial(torch.randn, device=device, generator=source)
+    row = torch.arange(rows, device=device)[:, None]
+    spread = make(rows, 1)
+    x = (make(rows, size) + 8.0 * spread * spread.abs()) * torch.exp2(row % 16 - 8.0)
+    # Numbers and their negatives, anywhere in the group: the sum shows every rounding, even in 16 bits.
+    half, anywhere = size // 2, torch.randperm(size, device=device, generator=source)
+    # Of many scales: differences of 16-bit numbers then have all bits of fp32.
+    scales = torch.exp2(-12.0 * torch.rand(half, device=device, generator=source))
+    numbers, opposite = (make(rows, half) * scales).to(kind.dtype).float(), torch.zeros_like(x)
+    opposite[:, anywhere[:half]], opposite[:, anywhere[half : 2 * half]] = numbers, -numbers
+    # In fp16 a sum of smaller ones would be subnormal.
+    x = torch.where(row % 4 == 1, opposite * 8192.0, x)
+    x = torch.where(row % 4 == 2, opposite.sign(), x)
+    # Lanes without variance: that of the group is the difference of their means.
+    x = torch.where(row % 4 == 3, x[:, torch.arange(size, device=device) % kind.lanes % size], x)
+    x[0], x[1], x[2], x[3, 0], x[4, -1], x[5], x[6, ::2] = 0.0, -0.0, 3.0, math.nan, math.inf, -math.inf, 6e4
+    # Subnormal quotients, and one infinity that stays alone in its lane.
+    x[7], x[8], x[9], x[9, -1] = x[7] * 1e-38, opposite[8] * 1e-38, 0.0, 1e-44
+    x[10], x[10, -1] = 0.0, math.inf
+    return x.to(kind.dtype).view(shape.samples, shape.groups * shape.channels, shape.positions)
+
+
+def _comparisons(kind, device) -> Iterator[proof.Comparison]:
+    for channels, positions in _proof_shapes(kind):
+        groups = max(_PROOF_ELEMENTS[kind.dtype] // (2 * channels * positions), _LEAST_ROWS // 2)
+        shape = Shape(2, groups, channels, positions)
+        source = proof.generator(device, shape.size)
+        x = _samples_of(kind, shape, device, source)
+        vectors = torch.randn(2, groups * channels, device=device, generator=source).to(kind.dtype)
+        weight, bias = vectors[0] if kind.weight else None, vectors[1] if kind.bias else None
+        for eps in _PROOF_EPS:
+            out, mean, rstd = torch.full_like(x, math.nan), *torch.full((2, 2, groups), math.nan, device=device).to(x)
+            kind.launch(shape, device, eps, True)(
+                x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd
+            )
+            expected = _eager_with_statistics(x, groups, weight, bias, eps)
+            yield from zip(("the output", "the mean", "rstd"), (out, mean, rstd), expected)
+
+
+def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:
+    """The inputs that `warmup` calls a layer with."""
+    raise Outside("a GroupNorm's kernel depends on the size of its images, which no layer knows")
+
+
+WARMUP["TorchGroupNorm"] = Warmup(warmup_shapes)
+
+
+# torch.compile
+
+
+def _find(input, num_groups, weight, bias, eps):
+    facts = weight is None, bias is None, num_groups, eps, True
+    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
+    return None if call is None else call.launched
+
+
+def _fake(input, num_groups, weight, bias, eps):
+    statistics = (input.new_empty((input.shape[0], num_groups)) for _ in range(2))
+    return input.new_empty(input.shape), *statistics
+
+
+@operators.register("group_norm", _find, _fake)
+def _group_norm_op(
+    input: torch.Tensor, num_groups: int, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _eager_with_statistics(input, num_groups, weight, bias, eps)
+
+
+def _find_gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs):
+    def compute(dy, input, mean, rstd, weight=None, bias=None):
+        return gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs)
+
+    return operators.of_tensors(compute, dy) if weight is not None or bias is None else None
+
+
+def _fake_gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs):
+    found = (each.new_empty(each.shape) if need else None for each, need in zip((input, weight, bias), needs))
+    return operators.without_none(found, dy)
+
+
+@operators.register("group_norm_backward", _find_gradients, _fake_gradients)
+def _group_norm_backward_op(
+    dy: torch.Tensor,
+    input: torch.Tensor,
+    num_groups: int,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: Optional[torch.Tensor],
+    bias: Optional[torch.Tensor],
+    eps: float,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return operators.without_none(gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs), dy)
+
+
+def _setup_context(ctx, inputs, output):
+    input, ctx.groups, weight, bias, ctx.eps = inputs
+    ctx.save_for_backward(input, weight, bias, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _op_gradient(ctx, dy, d_mean, d_rstd):
+    if dy is None:
+        return None, None, None, None, None
+    input, weight, bias, mean, rstd = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[each] for each in (0, 2, 3)]
+    found = _group_norm_backward_op(dy, input, ctx.groups, mean, rstd, weight, bias, ctx.eps, needs)
+    dx, dweight, dbias = (each if need else None for each, need in zip(found, needs))
+    return dx, None, dweight, dbias, None
+
+
+_group_norm_op.register_autograd(_op_gradient, setup_context=_setup_context)
+
+
+def _compiled(input, num_groups, weight, bias, eps):
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original.
+
+    Without a proof the op runs ATen's kernel.
+    """
+    tensors = given(input, weight, bias)
+    if any(tensor.device != input.device for tensor in tensors) or autocast_changes(*tensors):
+        return None
+    if not is_traced_plainly(input.device):
+        return None
+    if input.dtype not in FLOAT_DTYPES or any(tensor.dtype != input.dtype for tensor in tensors):
+        return None
+    if input.dim() < 2 or input.shape[1] % num_groups or (weight is None and bias is not None):
+        return None
+    if any(vector.shape != input.shape[1:2] for vector in tensors[1:]) or input.numel() <= num_groups:
+        return None
+    return _group_norm_op(input, num_groups, weight, bias, float(eps))[0]
