@@ -107,7 +107,8 @@ def _weight_gradient(products, weight) -> torch.Tensor:
 _MIN_SIZE, _MAX_SIZE = 64, 16384
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
-_ELEMENTS_PER_THREAD = 16
+# Of the forward kernel (H100: 55.6 us at 8192x4096, 85.7 with 16 elements) and of the backward kernel.
+_ELEMENTS_PER_THREAD = {cohere_layer_norm_forward: 32, cohere_layer_norm_backward: 16}
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Kind:
         tile = order.columns << order.log2_steps
         rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), self.rows)
         constants = {"HIDDEN_SIZE": self.size, "ROWS": rows_per_program, **order.constants, **more}
-        warps = min(max(rows_per_program * tile // (_ELEMENTS_PER_THREAD * 32), 1), _MAX_WARPS)
+        warps = min(max(rows_per_program * tile // (_ELEMENTS_PER_THREAD[kernel] * 32), 1), _MAX_WARPS)
         return launch.bind(kernel, constants, warps, device, dtypes, -(-rows // rows_per_program), rows, *scalars)
 
     def forward(self, rows: int, weight_rows: int, device, eps: float, store_statistics: bool) -> launch.Launch:
