@@ -280,6 +280,26 @@ def test_outside_the_domain_eager_runs(kernel, family, case):
 
 
 @interpreted
+def test_a_conjugate_after_a_plain_tensor_of_its_layout(kernel, family):
+    """It is not taken for it: eager runs."""
+    x, freqs = torch.randn(2, 3, 4, 8), torch.polar(torch.ones(1, 3, 4), torch.randn(1, 3, 4))
+    expected = gradient_of(family.eager, x, x, freqs.conj(), 2)
+
+    def of_query(x, freqs):
+        return kernel.apply_rotary_emb(x, x.detach(), freqs)[0]
+
+    gradient_of(of_query, x, x, freqs)
+    for mine, theirs in zip(gradient_of(of_query, x, x, freqs.conj()), expected):
+        assert_same(mine, theirs, "conjugate")
+    namespace = getattr(torch.ops, family._complex_rotary_op._qualname.split("::")[0])
+    # The function that Inductor's code calls.
+    site = namespace.complex_rotary.default.sites["a test's"]
+    site(x, freqs, 2)
+    assert_same(site(x, freqs.conj(), 2), expected[0], "conjugate in a site")
+    assert any(family._calls.resolved.values())
+
+
+@interpreted
 def test_gradients_of_gradients_and_of_freqs(kernel, family, seed):
     x, freqs, dim = drawn(random.Random(seed), torch.Generator().manual_seed(seed), dtypes=(torch.float32,))
     x = x.nan_to_num(1.0, 1.0)

@@ -60,7 +60,12 @@ class Operator:
             tuple(each) if type(each) is list else each for each in arguments if not isinstance(each, torch.Tensor)
         )
         # What a guard compares beside a key's dtypes, shapes, strides and devices.
-        facts = (*positions, *_firsts(tensors), *others, *[(type(each), each.requires_grad) for each in tensors])
+        facts = (
+            *positions,
+            *_firsts(tensors),
+            *others,
+            *[(type(each), each.requires_grad, each.is_conj()) for each in tensors],
+        )
         return self.calls.find(self.formula, facts, tensors, arguments, positions)
 
     def _resolve(self, *given) -> Optional[tuple]:

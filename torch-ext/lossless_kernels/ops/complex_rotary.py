@@ -227,7 +227,12 @@ def replacement(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) ->
         return proof.record_refusal(eager, proof.NOT_PLAIN)
     if is_grad_enabled() and (freqs_cis.requires_grad or freqs_cis.is_inference()):
         return proof.record_refusal(eager, "freqs_cis needs a gradient or is an inference tensor")
-    return _calls.run(facts, _calls.find(eager, facts, (x, freqs_cis), *facts), (), (x, freqs_cis))
+    return _calls.run(facts, _find_call(x, freqs_cis, *facts), (), (x, freqs_cis))
+
+
+def _find_call(x, freqs_cis, *facts) -> Optional[_Call]:
+    # A conjugate may be a view of the same layout, whose memory has the other sign.
+    return _calls.find(eager, (*facts, freqs_cis.is_conj()), (x, freqs_cis), *facts)
 
 
 def _resolve(x, freqs_cis, unsqueeze_dim, needs_grad) -> _Call:
@@ -241,10 +246,14 @@ _calls = Calls(_resolve)
 def gradient(dy, freqs_cis, unsqueeze_dim) -> torch.Tensor:
     """The gradient of x."""
     if not is_grad_enabled() and are_plain(dy, freqs_cis):
-        call = _gradient_calls.find(eager, (unsqueeze_dim,), (dy, freqs_cis), unsqueeze_dim)
+        call = _find_gradient_call(dy, freqs_cis, unsqueeze_dim)
         if call is not None:
             return call.output(dy, freqs_cis)
     return formula(dy, freqs_cis, unsqueeze_dim)
+
+
+def _find_gradient_call(dy, freqs_cis, unsqueeze_dim) -> Optional[_Call]:
+    return _gradient_calls.find(eager, (unsqueeze_dim, freqs_cis.is_conj()), (dy, freqs_cis), unsqueeze_dim)
 
 
 def _resolve_gradient(dy, freqs_cis, unsqueeze_dim) -> _Call:
@@ -365,8 +374,7 @@ def _comparisons(kind, device):
 
 
 def _find(x, freqs_cis, unsqueeze_dim):
-    facts = unsqueeze_dim, False
-    call = _calls.find(eager, facts, (x, freqs_cis), *facts)
+    call = _find_call(x, freqs_cis, unsqueeze_dim, False)
     return None if call is None else call.launched
 
 
@@ -376,7 +384,7 @@ def _complex_rotary_op(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: 
 
 
 def _find_gradient(dy, freqs_cis, unsqueeze_dim):
-    call = _gradient_calls.find(eager, (unsqueeze_dim,), (dy, freqs_cis), unsqueeze_dim)
+    call = _find_gradient_call(dy, freqs_cis, unsqueeze_dim)
     return None if call is None else call.launched
 
 
