@@ -199,6 +199,17 @@ def test_the_proof_tells_a_wrong_order(family, monkeypatch, seed, name, size, dt
         assert tells(family, kind, needs) == (name is not None)
 
 
+@pytest.mark.parametrize("rows", (1, 2))
+def test_the_proof_tells_a_wrong_order_of_few_rows(family, monkeypatch, seed, rows):
+    """A row of subnormal numbers, whose sum is exact, must not be the only one."""
+    kind = family.Kind(torch.float32, torch.float32, 512, rows)
+    for name in (None, "in sequence"):
+        with monkeypatch.context() as patch:
+            in_the_kernels_place(family, patch, seed, WRONG_SUMS.get(name, aten_model.row_sum))
+            for needs in ((False, False), (True, True)):
+                assert tells(family, kind, needs) == (name is not None)
+
+
 @pytest.mark.long
 def test_1000_wrong_orders_are_told(family, monkeypatch, seed):
     """Half of them in the forward pass, half in the backward pass alone."""

@@ -30,7 +30,16 @@ from ..core.layout import Output, contiguous_strides
 from ..core.reduction import ROW_CLASSES, row_class, row_reduction
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .rms_norm.formulas import EPS_NAME
-from .rms_norm.proof import PROOF_EPS, formula_cases, leaves, output_and_gradients, proof_calls, spike, stand_in
+from .rms_norm.proof import (
+    PROOF_EPS,
+    formula_cases,
+    leaves,
+    output_and_gradients,
+    proof_calls,
+    spike,
+    stand_in,
+    subnormal_row,
+)
 
 if launch.AVAILABLE:
     from ..kernels_src.cohere_layer_norm import cohere_layer_norm_backward, cohere_layer_norm_forward
@@ -388,9 +397,10 @@ def _comparisons(kind, owner, device, needs):
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=source)
     calls, rows = proof_calls(kind.rows)
     for call in range(calls):
-        leaf = spike(make(rows, kind.size) + make(rows, 1), call)
-        leaf[-1] *= torch.finfo(kind.dtype).tiny / 8
-        leaf = leaf.to(kind.dtype).requires_grad_()
+        leaf = spike(make(rows, kind.size) + make(rows, 1), call).to(kind.dtype)
+        if call == calls - 1:  # Sums of subnormal numbers are exact in every order.
+            subnormal_row(leaf)
+        leaf.requires_grad_()
         weight = make(kind.size).to(kind.weight_dtype).requires_grad_()
         dy = spike(make(rows, kind.size), call + 1).to(kind.dtype)
         with torch.enable_grad():
