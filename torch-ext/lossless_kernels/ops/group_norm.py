@@ -26,7 +26,7 @@ from ..core.domain import (
 )
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .layer_norm import attribute_of, autocast_changes, given
+from .layer_norm import attribute_of, autocast_changes, given, register_gradient
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm import group_norm_forward, group_norm_output, group_norm_statistics
@@ -594,23 +594,7 @@ def _group_norm_backward_op(
     return operators.without_none(gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs), dy)
 
 
-def _setup_context(ctx, inputs, output):
-    input, ctx.groups, weight, bias, ctx.eps = inputs
-    ctx.save_for_backward(input, weight, bias, *output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _op_gradient(ctx, dy, d_mean, d_rstd):
-    if dy is None:
-        return None, None, None, None, None
-    input, weight, bias, mean, rstd = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[each] for each in (0, 2, 3)]
-    found = _group_norm_backward_op(dy, input, ctx.groups, mean, rstd, weight, bias, ctx.eps, needs)
-    dx, dweight, dbias = (each if need else None for each, need in zip(found, needs))
-    return dx, None, dweight, dbias, None
-
-
-_group_norm_op.register_autograd(_op_gradient, setup_context=_setup_context)
+register_gradient(_group_norm_op, _group_norm_backward_op)
 
 
 def _compiled(input, num_groups, weight, bias, eps):

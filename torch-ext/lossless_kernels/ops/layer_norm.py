@@ -466,23 +466,28 @@ def _layer_norm_backward_op(
     return operators.without_none(gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs), dy)
 
 
-def _setup_context(ctx, inputs, output):
-    input, ctx.shape, weight, bias, ctx.eps = inputs
-    ctx.save_for_backward(input, weight, bias, *output[1:])
-    ctx.set_materialize_grads(False)
+def register_gradient(op, backward) -> None:
+    """The gradient of an operator `op(input, layout, weight, bias, eps)` that returns the output, mean and rstd, by the operator
+    `backward(dy, input, layout, mean, rstd, weight, bias, eps, needs)`."""
+
+    def setup_context(ctx, inputs, output):
+        input, ctx.layout, weight, bias, ctx.eps = inputs
+        ctx.save_for_backward(input, weight, bias, *output[1:])
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, dy, d_mean, d_rstd):
+        if dy is None:
+            return None, None, None, None, None
+        input, weight, bias, mean, rstd = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[each] for each in (0, 2, 3)]
+        found = backward(dy, input, ctx.layout, mean, rstd, weight, bias, ctx.eps, needs)
+        dx, dweight, dbias = (each if need else None for each, need in zip(found, needs))
+        return dx, None, dweight, dbias, None
+
+    op.register_autograd(gradient, setup_context=setup_context)
 
 
-def _op_gradient(ctx, dy, d_mean, d_rstd):
-    if dy is None:
-        return None, None, None, None, None
-    input, weight, bias, mean, rstd = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[each] for each in (0, 2, 3)]
-    found = _layer_norm_backward_op(dy, input, ctx.shape, mean, rstd, weight, bias, ctx.eps, needs)
-    dx, dweight, dbias = (each if need else None for each, need in zip(found, needs))
-    return dx, None, dweight, dbias, None
-
-
-_layer_norm_op.register_autograd(_op_gradient, setup_context=_setup_context)
+register_gradient(_layer_norm_op, _layer_norm_backward_op)
 
 
 def _compiled(input, shape, weight, bias, eps):
