@@ -146,7 +146,8 @@ def test_a_changed_call_is_not_the_recognised_one(operators, arguments, name, ch
         for ours, theirs, eagers in zip(found, alone, expected, strict=True):
             assert_bits_equal(ours, theirs, f"{name}, argument {number}")
             assert (ours.shape, ours.dtype, ours.stride()) == (eagers.shape, eagers.dtype, eagers.stride())
-            torch.testing.assert_close(ours, eagers, rtol=1e-3, atol=1e-3)
+            # The interpreter's exponentials and orders of sums are not the CPU's: a few roundings, which the defaults allow.
+            torch.testing.assert_close(ours, eagers)
 
 
 def test_other_constants_are_another_call(operators, arguments):
@@ -156,6 +157,7 @@ def test_other_constants_are_another_call(operators, arguments):
     formula = operators["rms_norm"][1].formula
     with torch.no_grad():
         for eps, variant in ((1e-6, "llama"), (0.5, "llama"), (0.5, "one_plus_weight"), (1e-6, "llama")) * 2:
+            # A CPU adds in another order than the kernel: a few roundings, which the defaults allow. Another eps shows.
             torch.testing.assert_close(site(x, weight, eps, variant), formula(x, weight, eps, variant))
 
 
@@ -171,6 +173,7 @@ def test_one_tensor_for_two_arguments_is_recognised_and_told_from_two(operators,
                 function.formula(first, second, weight, *constants),
             )
             assert_bits_equal(found[1], expected[1])
+            # The norm of the sum: a CPU adds in another order, a few roundings, which the defaults allow.
             torch.testing.assert_close(found[0], expected[0])
             assert "entry" in names or (first is second) == (first is x and second is x)
         # As in fp32 Cohere's LayerNorm, whose input eager sends three gradients.
