@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Time language models under torch.compile: eager, Inductor alone, and Inductor with our layers.
 
-Both models share one set of random weights on one GPU. Logits of the timed code are compared with eager's bit by bit, and
-the CPU time of each of our operators is measured with the arguments that the compiled model calls it with.
+All share one set of random weights on one GPU, and take turns. `ms` is the time of a call and the wait for its result; `in a
+row` is the time of one of ten calls without a wait between them. Logits of the timed code are compared with eager's bit by
+bit, and the CPU time of each of our operators is measured with the arguments that the compiled model calls it with.
 
 examples:
   compiled.py --quick                    the 67.6M model: less than four minutes on a GPU
@@ -14,7 +15,6 @@ Exit status: 0; 1 if logits of our layers under Inductor differed from eager's; 
 
 import argparse
 import collections
-import copy
 import json
 import statistics
 import sys
@@ -38,36 +38,56 @@ MODELS["70m"] = {
 MODES = ("default", "reduce-overhead")
 # Calls whose CPU time is one figure: few, so that the GPU's queue does not fill.
 CALLS = 100
+# Timed calls of one model before the next one's turn.
+CALLS_IN_TURN = 10
 
 
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, nargs="+", default=("70m", "llama-3.2-1b"), help="(default: both)")
-    parser.add_argument("--mode", choices=MODES, nargs="+", default=MODES, help="of torch.compile (default: both)")
+    parser.add_argument("--mode", choices=MODES, nargs="+", default=MODES, help="of Inductor (default: both)")
     parser.add_argument("--tokens", type=positive, default=118, metavar="N", help="of the prompt (default: 118)")
     parser.add_argument("--level", choices=("layer", "decoder"), default="decoder", help="of apply (default: decoder)")
-    parser.add_argument("--rounds", type=positive, default=50, metavar="N", help="timed calls (default: 50)")
-    parser.add_argument("--quick", action="store_true", help="the 67.6M model and 10 rounds")
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=10,
+        metavar="N",
+        help=f"turns of {CALLS_IN_TURN} timed calls each (default: 10)",
+    )
+    parser.add_argument("--quick", action="store_true", help="the 67.6M model and 3 rounds")
     parser.add_argument("--device", default="cuda", help="(default: cuda; cpu tries the program out)")
     parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
     parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder made by `make build`")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     options = parser.parse_args(arguments)
+    if options.backend != "inductor":
+        options.mode = ("default",)
     if options.quick:
-        options.model, options.rounds = ("70m",), min(options.rounds, 10)
+        options.model, options.rounds = ("70m",), min(options.rounds, 3)
     return options
 
 
-def milliseconds(run, options) -> float:
-    """The median time of a call, the synchronisation included."""
+def milliseconds(run, options) -> list[float]:
+    """Times of calls in a row, the synchronisation included. The first is left out: others ran before it."""
     times = []
-    for _ in range(options.rounds):
+    for _ in range(CALLS_IN_TURN + 1):
         synchronize(options)
         start = time.perf_counter()
         run()
         synchronize(options)
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    return times[1:]
+
+
+def milliseconds_in_a_row(run, options) -> float:
+    """The time of a call among calls in a row, none of which waits for the GPU."""
+    synchronize(options)
+    start = time.perf_counter()
+    for _ in range(CALLS_IN_TURN):
+        run()
+    synchronize(options)
+    return (time.perf_counter() - start) / CALLS_IN_TURN * 1e3
 
 
 def operators_of(kernel) -> dict:
@@ -107,63 +127,60 @@ def operator_times(kernel, run, options) -> dict[str, dict]:
 
 
 def compiled(model, mode, options):
-    """A function of the tokens that returns logits, and one that counts its graphs."""
+    """A function of the tokens that returns logits."""
     import torch
-    from torch._dynamo.utils import counters
 
-    torch._dynamo.reset()
-    counters.clear()
-    named = {} if mode == "default" or options.backend != "inductor" else {"mode": mode}
+    named = {} if mode == "default" else {"mode": mode}
     function = torch.compile(model, backend=options.backend, **named)
 
     def call(tokens):
         torch.compiler.cudagraph_mark_step_begin()
         return function(tokens, use_cache=False).logits
 
-    return call, lambda: counters["stats"]["unique_graphs"]
+    return call
 
 
 def measure(name, kernel, options, rows):
     import torch
     from kernels import Mode
+    from torch._dynamo.utils import counters
 
     sizes = SimpleNamespace(model=name, tokens=(options.tokens,), training_tokens=1, device=options.device)
     eager, ours = make_models(sizes)
-    alone = copy.deepcopy(eager, {id(parameter): parameter for parameter in eager.parameters()})
     kernel.apply(ours, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, level=options.level)
     tokens = torch.randint(eager.config.vocab_size, (1, options.tokens), device=options.device)
+    torch._dynamo.reset()
     with torch.inference_mode():
         expected = eager(tokens, use_cache=False).logits.clone()
-        eager(tokens, use_cache=False)
-        time_of_eager = milliseconds(lambda: eager(tokens, use_cache=False), options)
-        rows.append({"model": name, "layers": "eager", "mode": "", "ms": time_of_eager, "bits_equal": True})
-        # Kernels are bound to modules: the classes, which all three models share, keep their forwards.
+        runs = [({"model": name, "layers": "eager", "mode": ""}, lambda: eager(tokens, use_cache=False).logits)]
         for mode in options.mode:
-            for layers, model in (("Inductor alone", alone), ("Inductor, our layers", ours)):
-                call, graphs = compiled(model, mode, options)
+            for layers, model in (("Inductor alone", eager), ("Inductor, our layers", ours)):
+                counters.clear()
+                call = compiled(model, mode, options)
                 start = time.perf_counter()
                 for _ in range(3):  # A CUDA graph is recorded in the second call.
-                    found = call(tokens)
-                seconds = time.perf_counter() - start
-                entry = {
-                    "model": name,
-                    "layers": layers,
-                    "mode": mode,
-                    "bits_equal": bits_equal([found], [expected]),
-                    "ms": milliseconds(lambda call=call: call(tokens), options),
-                    "graphs": graphs(),
-                    "seconds_compiling": seconds,
-                }
-                if model is ours and mode == "default":
-                    entry["operators"] = operator_times(kernel, lambda call=call: call(tokens), options)
-                rows.append(entry)
+                    call(tokens)
+                row = {"model": name, "layers": layers, "mode": mode, "graphs": counters["stats"]["unique_graphs"]}
+                row["seconds_compiling"] = time.perf_counter() - start
+                runs.append((row, lambda call=call: call(tokens)))
+        times, in_a_row = collections.defaultdict(list), collections.defaultdict(list)
+        for turn in range(options.rounds):
+            for number, (_, run) in list(enumerate(runs))[:: -1 if turn % 2 else 1]:
+                times[number] += milliseconds(run, options)
+                in_a_row[number].append(milliseconds_in_a_row(run, options))
+        for number, (row, run) in enumerate(runs):
+            row["ms"], row["ms_in_a_row"] = statistics.median(times[number]), statistics.median(in_a_row[number])
+            row["bits_equal"] = bits_equal([run()], [expected])
+            if row["layers"] == "Inductor, our layers" and row["mode"] == "default":
+                row["operators"] = operator_times(kernel, run, options)
+            rows.append(row)
 
 
 def as_text(rows) -> str:
-    lines = [f"{'Model':14}{'Layers':22}{'Mode':17}{'ms':>9}  {'graphs':>6}  bits of eager"]
+    lines = [f"{'Model':14}{'Layers':22}{'Mode':17}{'ms':>9}{'in a row':>10}  {'graphs':>6}  bits of eager"]
     for each in rows:
         lines.append(
-            f"{each['model']:14}{each['layers']:22}{each['mode']:17}{each['ms']:9.3f}  {each.get('graphs', ''):>6}  "
+            f"{each['model']:14}{each['layers']:22}{each['mode']:17}{each['ms']:9.3f}{each['ms_in_a_row']:10.3f}  {each.get('graphs', ''):>6}  "
             f"{'yes' if each['bits_equal'] else 'no'}"
         )
     for each in rows:

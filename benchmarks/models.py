@@ -25,6 +25,7 @@ import datetime
 import functools
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shlex
@@ -95,9 +96,13 @@ def parse(arguments=None):
 
 
 def make_models(options):
-    """Eager's model, and its twin with the same weights, whose layers will be replaced."""
+    """Eager's model, and its twin with the same weights, whose layers will be replaced.
+
+    `apply` replaces a rotary function for all models of its file. Eager's classes come from a file of their own.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama
 
     longest = max(*options.tokens, options.training_tokens, 1024)
     config = LlamaConfig(
@@ -105,15 +110,29 @@ def make_models(options):
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(options.device):
-        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+        model, twin = (
+            file.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation="sdpa")
+            for file in (second_copy(modeling_llama), modeling_llama)
+        )
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             # Away from 1, where formulas with the weight elsewhere agree.
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.generation_config.pad_token_id = 0
-    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    for each in (model, twin):
+        each.generation_config.pad_token_id = 0
     return model.eval(), twin.eval()
+
+
+def second_copy(module):
+    """The module, executed once more under another name."""
+    name = f"{module.__name__}_copy"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, module.__file__)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def bits_equal(found, expected) -> bool:
