@@ -10,6 +10,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+# Threads of OpenMP that wait for a core spin: processes of tests that share the cores take a hundred times as long.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+
 import pytest
 import torch
 from places import python_module

@@ -4,7 +4,9 @@ The interpreter truncates where a GPU rounds to bf16: bf16 is left to the GPU.
 """
 
 import functools
+import itertools
 import math
+import os
 import random
 
 import aten_model
@@ -111,7 +113,11 @@ def wrong_kernels():
     return {"product": no_rounding_of_the_product, "tanh": tanh_of_fp32, "gradient": gradient_in_fp32}
 
 
-def in_the_kernels_place(family, patch, compute):
+def in_the_kernels_place(family, patch, compute, seed=None):
+    """`seed` replaces the proof's own."""
+    if seed is not None:
+        patch.setattr(family.proof, "generator", lambda device, _: torch.Generator(device).manual_seed(seed))
+
     def forward(kind, rows, device):
         def run(x, alpha, weight, bias, out):
             out.copy_(compute(x, alpha, weight, bias, x)[0])
@@ -148,15 +154,33 @@ class Transcribed(torch.autograd.Function):
         return dx, of_alpha.sum_to_size(alpha.shape), of_weight.sum_to_size(weight.shape), dy.sum_to_size(weight.shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+ALL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("name", [None, "product", "tanh", "gradient"])
 def test_the_proof_tells_another_arithmetic(family, monkeypatch, name, dtype):
     if dtype == torch.float32 and name in ("product", "tanh"):
         pytest.skip("nothing is rounded to fp32 a second time")
     in_the_kernels_place(family, monkeypatch, wrong_kernels()[name] if name else transcribed)
+    assert tells(family, dtype) == (name is not None)
+
+
+def tells(family, dtype) -> bool:
     kind = family.Kind(dtype, 512)
-    pairs = [*family._comparisons(kind, CPU), *family._gradient_comparisons(kind, CPU)]
-    assert any(not bits_equal(found, expected) for _, found, expected in pairs) == (name is not None)
+    pairs = itertools.chain(family._comparisons(kind, CPU), family._gradient_comparisons(kind, CPU))
+    return any(not bits_equal(found, expected) for _, found, expected in pairs)
+
+
+@pytest.mark.long
+def test_1000_proofs_tell_another_arithmetic(family, monkeypatch, seed):
+    """Each with alpha, weight, bias and a gradient of its own; x runs through the same numbers."""
+    choose, names = random.Random(seed), [*wrong_kernels()]
+    for _ in range(int(os.environ.get("LOSSLESS_PROOFS", 1000))):
+        name = choose.choice(names)
+        dtype = choose.choice(ALL_DTYPES[: None if name == "gradient" else 2])
+        in_the_kernels_place(family, monkeypatch, wrong_kernels()[name], choose.randrange(1 << 30))
+        assert tells(family, dtype), (name, dtype)
 
 
 # What surrounds the kernels
