@@ -283,7 +283,8 @@ def as_in_towers(function):
     """The function, of `[tokens, heads, head_dim]`, called with one sequence of `[batch, heads, tokens, head_dim]`."""
 
     def rotary_vision(q, k, cos, sin):
-        out = function(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+        # The gradient of an index would be a copy; that of `squeeze` is a view.
+        out = function(q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1), cos[0], sin[0])
         return tuple(x.transpose(0, 1)[None] for x in out)
 
     return rotary_vision

@@ -258,15 +258,20 @@ def _proved(kind: Kind, device, gradients: bool) -> bool:
     )
 
 
+# No power of two, whose products are not rounded.
+_ALPHA = 0.7
+
+
 def _sample(kind, device):
-    """All numbers of 16 bits, of fp32 as many, as rows after one of ones; alpha, weight and bias at random."""
+    """All numbers of 16 bits, of fp32 as many, as rows after one of ones; alpha; weight, bias and dy at random."""
     values = all_inputs(kind.dtype, device)
     rows = -(-len(values) // kind.size) + 1
     x = torch.ones(rows * kind.size, dtype=kind.dtype, device=device)
     x[-len(values) :] = values
     make = functools.partial(torch.randn, device=device, generator=proof.generator(device, kind.size))
-    vectors = [make(size).to(kind.dtype) for size in (1, kind.size, kind.size)]
-    return x.view(rows, kind.size), *vectors, make(rows, kind.size).to(kind.dtype)
+    weight, bias = (make(kind.size).to(kind.dtype) for _ in range(2))
+    alpha = torch.full((1,), _ALPHA, dtype=kind.dtype, device=device)
+    return x.view(rows, kind.size), alpha, weight, bias, make(rows, kind.size).to(kind.dtype)
 
 
 def _comparisons(kind, device):

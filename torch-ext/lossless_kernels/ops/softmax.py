@@ -358,6 +358,9 @@ _PROOF_ELEMENTS = {torch.float32: 1 << 16, torch.float16: 1 << 19, torch.bfloat1
 _BLOCK_ROWS = 64
 _APART = {torch.float32: 40.0, torch.float16: 6.0, torch.bfloat16: 40.0}
 _MORE_OF_BLOCKS = {torch.float32: 1, torch.float16: 4, torch.bfloat16: 1}
+# How often a block's rows are drawn. Equal numbers of a row, of which 16 bits have many, show a difference together or not
+# at all: drawn once, rows of bf16 hid half the threads one time in eight.
+_TIMES_OF_BLOCKS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 12}
 _GRADIENT_ROWS = 256
 _GRADIENT_ELEMENTS = 1 << 22
 # Within these lengths are rows of every kind of block, and both ends of those that are bounded.
@@ -395,14 +398,15 @@ def _row_stride(kind: Kind, size: int) -> int:
 
 def _comparisons(kind, device):
     source, is_block = proof.generator(device, kind.steps), kind.order.kind != aten.WARP
-    for size in _sizes(kind):
+    for size in _sizes(kind) * (_TIMES_OF_BLOCKS[kind.result] if is_block else 1):
         rows = _PROOF_ELEMENTS[kind.result] // size
         if is_block:
             rows = max(rows * _MORE_OF_BLOCKS[kind.result], _BLOCK_ROWS)
         x = torch.randn(rows, size, device=device, generator=source)
         if is_block:
             lane = aten.lanes(kind.order, rows // 2, size, kind.shift, device)
-            x[: rows // 2].sub_(torch.where(lane == lane[:, size // 2, None], 0.0, _APART[kind.result]))
+            # Up, and not the other terms down: 16 bits have few numbers around -40, and as few quotients.
+            x[: rows // 2].add_(torch.where(lane == lane[:, size // 2, None], _APART[kind.result], 0.0))
         x[-1], x[-2], x[-3], x[-4, 0], x[-5, -1], x[-6, 0] = -math.inf, math.inf, -0.0, math.nan, math.inf, -math.inf
         x = _placed(x, kind)
         out = torch.full((rows, size), math.nan, dtype=kind.result, device=device)
