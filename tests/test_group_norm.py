@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import random
+import re
 from types import MethodType
 
 import aten_model
@@ -522,7 +523,13 @@ def outside():
 @pytest.mark.parametrize("case", outside())
 def test_outside_the_domain_eager_runs(kernel, module, case):
     arguments = outside()[case]
-    found, expected = kernel.group_norm(*arguments), functional.group_norm(*arguments)
+    try:
+        expected = functional.group_norm(*arguments)
+    except RuntimeError as error:  # torch 2.15 refuses tensors without positions.
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            kernel.group_norm(*arguments)
+        return
+    found = kernel.group_norm(*arguments)
     assert_bits_equal(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
     assert not any(module("ops.group_norm")._calls.resolved.values())
 

@@ -301,7 +301,8 @@ attempt("version", get_kernel, repo_id, version=7)
 attempt("organisation", get_kernel, "strangers/kernel", version=1)
 attempt("variant", get_kernel, f"{organisation}/no-cpu", version=1)
 attempt("metadata", get_kernel, f"{organisation}/bad-metadata", version=1)
-torch.version.xpu = "20250300"
+# A torch for CUDA too, as if it were one for another GPU.
+torch.version.cuda, torch.version.xpu = None, "20250300"
 attempt("xpu", get_kernel, repo_id, version=1)
 results["has xpu"] = has_kernel(repo_id, version=1)
 torch.backends.mps.is_available = lambda: True
