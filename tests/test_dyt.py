@@ -174,7 +174,7 @@ def tells(family, dtype) -> bool:
 
 @pytest.mark.long
 def test_1000_proofs_tell_another_arithmetic(family, monkeypatch, seed):
-    """Each with alpha, weight, bias and a gradient of its own; x runs through the same numbers."""
+    """Each with a weight, a bias and a gradient of its own; x runs through the same numbers."""
     choose, names = random.Random(seed), [*wrong_kernels()]
     for _ in range(int(os.environ.get("LOSSLESS_PROOFS", 1000))):
         name = choose.choice(names)

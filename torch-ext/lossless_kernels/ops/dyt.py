@@ -263,7 +263,7 @@ _ALPHA = 0.7
 
 
 def _sample(kind, device):
-    """All numbers of 16 bits, of fp32 as many, as rows after one of ones; alpha; weight, bias and dy at random."""
+    """x, alpha, weight, bias and dy. x: all numbers of 16 bits, of fp32 as many, after a row of ones; the last three at random."""
     values = all_inputs(kind.dtype, device)
     rows = -(-len(values) // kind.size) + 1
     x = torch.ones(rows * kind.size, dtype=kind.dtype, device=device)
