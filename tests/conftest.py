@@ -22,6 +22,7 @@ from places import python_module
 # The tests' Hub is on this machine, whatever the shell says about the real one, and no proxy leads to it.
 os.environ.update(HF_HUB_OFFLINE="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
 
+import decorated  # noqa: F401
 from bits import fresh_seed
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,6 +1,7 @@
 """Whole decoder layers through kernelize, on the CPU with the kernels in Triton's interpreter: what is called, and that nothing
 else changes. The norm's kernel sums in CUDA's order there, so the comparison is with the same layers, norms kernelized, apart."""
 
+import collections
 import copy
 import functools
 import inspect
@@ -15,6 +16,7 @@ from places import python_module
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -47,6 +49,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    modeling_layers,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -242,6 +245,58 @@ def test_checkpointing(kernel, seed, reentrant):
         results.append([parameter.grad for parameter in model.parameters()])
     for ours, expected in zip(*results, strict=True):
         assert_bits_equal(ours, expected)
+
+
+# How transformers wraps the forward of each subclass of `GradientCheckpointingLayer` from 5.23 on, in that file's namespace.
+# Up to 5.22 `__call__` checkpoints.
+WRAP = """
+from functools import partial, wraps
+def wrap(forward):
+    @wraps(forward)
+    def forward_with_checkpointing(self, *args, **kwargs):
+        outermost = type(self).forward is forward_with_checkpointing
+        if self.gradient_checkpointing and self.training and outermost:
+            kwargs["past_key_values"] = None
+            return self._gradient_checkpointing_func(partial(forward, self, **kwargs), *args)
+        return forward(self, *args, **kwargs)
+    return forward_with_checkpointing
+"""
+
+
+def wrapped(owner):
+    exec(WRAP, namespace := {**vars(modeling_layers)})
+    forward = namespace["wrap"](owner.forward)
+    return type(owner.__name__, (owner,), {"forward": forward, "__call__": torch.nn.Module.__call__})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_that_checkpoint_themselves(kernel, seed, reentrant, monkeypatch):
+    """Once more in each class that FSDP2 makes of a layer's."""
+    family, results, counted = python_module(kernel, "decoder"), [], collections.Counter()
+    original = family.fused_forward
+    monkeypatch.setattr(family, "fused_forward", lambda *a: counted.update(["fused"]) or original(*a))
+    model, ids = make("Llama", seed), tokens(seed)
+    for layer in model.model.layers:
+        layer.__class__ = wrapped(wrapped(type(layer)))
+    for level in ("layer", "decoder"):
+        each = kernelized(kernel, model, level, Mode.TRAINING).train()
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for layer in each.model.layers:
+            checkpoint = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = lambda *a, f=checkpoint, n=level: counted.update([n]) or f(*a)
+        out = each(inputs_embeds=each.get_input_embeddings()(ids), labels=ids)
+        out.loss.backward()
+        gradients = [parameter.grad for parameter in each.parameters()]
+        with torch.no_grad():
+            again = each(ids, past_key_values=DynamicCache(config=each.config))
+        assert again.past_key_values.get_seq_length() == 0
+        results.append([out.logits, again.logits, each.eval()(ids).logits, *gradients])
+    # A step computes each of two layers twice, without gradients and in evaluation once.
+    assert counted == {"layer": 4, "decoder": 4, "fused": 8}
+    for ours, expected in zip(*results, strict=True):
+        assert_bits_equal(ours, expected)
+    report = kernel.replacement_report(each, verbose=False)
+    assert {entry.path for entry in report.layers if "Decoder" in entry.layer} == {"kernel"}
 
 
 def test_other_decoders_keep_their_forward(kernel, seed):

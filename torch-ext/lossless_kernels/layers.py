@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .core import proof
 from .core.domain import is_autocast, is_checkpointed
+from .core.inspection import checkpointing, is_checkpointing
 from .core.torch_internals import MISSING, class_before_script
 from .decoder import attention, mlp, recompute, replay
 from .decoder import layer as decoder
@@ -472,7 +473,10 @@ class Qwen3VLTextDecoderLayer(_Layer):
 
 def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, past_key_values, arguments):
     """The output of a decoder layer; `arguments` are those that its attention alone reads."""
-    if not is_dynamo_compiling():
+    # Layers of transformers up to 5.22 checkpoint the whole call, later ones their forward.
+    wrapper = type(self).forward
+    checkpoints = self.training and getattr(self, "gradient_checkpointing", False) and is_checkpointing(wrapper)
+    if not is_dynamo_compiling() and not checkpoints:
         out = replay.replay(self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments)
         if out is not None:
             return out
@@ -480,12 +484,19 @@ def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, pa
         attention_mask=attention_mask, past_key_values=past_key_values, position_embeddings=position_embeddings
     )
     formula = decoder.formula_of(type(self), hidden_states, self.__dict__)
-    if formula is None:
+    if formula is None or (checkpoints and is_dynamo_compiling()):
         return _original(self, layer, hidden_states, **arguments)
+    if checkpoints:
+        fused = functools.partial(_fused_decoder, formula)
+        return checkpointing(wrapper, fused)(self, hidden_states, **arguments)
     out = decoder.fused_forward(self, formula, hidden_states, arguments)
     if not is_dynamo_compiling():
         replay.record(self, hidden_states, position_embeddings)
     return out
+
+
+def _fused_decoder(formula, layer, hidden_states, **arguments):
+    return decoder.fused_forward(layer, formula, hidden_states, arguments)
 
 
 class LlamaRotaryEmbedding(_Layer):

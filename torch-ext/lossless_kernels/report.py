@@ -355,7 +355,7 @@ def _layer_report(layer, source, own, missing, count, found) -> LayerReport:
         entry.path = OTHER_KERNEL
         entry.reasons.append(Reason(source, OTHER_KERNEL))
     elif source:
-        return _with_verdicts(entry, inspection.function_behind(layer.forward))
+        return _with_verdicts(entry, inspection.function_behind(inspection.checkpointed(layer.forward)))
     elif found is not None:
         entry.reasons.append(found)
     elif own:

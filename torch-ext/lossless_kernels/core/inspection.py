@@ -10,9 +10,10 @@ import functools
 import inspect
 import weakref
 from collections.abc import Mapping, MutableMapping
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Callable, NamedTuple, Optional
 
+import torch
 from torch import nn
 
 from . import ROOT_PACKAGE
@@ -164,7 +165,7 @@ class Code:
             for name in ("__getattr__", "__getattribute__")
         ):
             return
-        functions, helpers, absent = [owner.forward], [], []
+        functions, helpers, absent = [checkpointed(owner.forward)], [], []
         for function in functions:
             attributes = _attributes_read(function)
             if attributes is None:
@@ -227,6 +228,27 @@ def functions_of(owner: type, state: Mapping = NO_STATE) -> Optional[tuple[Calla
     if state and any(helper.namespace is None and helper.name in state for helper in code.helpers):
         return None
     return code.functions
+
+
+@torch.compiler.assume_constant_result
+def is_checkpointing(forward: Callable) -> bool:
+    """Whether this is the wrapper by which transformers' `GradientCheckpointingLayer` checkpoints a forward, from 5.23 on."""
+    code = getattr(forward, "__code__", None)
+    named = code is not None and code.co_freevars == ("forward", "forward_with_checkpointing")
+    return named and forward.__globals__["__name__"] == "transformers.modeling_layers"
+
+
+def checkpointed(forward: Callable) -> Callable:
+    """The forward inside the wrappers of `is_checkpointing`, one for each subclass; any other forward itself."""
+    while is_checkpointing(forward):
+        forward = forward.__closure__[0].cell_contents
+    return forward
+
+
+def checkpointing(wrapper: FunctionType, forward: Callable) -> FunctionType:
+    """A wrapper of `is_checkpointing`, for another forward."""
+    closure = CellType(forward), wrapper.__closure__[1]
+    return FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
 
 
 def function_behind(forward: Callable) -> Callable:

@@ -23,6 +23,7 @@ from torch import nn
 
 from . import LAYERS_MODULE, launch
 from .domain import identity_hook, is_watched
+from .inspection import checkpointed
 from .torch_internals import graph_task, no_modes, other_arithmetic, saved_tensor_hooks_enabled
 
 _POLICIES = ("on", "off", "strict")
@@ -267,7 +268,7 @@ def record_refusal(original: Callable, reason: str) -> None:
 def record_unreadable_forward(owner: type) -> None:
     """Records for reports that `owner.forward` ran because `functions_of(owner)` is None."""
     ours = getattr(owner.forward, "__module__", None) == LAYERS_MODULE
-    record_refusal(owner.forward, "a layer of this package used by itself" if ours else HIDDEN_DEPENDENCY)
+    record_refusal(checkpointed(owner.forward), "a layer of this package used by itself" if ours else HIDDEN_DEPENDENCY)
 
 
 def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:

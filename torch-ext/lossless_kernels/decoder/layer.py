@@ -278,10 +278,10 @@ def _match_formula(owner, device) -> tuple[Optional[DecoderFormula], bool]:
             if others
             else "combines its parts as no known decoder layer does"
         )
-        proof.record_refusal(owner.forward, f"its forward {what}")
+        proof.record_refusal(functions[0], f"its forward {what}")
         return None, True
     key = ("decoder", functions, device)
-    subject = proof.Subject(owner.forward, device, "any dtype")
+    subject = proof.Subject(functions[0], device, "any dtype")
     comparisons = {formula: functools.partial(_comparisons, owner, formula, device) for formula in candidates}
     formula = proof.match_formula(key, subject, comparisons, operator.attrgetter("formula"))
     return formula, proof.is_final(key)
