@@ -88,6 +88,7 @@ def replace(kernel, mapping, folder, options, dtype, tokens, expected):
 
     register_kernel_mapping(mapping, inherit_mapping=False)
     model = llama.load_model(options, dtype, folder)
+    llama.name_layers(model, NAMES, kernel)
     kernelize(model, mode=Mode.INFERENCE)
     return {
         "kernel": kernel.__name__,

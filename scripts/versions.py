@@ -35,6 +35,7 @@ class Row:
     triton: str
     transformers: str = "5.22.2"
     kernels: str = "0.17.2"
+    numpy: Optional[str] = None  # None: as in requirements.txt.
 
     def __str__(self):
         return f"torch {self.torch}, Triton {self.triton}, transformers {self.transformers}, kernels {self.kernels}"
@@ -42,7 +43,7 @@ class Row:
 
 # Each torch with the Triton that its CUDA wheel requires; another transformers or kernels in a row of its own.
 ROWS = (
-    Row("2.11.0", "3.6.0"),
+    Row("2.11.0", "3.6.0", numpy="2.3.5"),  # Triton 3.6's interpreter takes no later numpy.
     Row("2.12.0", "3.7.0"),
     Row("2.13.0", "3.7.1"),
     Row("2.13.0", "3.7.1", transformers="5.23.0"),
@@ -74,9 +75,8 @@ LEFT_OUT = {
 TESTS = tuple(sorted({path.name for path in (ROOT / "tests").glob("test_*.py")} - {*LEFT_OUT}))
 # A test that takes longer has failed.
 SECONDS, TIMEOUT = 900, "pytest-timeout==2.4.0"
-# No machine's constraints (they may cap a row's torch), and the machine tests compile one hidden size for one GPU.
+# No machine's constraints (they may cap a row's torch), and the machine tests compile two hidden sizes for one GPU.
 ENVIRONMENT = {"PIP_CONSTRAINT": os.devnull, "LOSSLESS_MACHINES": "one"}
-_ROWS_OWN = {*Row.__dataclass_fields__}
 _NOT_TESTED = {"matplotlib", "rich", "ruff"}
 
 PROBE = """
@@ -120,8 +120,9 @@ def packages(row: Row) -> list[str]:
     """What pip installs: the row's versions, and the others of requirements.txt as they stand there."""
     lines = [line.split("#")[0].split(";")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     names = {line: re.split("[=<>~! ]", line)[0].lower() for line in lines if line}
-    rest = [line for line, name in names.items() if name not in _ROWS_OWN | _NOT_TESTED]
-    return [*(f"{name}=={version}" for name, version in asdict(row).items()), *rest, TIMEOUT]
+    own = {name: version for name, version in asdict(row).items() if version is not None}
+    rest = [line for line, name in names.items() if name not in own.keys() | _NOT_TESTED]
+    return [*(f"{name}=={version}" for name, version in own.items()), *rest, TIMEOUT]
 
 
 def last_line(text: str) -> str:
@@ -283,7 +284,7 @@ def write(outcomes: list) -> None:
     head, rule, *rest = [each for each in lines if each.startswith("|")]
     table = {key_of(each): each for each in rest}
     table.update((key_of(line(outcome)), line(outcome)) for outcome in outcomes)
-    order = [tuple(asdict(row).values()) for row in ROWS]
+    order = [(row.torch, row.triton, row.transformers, row.kernels) for row in ROWS]
     kept = [table[key] for key in order if key in table]
     ran = tuple(f"- {outcome.row}: " for outcome in outcomes)
     reasons = [each for each in lines if each.startswith("- ") and not each.startswith(ran)]

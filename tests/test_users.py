@@ -413,6 +413,7 @@ CPU_MODEL = """
         sys.modules["triton"] = None
     warnings.simplefilter("error", RuntimeWarning)
     from pathlib import Path
+    import decorated
     import torch
     from bits import assert_bits_equal
     from kernels import Mode, get_local_kernel, kernelize
@@ -448,6 +449,7 @@ def test_proof_refuses_in_the_interpreter(interpreted, build, seed):
     code = """
         import json, os, sys, warnings
         from pathlib import Path
+        import decorated
         import pytest
         from bits import assert_bits_equal
         from kernels import Mode, get_local_kernel, kernelize

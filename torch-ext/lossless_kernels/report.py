@@ -179,7 +179,8 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
     """
     check_model(model)
     report = report_of(model)
-    reason = idle_decorators() if next(iter(replaced_modules(model)), None) is None else None
+    may_replace = obstacle(model) is None and next(iter(replaced_modules(model)), None) is None
+    reason = idle_decorators() if may_replace else None
     if reason is not None:
         warnings.warn(f"lossless-kernels: {reason}", RuntimeWarning, stacklevel=2)
     for entry in report.layers:
@@ -355,7 +356,7 @@ def _layer_report(layer, source, own, missing, count, found) -> LayerReport:
         entry.path = OTHER_KERNEL
         entry.reasons.append(Reason(source, OTHER_KERNEL))
     elif source:
-        return _with_verdicts(entry, inspection.function_behind(inspection.checkpointed(layer.forward)))
+        return _with_verdicts(entry, inspection.function_behind(layer.forward))
     elif found is not None:
         entry.reasons.append(found)
     elif own:

@@ -253,6 +253,7 @@ def record_dependency(original: Callable, other: Callable) -> None:
 
 def verdicts_about(original: Callable) -> tuple[list[Verdict], list[str]]:
     """The verdicts about a forward function and its dependencies, and the reasons of refusals."""
+    original = checkpointed(original)
     originals = {original, *_dependencies.get(original, ())}
     verdicts = [verdict for verdict in list(_verdicts.values()) if verdict.subject.original in originals]
     return verdicts, sorted({reason for each in originals for reason in tuple(_refusals.get(each, ()))})
