@@ -84,11 +84,15 @@ def compare(repo_id, version, lockfile, device):
 
 
 def replace(kernel, mapping, folder, options, dtype, tokens, expected):
-    from kernels import Mode, kernelize, register_kernel_mapping
+    from kernels import Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
 
     register_kernel_mapping(mapping, inherit_mapping=False)
     model = llama.load_model(options, dtype, folder)
-    llama.name_layers(model, NAMES, kernel)
+    for name in NAMES:
+        for layer_class in {*map(type, llama.layers_named(model, (name,)))}:
+            # transformers has done so, unless it does not take this version of kernels.
+            if not hasattr(layer_class, "kernel_layer_name"):
+                replace_kernel_forward_from_hub(layer_class, name)
     kernelize(model, mode=Mode.INFERENCE)
     return {
         "kernel": kernel.__name__,

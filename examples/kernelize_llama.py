@@ -250,12 +250,6 @@ def layers_named(model, names):
     return [module for _, module in model.named_modules() if isinstance(module, chosen)]
 
 
-def name_layers(model, names, kernel):
-    """transformers gives norms and activations their names, unless it does not take this version of kernels."""
-    if not all(hasattr(type(module), "kernel_layer_name") for module in layers_named(model, names)):
-        kernel.name_layers(model)
-
-
 def kernelize(model, names, kernel, mode, device_type, registered=None):
     """Replaces the forward of the layers called `names`, module by module.
 
@@ -276,7 +270,11 @@ def kernelize(model, names, kernel, mode, device_type, registered=None):
     if mode.endswith("compile"):
         purpose |= Mode.TORCH_COMPILE
     level = "decoder" if "LlamaDecoderLayer" in names else "layer"
-    name_layers(model, names, kernel)
+    # transformers gives the other layers their names, unless it does not take this version of kernels.
+    if level == "decoder" or any(
+        not hasattr(type(module), "kernel_layer_name") for module in layers_named(model, names)
+    ):
+        kernel.name_layers(model)
     mapping = kernel.kernel_mapping(devices=registered or (device_type,), level=level)
     with use_kernel_mapping(mapping, inherit_mapping=False):
         for module in layers_named(model, names):

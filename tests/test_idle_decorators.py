@@ -2,6 +2,7 @@
 
 import json
 
+import decorated
 import pytest
 
 LLAMA = """
@@ -26,6 +27,8 @@ LLAMA = """
         warnings.simplefilter("always")
         if sys.argv[2] == "report":
             kernel.replacement_report(model, verbose=False)
+        elif sys.argv[2] == "applied":
+            kernel.apply(model)
         else:
             found["named"] = kernel.name_layers(model) if sys.argv[2] == "named" else {}
             with use_kernel_mapping(kernel.kernel_mapping(local_path="build", devices=["cpu"]), inherit_mapping=False):
@@ -64,11 +67,15 @@ def test_names_do_not_need_the_decorators(build, interpreted):
     assert {"LlamaRMSNorm", "SiLUActivation", "LlamaMLP"} <= {*found["replaced"]}
 
 
+def test_apply_does_not_need_the_decorators(build, interpreted):
+    found = run(interpreted, "idle", "applied")
+    assert not found["warnings"] and found["equal"]
+    layers = "LlamaDecoderLayer", "LlamaMLP", "LlamaRMSNorm", "LlamaRotaryEmbedding", "SiLUActivation"
+    assert found["replaced"] == sorted((*layers, "LlamaRMSNorm", "LlamaRMSNorm"))
+
+
+@pytest.mark.skipif(decorated.IDLE, reason="this transformers does not take these kernels")
 def test_with_the_decorators_nothing_is_said(build, interpreted):
     """In the environment at hand; that of transformers 5.23 with kernels 0.17 is one of those that are idle."""
-    import transformers.utils.import_utils
-
-    if not transformers.utils.import_utils.is_kernels_available():
-        pytest.skip("this transformers does not take these kernels")
     found = run(interpreted, "as they are", "mapping")
     assert not found["warnings"] and "LlamaRMSNorm" in found["replaced"]
