@@ -11,6 +11,7 @@ import importlib.metadata
 import itertools
 import os
 import re
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ DTYPES = (
 HIDDEN_SIZE = 256
 ROWS = 48
 _DECORATOR = re.compile(r"@use_kernel_forward_from_hub\(\s*\"(\w+)\"\s*\)\s*\n(?:class|def) (\w+)")
-ROTARY = "rotary_pos_emb"
+ROTARY, ROUTER = "rotary_pos_emb", "SoftmaxTopKRouter"
 HEAD_DIM = 64
 
 
@@ -92,7 +93,16 @@ def make(layer_class, layer_name, device):
     if layer_name == ROTARY:
         vars(layer_class).pop("forward", None)
         return layer_class
+    if layer_name == ROUTER:
+        return router(layer_class).to(device)
     return (layer_class(HIDDEN_SIZE) if layer_name.startswith("RMSNorm") else layer_class()).to(device)
+
+
+def router(layer_class):
+    """A router of 16 experts, of which a token gets 4."""
+    counts = dict.fromkeys(("num_experts", "num_local_experts"), 16) | {"num_experts_per_tok": 4}
+    more = {"norm_topk_prob": True, "moe_router_logit_softcapping": 0.0}
+    return layer_class(types.SimpleNamespace(hidden_size=HIDDEN_SIZE, **counts, **more))
 
 
 def replaced(layer, kernel, device, mode):
@@ -124,8 +134,9 @@ def _run(layer, inputs, differentiable, gradient_of, training):
     outs = outs if isinstance(outs, tuple) else (outs,)
     if not training:
         return outs
-    leaves = (*inputs[:differentiable], *layer.parameters())
-    gradients = torch.autograd.grad(outs, leaves, [gradient_of(out) for out in outs])
+    leaves = [each for each in (*inputs[:differentiable], *layer.parameters()) if each.requires_grad]
+    differentiable = [out for out in outs if out.requires_grad]
+    gradients = torch.autograd.grad(differentiable, leaves, [gradient_of(out) for out in differentiable])
     return *(out.detach() for out in outs), *gradients
 
 
