@@ -70,6 +70,19 @@ def classes(layer_names):
             yield from ((layer, getattr(module, class_name)) for layer, class_name in found)
 
 
+def routers(kernel):
+    """The routers of experts that `name_layers` names: transformers gives them no layer name."""
+    root, name_of_class = Path(transformers.__file__).parent, python_module(kernel, "mapping").missing_name
+    for path in sorted(root.glob("models/*/modeling_*.py")):
+        for class_name in re.findall(r"^class (\w+Router)\(nn\.Module\)", path.read_text(), re.MULTILINE):
+            layer_class = getattr(
+                importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}"), class_name
+            )
+            with contextlib.suppress(AttributeError, KeyError, TypeError):  # Of another configuration.
+                if name_of_class(router(layer_class)) == ROUTER:
+                    yield layer_class
+
+
 def _normal(shape, dtype, device, seed):
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)

@@ -12,13 +12,12 @@ import torch
 from bits import assert_bits_equal, bits_equal
 from cpu_kernels import cpu_arithmetic
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import forget_calls
+from places import forget_calls, modeling
 from sweep import router
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -124,6 +123,7 @@ def test_the_kernels_softmax_is_the_one_that_counts(kernel, monkeypatch, seed):
 def test_kernelize_replaces_the_class_that_transformers_decorates(kernel, seed, mode):
     original = make(Qwen3_5MoeTopKRouter, seed)
     ours, x = copy.deepcopy(original), draw(seed, 3)
+    kernel.name_layers(ours)  # Where the decorators do nothing.
     with use_kernel_mapping(kernel.kernel_mapping(devices=(DEVICE,)), inherit_mapping=False):
         kernelize(ours, mode=mode, device=DEVICE)
     assert ours.forward.__func__ is kernel.layers.SoftmaxTopKRouter.forward
@@ -132,8 +132,8 @@ def test_kernelize_replaces_the_class_that_transformers_decorates(kernel, seed, 
 
 def test_a_forward_without_softmax_is_the_original(kernel, seed):
     """transformers gives Laguna's router of sigmoids the same layer name."""
-    original = make(LagunaTopKRouter, seed)
-    ours, x = replaced(kernel, original), draw(seed, 3)
+    original = make(modeling("laguna").LagunaTopKRouter, seed)
+    ours, x = bound(kernel, original), draw(seed, 3)
     assert_equal(results(ours, x), results(original, x))
     entry = entry_of(kernel, ours)
     assert entry.path == "original" and "calls no torch.nn.functional.softmax" in entry.reasons[0]
@@ -209,6 +209,12 @@ def class_of(source, base=Router, **namespace):
     names = {"torch": torch, "nn": nn, "F": functional, "__name__": __name__, **namespace}
     exec(source, names)
     return type("Written", (base,), {"forward": names["forward"]})
+
+
+@each_router
+def test_names_do_not_need_the_decorators(kernel, seed, monkeypatch, owner):
+    monkeypatch.delattr(owner, "kernel_layer_name", raising=False)
+    assert kernel.name_layers(make(owner, seed)) == {owner.__name__: "SoftmaxTopKRouter"}
 
 
 @pytest.mark.parametrize("written", WAYS)
@@ -338,7 +344,12 @@ def test_nothing_of_a_class_outlives_it(kernel, module, seed):
         layer = bound(kernel, make(class_of(BODY), seed))
         assert module("mapping").missing_name(layer) == "SoftmaxTopKRouter"
         results(layer, draw(seed, 3))
-        owned += [weakref.ref(layer), weakref.ref(type(layer)), weakref.ref(type(layer).forward), weakref.ref(layer.weight)]
+        owned += [
+            weakref.ref(layer),
+            weakref.ref(type(layer)),
+            weakref.ref(type(layer).forward),
+            weakref.ref(layer.weight),
+        ]
         del layer
     gc.collect()
     gc.collect()
