@@ -117,6 +117,7 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     - decoder layers, MLPs and rotary embeddings: classes whose children (or buffers) have the names of those of a known
       decoder layer, `LlamaMLP`, `Phi3MLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
     - norms with `weight` and `variance_epsilon` or `eps` whose forward computes a known formula (Gemma's, for example);
+    - routers of experts that own one weight and whose forward calls `torch.nn.functional.softmax` before `topk`;
     - the norms and activations of transformers that have lost their names because its decorators did nothing;
     - the rotary functions `apply_rotary_pos_emb`, `apply_rotary_pos_emb_vision` and `apply_rotary_emb` of their files that compute
       a known formula.
@@ -397,7 +398,7 @@ def kernel_mapping(
         local_path: a folder that holds `build/`, or a build itself.
         devices: kernels' device types, or `kernels.Device`: "cuda", "rocm", and "cpu" for Triton's interpreter.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
-        level: "layer" for norms, activations and rotary functions; "decoder" for whole decoder layers and their rotary
+        level: "layer" for norms, activations, routers and rotary functions; "decoder" for whole decoder layers and their rotary
             embedding's tables too (call `name_layers` first; a RuntimeWarning says if no class has their names).
 
     Returns:
