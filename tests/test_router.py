@@ -181,7 +181,10 @@ WAYS = {
     "functional": BODY,
     "nn.functional": BODY.replace("F.softmax", "nn.functional.softmax"),
     "torch.nn.functional": BODY.replace("F.softmax", "torch.nn.functional.softmax"),
-    "in a nested function": BODY.replace("F.softmax(logits,", "(lambda x, **named: F.softmax(x, **named))(logits,"),
+    "in a nested function": BODY.replace("F.softmax(", "(lambda x, **named: nn.functional.softmax(x, **named))("),
+    "after many names": BODY.replace(
+        "    ", f"    if self.top_k < 0: {'; '.join(f'name_{n}' for n in range(300))}\n    ", 1
+    ),
 }
 OTHERS = {
     "torch.softmax": BODY.replace("F.softmax", "torch.softmax"),
@@ -285,6 +288,18 @@ def test_what_the_forward_finds_may_be_replaced(kernel, launched, seed, monkeypa
                 patch.setattr(target, name, value)
             unlike_before()
         assert_equal(results(ours, x), before)
+
+
+def test_a_global_may_come_later(kernel, seed):
+    """Also one whose value is None."""
+    owner = class_of(BODY.replace("    return logits", "    late = last if self.late else 1\n    return late, logits"))
+    original, x = make(owner, seed), draw(seed, 3)
+    original.late = False
+    ours = bound(kernel, original)
+    assert ours(x)[0] == 1
+    for value in (None, 2):
+        ours.late, owner.forward.__globals__["last"] = True, value
+        assert ours(x)[0] == value
 
 
 @each_router

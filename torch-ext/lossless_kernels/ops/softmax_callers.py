@@ -16,6 +16,7 @@ from ..core.inspection import owns_nothing
 from .softmax import replacement
 
 _torch_softmax = functional.softmax
+_ABSENT = object()
 
 
 class _Namespace:
@@ -41,7 +42,7 @@ _NAMESPACES = {id(functional): _functional, id(torch.nn): _nn, id(torch): _Names
 
 
 class _Copy(NamedTuple):
-    """A copy of a function, None if it calls no softmax, and the values that the function's globals had."""
+    """A copy of a function, None if it calls no softmax, and the values that the globals had which it names."""
 
     function: Optional[FunctionType]
     code: CodeType
@@ -69,17 +70,18 @@ def with_our_softmax(function: Callable) -> Callable:
 
 
 def _is_current(known: _Copy, function: FunctionType) -> bool:
-    namespace = function.__globals__
-    return known.code is function.__code__ and all(namespace.get(name) is value for name, value in known.values.items())
+    find = function.__globals__.get
+    return known.code is function.__code__ and all(find(name, _ABSENT) is each for name, each in known.values.items())
 
 
 def _copied(function: FunctionType) -> _Copy:
     namespace, code = function.__globals__, function.__code__
-    values = {name: namespace[name] for each in _codes(code) for name in each.co_names if name in namespace}
+    values = {name: namespace.get(name, _ABSENT) for each in _codes(code) for name in each.co_names}
     found = _ways_to_softmax(code, values)
     if not found or hasattr(function, "__wrapped__") or not owns_nothing(function):
         return _Copy(None, code, values)
-    ours = {**values, **found, "__builtins__": namespace["__builtins__"]}
+    ours = {name: value for name, value in {**values, **found}.items() if value is not _ABSENT}
+    ours["__builtins__"] = namespace["__builtins__"]
     copy = FunctionType(code, ours, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return _Copy(copy, code, values)
