@@ -17,6 +17,7 @@ from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -153,6 +154,13 @@ GRAPHS = {
     ),
     "RMSNormGated": (lambda: Around(Qwen3NextRMSNormGated(HIDDEN_SIZE), lambda f, h: f(h, h.sin())), "RMSNormGated"),
     "RMSNormGated of itself": (lambda: Around(Qwen3NextRMSNormGated(HIDDEN_SIZE), lambda f, h: f(h, h)), "RMSNormGated"),
+    "Qwen3_5MoeTopKRouter": (
+        lambda: Around(
+            Qwen3_5MoeTopKRouter(transformers.Qwen3_5MoeTextConfig(num_experts=8, num_experts_per_tok=2, **SIZES)),
+            lambda f, h: h * sum(each.sum(-1, keepdim=True) for each in f(h)[:2]),
+        ),
+        "SoftmaxTopKRouter",
+    ),
     "GemmaMLP": (lambda: GemmaMLP(transformers.GemmaConfig(**SIZES)), "GeGLUMLP"),
     # Whole vectors in each row: a CPU's SiLU has other bits for the rest of a row.
     "Phi3MLP": (lambda: Phi3MLP(transformers.LlamaConfig(**{**SIZES, "intermediate_size": 64})), "Phi3MLP"),

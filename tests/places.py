@@ -10,6 +10,7 @@ PLACES = {
     **{name: f"ops.{name}" for name in ("activation", "gated_activation", "rotary")},
     "cross_entropy": "ops.cross_entropy",
     "softmax": "core.softmax",
+    "softmax_callers": "ops.softmax_callers",
     "rotary_formulas": "ops.rotary_formulas",
     "rotary_embedding": "ops.rotary_tables",
     "variants": "ops.rms_norm.formulas",

@@ -11,6 +11,7 @@ import importlib.metadata
 import itertools
 import os
 import re
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ DTYPES = (
 HIDDEN_SIZE = 256
 ROWS = 48
 _DECORATOR = re.compile(r"@use_kernel_forward_from_hub\(\s*\"(\w+)\"\s*\)\s*\n(?:class|def) (\w+)")
-ROTARY = "rotary_pos_emb"
+ROTARY, ROUTER = "rotary_pos_emb", "SoftmaxTopKRouter"
 HEAD_DIM = 64
 
 
@@ -69,6 +70,19 @@ def classes(layer_names):
             yield from ((layer, getattr(module, class_name)) for layer, class_name in found)
 
 
+def routers(kernel):
+    """The routers of experts that `name_layers` names: transformers gives them no layer name."""
+    root, name_of_class = Path(transformers.__file__).parent, python_module(kernel, "mapping").missing_name
+    for path in sorted(root.glob("models/*/modeling_*.py")):
+        for class_name in re.findall(r"^class (\w+Router)\(nn\.Module\)", path.read_text(), re.MULTILINE):
+            layer_class = getattr(
+                importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}"), class_name
+            )
+            with contextlib.suppress(AttributeError, KeyError, TypeError):  # Of another configuration.
+                if name_of_class(router(layer_class)) == ROUTER:
+                    yield layer_class
+
+
 def _normal(shape, dtype, device, seed):
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
@@ -92,7 +106,16 @@ def make(layer_class, layer_name, device):
     if layer_name == ROTARY:
         vars(layer_class).pop("forward", None)
         return layer_class
+    if layer_name == ROUTER:
+        return router(layer_class).to(device)
     return (layer_class(HIDDEN_SIZE) if layer_name.startswith("RMSNorm") else layer_class()).to(device)
+
+
+def router(layer_class):
+    """A router of 16 experts, of which a token gets 4."""
+    counts = dict.fromkeys(("num_experts", "num_local_experts"), 16) | {"num_experts_per_tok": 4}
+    more = {"norm_topk_prob": True, "moe_router_logit_softcapping": 0.0}
+    return layer_class(types.SimpleNamespace(hidden_size=HIDDEN_SIZE, **counts, **more))
 
 
 def replaced(layer, kernel, device, mode):
@@ -124,8 +147,9 @@ def _run(layer, inputs, differentiable, gradient_of, training):
     outs = outs if isinstance(outs, tuple) else (outs,)
     if not training:
         return outs
-    leaves = (*inputs[:differentiable], *layer.parameters())
-    gradients = torch.autograd.grad(outs, leaves, [gradient_of(out) for out in outs])
+    leaves = [each for each in (*inputs[:differentiable], *layer.parameters()) if each.requires_grad]
+    differentiable = [out for out in outs if out.requires_grad]
+    gradients = torch.autograd.grad(differentiable, leaves, [gradient_of(out) for out in differentiable])
     return *(out.detach() for out in outs), *gradients
 
 

@@ -164,9 +164,9 @@ def test_models_call_it_also_from_whole_decoder_layers(kernel, module, monkeypat
     """In eager's own layers and in this package's, where a kernel has taken softmax."""
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     name, calls = kernel.register_attention(), []
-    ours = module("eager_attention").replacement
+    ours = module("softmax_callers").replacement
     monkeypatch.setattr(
-        module("eager_attention"), "replacement", lambda *arguments: calls.append(arguments) or ours(*arguments)
+        module("softmax_callers"), "replacement", lambda *arguments: calls.append(arguments) or ours(*arguments)
     )
     model = make("llama", seed).eval()
     model.set_attn_implementation(name)

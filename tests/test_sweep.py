@@ -28,6 +28,8 @@ KEPT = {
     # cos and sin of half the size.
     "apply_rotary_pos_emb, gpt_oss",
     "apply_rotary_pos_emb, openai_privacy_filter",
+    # Sigmoids instead of softmax.
+    "LagunaTopKRouter",
 }
 # Whose forward looks like Llama's, and whose tables have half the size.
 REFUSED_ROTARY_EMBEDDINGS = {"GptOssRotaryEmbedding", "OpenAIPrivacyFilterRotaryEmbedding"}
@@ -93,6 +95,23 @@ def test_every_rotary_embedding(kernel, found, seed):
             for what, ours, expected in tables._kernel(sample, equal[0]):
                 assert_bits_equal(ours, expected, f"{what} of {layer_class}")
     assert refused <= REFUSED_ROTARY_EMBEDDINGS
+
+
+def test_every_router(kernel, seed, monkeypatch):
+    """Those that transformers gives no layer name, named by their forward."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(python_module(kernel, "domain"), "_KERNEL_DEVICE", "cuda")
+    known = list(sweep.routers(kernel))
+    names = {each.__name__ for each in known}
+    assert names > {"MixtralTopKRouter", "Qwen3MoeTopKRouter", "Qwen3VLMoeTextTopKRouter", "JambaTopKRouter"}
+    assert not names & {"GptOssTopKRouter", "GraniteMoeTopKRouter", "DeepseekV2TopkRouter", "LagunaTopKRouter"}
+    launches = sweep.count_launches(kernel)
+    for each in known:
+        monkeypatch.setattr(each, "kernel_layer_name", None, raising=False)
+        monkeypatch.setattr(each, "kernel_condition", None, raising=False)
+        replace_kernel_forward_from_hub(each, sweep.ROUTER)
+        outcome = sweep.compare(sweep.ROUTER, each, kernel, DEVICE, seed, launches)
+        assert outcome.lossless, outcome
 
 
 def test_every_decoder_layer(kernel, monkeypatch):

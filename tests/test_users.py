@@ -213,7 +213,7 @@ def test_mapping_names_every_layer_device_and_mode(kernel):
     mlps = {"SwiGLUMLP": "LlamaMLP", "LlamaMLP": "LlamaMLP", "GeGLUMLP": "GeGLUMLP", "Phi3MLP": "Phi3MLP"}
     more = {"rotary_pos_emb": "RotaryPosEmb", "TorchRMSNorm": "TorchRMSNorm", "TorchLayerNorm": "TorchLayerNorm"}
     more |= {"CohereLayerNorm": "CohereLayerNorm", "rotary_pos_emb_vision": "RotaryPosEmbVision"}
-    more |= {"rotary_emb": "RotaryEmb", "TorchGroupNorm": "TorchGroupNorm"}
+    more |= {name: name for name in ("TorchGroupNorm", "SoftmaxTopKRouter")} | {"rotary_emb": "RotaryEmb"}
     layers = {name: layer for name, (_, layer) in LAYERS.items()} | activations | norms | mlps | more
     assert set(mapping) == set(layers)
     for name, layer in layers.items():

@@ -36,6 +36,7 @@ from .ops.rms_norm.gated import replacement as gated_replacement
 from .ops.rotary import FP32 as VISION_ROTARY
 from .ops.rotary import PLAIN as ROTARY
 from .ops.rotary import replacement as rotary_replacement
+from .ops.softmax_callers import router, with_our_softmax
 
 # `torch.jit.script` calls the forwards here without compiling them. A module scripted by itself has this class.
 _SCRIPTED = torch.jit.RecursiveScriptModule
@@ -414,6 +415,23 @@ class Phi3MLP(_Layer):
         return attention.project(down_proj, product)
 
 
+class SoftmaxTopKRouter(_Layer):
+    """A router of experts: the forward of the module's class, which takes softmax alone from the kernel.
+
+    hidden_states: `[..., hidden_size]`. Replaces transformers' `Qwen3_5MoeTopKRouter`, and routers named by `name_layers`
+    whose forward calls `torch.nn.functional.softmax`; by itself it computes Qwen3.5's formula of `weight` and `top_k`.
+    """
+
+    @torch.jit.ignore
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        owner = type(self)
+        if owner is _SCRIPTED:
+            return _scripted(self, hidden_states)
+        if isinstance(self, SoftmaxTopKRouter):
+            return _original(self, SoftmaxTopKRouter, hidden_states)
+        return with_our_softmax(owner.forward)(self, hidden_states)
+
+
 class LlamaDecoderLayer(_Layer):
     """A decoder layer: `h = x + self_attn(input_layernorm(x))`, then `h + mlp(post_attention_layernorm(h))`, or a variant.
 
@@ -577,6 +595,7 @@ _FORMULAS = {
         (LlamaMLP, GeGLUMLP), lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     ),
     Phi3MLP: lambda self, x: mlp.packed_formula(x, self.gate_up_proj, self.down_proj, self.activation_fn),
+    SoftmaxTopKRouter: lambda self, hidden_states: router(hidden_states, self.weight, self.top_k),
     **dict.fromkeys(
         (LlamaDecoderLayer, MixtralDecoderLayer, Qwen3VLTextDecoderLayer),
         lambda self, hidden_states, **arguments: decoder.forward(self, hidden_states, arguments),

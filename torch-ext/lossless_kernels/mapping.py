@@ -21,6 +21,7 @@ from .decoder import layer as decoder
 from .ops import cohere_layer_norm, complex_rotary, rotary
 from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
 from .ops.rms_norm.proof import variant_of
+from .ops.softmax_callers import with_our_softmax
 
 # Layer name -> class of `layers`.
 LAYERS = {
@@ -36,6 +37,7 @@ LAYERS = {
     "rotary_pos_emb": "RotaryPosEmb",
     "rotary_pos_emb_vision": "RotaryPosEmbVision",
     "rotary_emb": "RotaryEmb",
+    "SoftmaxTopKRouter": "SoftmaxTopKRouter",
     # No class of transformers has these names: `kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")` gives one.
     "SwiGLUMLP": "LlamaMLP",
     "LlamaMLP": "LlamaMLP",
@@ -115,6 +117,7 @@ def name_layers(model: torch.nn.Module) -> dict[str, str]:
     - decoder layers, MLPs and rotary embeddings: classes whose children (or buffers) have the names of those of a known
       decoder layer, `LlamaMLP`, `Phi3MLP` or `LlamaRotaryEmbedding`, and whose forward takes the same arguments;
     - norms with `weight` and `variance_epsilon` or `eps` whose forward computes a known formula (Gemma's, for example);
+    - routers of experts that own one weight and whose forward calls `torch.nn.functional.softmax` before `topk`;
     - the norms and activations of transformers that have lost their names because its decorators did nothing;
     - the rotary functions `apply_rotary_pos_emb`, `apply_rotary_pos_emb_vision` and `apply_rotary_emb` of their files that compute
       a known formula.
@@ -246,7 +249,7 @@ def missing_name(module: torch.nn.Module) -> Optional[str]:
     elif children in decoder.CHILDREN:
         names = _DECODERS
     else:
-        names = (_NAMES_BY_CHILDREN.get(children) or _norm_name(module),)
+        names = (_NAMES_BY_CHILDREN.get(children) or _name_by_weight(module),)
     known = (name for name in names if name in LEVELS["decoder"])
     return next((name for name in known if _takes_arguments_of(layer_class, LEVELS["decoder"][name])), None)
 
@@ -255,14 +258,16 @@ def _takes_arguments_of(layer_class, ours: str) -> bool:
     return _arguments(layer_class) == _arguments(getattr(layers, ours))
 
 
-def _norm_name(module) -> Optional[str]:
-    """The layer name of an RMSNorm, for whose class the formula is known."""
+def _name_by_weight(module) -> Optional[str]:
+    """The layer name of a norm or router of a known formula, which has a weight and nothing else."""
     layer_class, state = type(module), vars(module)
     weight = state["_parameters"].get("weight")
     others = len(state["_parameters"]) > 1 or state["_buffers"] or state["_modules"]
     if weight is None or weight.dim() > 2 or others or layer_class.__module__.startswith("torch."):
         return None
-    if weight.dim() == 2:  # Of heads.
+    if weight.dim() == 2:  # Of heads or experts.
+        if _is_router(layer_class):
+            return "SoftmaxTopKRouter"
         return "CohereLayerNorm" if _is_coheres(layer_class, state) else None
     if "gate" in inspect.signature(layer_class.forward).parameters:
         return "RMSNormGated" if EPS_NAME in state and isinstance(state.get("activation"), str) else None
@@ -270,6 +275,15 @@ def _norm_name(module) -> Optional[str]:
     if eps_name and has_known_formula(layer_class, eps_name):
         return _NAMES_BY_EPS[eps_name]
     return "CohereLayerNorm" if _is_coheres(layer_class, state) else None
+
+
+def _is_router(layer_class: type) -> bool:
+    """Whether the class's forward takes the k largest of a softmax that a kernel may compute."""
+    forward = layer_class.forward
+    # Names are in the order of their first use.
+    code = getattr(forward, "__code__", None)
+    names = [each for each in getattr(code, "co_names", ()) if each in ("softmax", "topk")]
+    return names == ["softmax", "topk"] and with_our_softmax(forward) is not forward
 
 
 def _is_coheres(layer_class: type, state: dict) -> bool:
@@ -384,7 +398,7 @@ def kernel_mapping(
         local_path: a folder that holds `build/`, or a build itself.
         devices: kernels' device types, or `kernels.Device`: "cuda", "rocm", and "cpu" for Triton's interpreter.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
-        level: "layer" for norms, activations and rotary functions; "decoder" for whole decoder layers and their rotary
+        level: "layer" for norms, activations, routers and rotary functions; "decoder" for whole decoder layers and their rotary
             embedding's tables too (call `name_layers` first; a RuntimeWarning says if no class has their names).
 
     Returns:

@@ -346,7 +346,7 @@ def _proved(kind: Kind, device) -> bool:
     length = f"up to {kind.longest}" if kind.steps or kind.order.kind == aten.WARP else "many"
     return proof.kernel_is_proved(
         ("softmax", kind, device),
-        proof.Subject(functional.softmax, device, f"{dtypes}, rows of {length} elements, {what}"),
+        proof.Subject(functional.softmax, device, f"{dtypes}, rows of {length} elements, {what}", "softmax"),
         functools.partial(_gradient_comparisons if kind.of_gradient else _comparisons, kind, device),
     )
 
