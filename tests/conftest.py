@@ -22,7 +22,6 @@ from places import python_module
 # The tests' Hub is on this machine, whatever the shell says about the real one, and no proxy leads to it.
 os.environ.update(HF_HUB_OFFLINE="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
 
-import decorated  # noqa: F401
 from bits import fresh_seed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +41,8 @@ def _of_kernel_builder(config):
 
 
 def pytest_configure(config):
+    if not _of_kernel_builder(config):  # Which has no transformers.
+        import decorated  # noqa: F401
     # Without a GPU the kernels run in Triton's interpreter. Triton reads this when it is imported, which torch alone
     # does not do. Kernel-builder's CI has the original operations there, as users have.
     if not torch.cuda.is_available() and not _of_kernel_builder(config):

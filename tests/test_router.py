@@ -37,6 +37,7 @@ def launched(kernel, module, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
     for table in ("_verdicts", "_refusals", "_dependencies"):
         monkeypatch.setattr(module("proof"), table, type(getattr(module("proof"), table))())
+    monkeypatch.setattr(module("inspection"), "_codes", {})
     monkeypatch.setattr(module("softmax_callers"), "_copies", weakref.WeakKeyDictionary())
     forget_calls(module)
     with cpu_arithmetic(kernel) if DEVICE == "cpu" else contextlib.nullcontext() as launched:
