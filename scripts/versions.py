@@ -75,7 +75,7 @@ LEFT_OUT = {
 TESTS = tuple(sorted({path.name for path in (ROOT / "tests").glob("test_*.py")} - {*LEFT_OUT}))
 # A test that takes longer has failed.
 SECONDS, TIMEOUT = 900, "pytest-timeout==2.4.0"
-# No machine's constraints (they may cap a row's torch), and the machine tests compile two hidden sizes for one GPU.
+# No machine's constraints (they may cap a row's torch), and the machine tests compile one hidden size for one GPU.
 ENVIRONMENT = {"PIP_CONSTRAINT": os.devnull, "LOSSLESS_MACHINES": "one"}
 _NOT_TESTED = {"matplotlib", "rich", "ruff"}
 

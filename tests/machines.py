@@ -149,7 +149,7 @@ ROWS_MOVED = {
     "gated_activation_forward": (2, 1),
     "gated_activation_backward": (3, 1),
 }
-# `make test-machines` compiles for all of them, `make test-versions` two hidden sizes for one.
+# `make test-machines` compiles for all of them, `make test-versions` one hidden size for one.
 ALL, ONE = (os.environ.get("LOSSLESS_MACHINES") == which for which in ("all", "one"))
 
 

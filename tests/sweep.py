@@ -233,7 +233,8 @@ def table(outcomes) -> str:
         problems = (o.inference_problem, o.training_problem)
         states = ["original" if problem else "lossless" for problem in problems]
         lines.append(f"| {o.layer_name} | {o.name} | {f'`{o.formula}`' * o.lossless} | {states[0]} | {states[1]} |")
-        kept += [f"- {o.name}: {reason(next(filter(None, problems)))}"] * (not o.lossless)
+        if not o.lossless:
+            kept.append(f"- {o.name}: {reason(next(filter(None, problems)))}")
     if kept:
         lines += ["", "These keep their original forward, here with what was found for the first dtypes:", "", *kept]
     return "\n".join(lines) + "\n"

