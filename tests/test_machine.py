@@ -58,8 +58,9 @@ SPILLED = {
     ("rotary_tables", "float32", None): 8,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
-    # Where a channel has an odd number of positions.
+    # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements.
     SPILLED |= {("group_norm_forward", "bfloat16", None): 24, ("group_norm_forward", "float32", None): 20}
+    SPILLED |= {("layer_norm_forward", "float32", None): 8}
 # The same on the other generations: only rows of 32768 elements spill more there.
 SPILLED_ELSEWHERE = {
     **SPILLED,
