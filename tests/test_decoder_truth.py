@@ -9,7 +9,7 @@ import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
 from places import forget_calls, python_module
-from test_decoder import MODELS, make, replaced, tokens
+from test_decoder import MODELS, VARIANTS, make, replaced, tokens
 from test_replay import with_other_weights
 from training import DEVICE_TYPE, assert_same, llama, random_batches, train
 from transformers.cache_utils import Cache
@@ -45,20 +45,21 @@ def twin(model):
     return other
 
 
-def kernelized(kernel, model, mode=Mode.INFERENCE):
+def kernelized(kernel, model, mode=Mode.INFERENCE, layer_name="LlamaDecoderLayer"):
     kernel.name_layers(model)
     model = twin(model)
     with use_kernel_mapping(kernel.kernel_mapping(level="decoder"), inherit_mapping=False):
         kernelize(model, mode=mode, device=DEVICE_TYPE)
-    assert len(replaced(model, "LlamaDecoderLayer")) == model.config.num_hidden_layers
+    assert len(replaced(model, layer_name)) == model.config.num_hidden_layers
     return model
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
 def test_logits_and_gradients(kernel, seed, name, dtype):
     model = make(name, seed, attn_implementation="eager").to("cuda", dtype)
-    ours = kernelized(kernel, model, Mode.TRAINING)
+    layer_name = VARIANTS[name][2] if name in VARIANTS else "LlamaDecoderLayer"
+    ours = kernelized(kernel, model, Mode.TRAINING, layer_name)
     for length in (1, 5, 17, 60):
         ids = tokens(seed, 3, length).cuda()
         results = []

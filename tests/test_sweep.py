@@ -25,8 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEPT = {
     # The halves rotate the other way.
     "apply_rotary_pos_emb, nanochat",
-    # cos and sin of half the size.
-    "apply_rotary_pos_emb, gpt_oss",
+    # cos and sin of half the size, of neighbours.
     "apply_rotary_pos_emb, openai_privacy_filter",
     # Sigmoids instead of softmax.
     "LagunaTopKRouter",
