@@ -574,7 +574,7 @@ def test_vision_towers_have_the_formula(rotary, seed):
                 ours, theirs = (gradients(each, call, seed, before=True) for each in (formula, function))
                 found.append(all(map(bits_equal, (*ours[0], *ours[1]), (*theirs[0], *theirs[1]))))
         equal[folder] = found == [True] * 3
-    assert len(equal) == 24 and [folder for folder in equal if not equal[folder]] == OTHER_VISION
+    assert len(equal) >= 24 and [folder for folder in equal if not equal[folder]] == OTHER_VISION
 
 
 def test_the_vision_function_is_transformers(kernel, rotary, seed):
