@@ -1494,7 +1494,8 @@ def test_a_sum_with_torchs_norm_is_left_apart(module, proof_off):
     norm, add = Norm(64, eps=1e-6).requires_grad_(False), module("add_rms_norm")
     x, residual = torch.randn(2, 4, 64).half()
     assert add.replacement(x, residual, norm.weight, norm.eps, Norm, "eps") is None
-    assert add._variant_for_compile(Norm, "eps", x.dtype, norm.weight.dtype, 64, x.device, training=False) is None
+    kind = "eps", x.dtype, norm.weight.dtype, 64, x.device, False
+    assert module("rms_norm_compiled")._variant_for_compile(Norm, *kind, added=True) is None
 
 
 def scale_of(module):

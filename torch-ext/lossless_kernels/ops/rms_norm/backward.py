@@ -374,35 +374,27 @@ class Backward:
         """
         if self.empty_dy is not None:
             dy = self.empty_dy().copy_(dy)
-        dx = dx_mean = dweight = blocks = None
+        dx = dweight = None
+        # rstd, which is fp32, stands for tensors that are neither read nor written.
+        dx_mean = blocks = unused = rstd
         if self.empty_dx is not None:
             dx = self.empty_dx()
             if self.dx_mode == "split":
                 dx_mean = self.empty_dx()
         if self.empty_dweight is not None:
             blocks, dweight = self.empty_sums(), self.empty_dweight()
-            if self.empty_dweight_sum is not None and dweight_sum is None:
-                dweight_sum = self.empty_dweight_sum()
-        # rstd, which is fp32, stands for tensors that are neither read nor written.
-        unused = rstd
+            if dweight_sum is None:
+                dweight_sum = unused if self.empty_dweight_sum is None else self.empty_dweight_sum()
+        d_rstd = unused if d_rstd is None else d_rstd
+        d_sum = unused if d_sum is None else d_sum
         for part in self.parts:
             if part.dx is not None:
-                part.dx(
-                    dy,
-                    x,
-                    weight,
-                    rstd,
-                    dx,
-                    unused if dx_mean is None else dx_mean,
-                    unused if d_rstd is None else d_rstd,
-                    unused if blocks is None else blocks,
-                    unused if d_sum is None else d_sum,
-                )
+                part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks, d_sum)
             if part.sum_chains is not None:
                 part.sum_chains.call_4(dy, x, rstd, blocks)
             if part.sum_blocks is not None:
-                part.sum_blocks.call_3(blocks, unused if dweight_sum is None else dweight_sum, dweight)
-        return Gradients(dx, dx_mean, dweight)
+                part.sum_blocks.call_3(blocks, dweight_sum, dweight)
+        return Gradients(dx, None if dx_mean is unused else dx_mean, dweight)
 
 
 def resolve(

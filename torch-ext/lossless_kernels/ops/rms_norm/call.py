@@ -20,15 +20,17 @@ from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
 @dataclass(eq=False)
-class _Inference:
-    """A call without gradients, resolved for one eps and the layouts of its tensors."""
+class Inference:
+    """A call without gradients, resolved for one eps and the layouts of its tensors.
+
+    Args:
+        launch: a method, since calling an object through `__call__` costs 0.1 us more.
+    """
 
     launch: Callable
     out: Output
 
     def __post_init__(self):
-        # Methods, since calling an object through `__call__` costs 0.1 us more.
-        self.launch = self.launch.call_3
         self.empty = self.out.empty
 
     def __call__(self, x, weight):
@@ -56,7 +58,6 @@ class Training:
     eps: float
 
     def __post_init__(self):
-        self.launch = self.launch.call_4
         self.empty = self.out.empty
 
     def __call__(self, x, weight):
@@ -80,8 +81,8 @@ def _read_in_vectors(x, weight) -> bool:
 
 
 @dataclass(eq=False)
-class _TorchInference(_Inference):
-    """`_Inference` of a layer that calls `F.rms_norm`."""
+class _TorchInference(Inference):
+    """`Inference` of a layer that calls `F.rms_norm`."""
 
     variant: RMSNormFormula
     eps: float
@@ -130,12 +131,8 @@ _MAX_ELEMENTS_OF_TORCH = 1 << 32
 _SPREAD_ROWS = "activations' rows are strided or not equally spaced"
 
 
-def _check(x, weight, eps, owner, needs, fused) -> None:
-    """Raises Outside if no kernel takes these tensors or this class."""
-    if x.dim() == 0 or x.numel() == 0:
-        raise Outside("activations have no rows")
-    if not runs_kernels(x.device) or weight.device != x.device:
-        raise Outside(f"activations on {x.device}, weight on {weight.device}")
+def check_weight(x, weight, eps) -> None:
+    """Raises Outside if no kernel takes this weight or eps."""
     if not isinstance(eps, (int, float)):
         raise Outside(f"eps has type {type(eps).__name__}")
     hidden_size = x.shape[-1]
@@ -143,6 +140,15 @@ def _check(x, weight, eps, owner, needs, fused) -> None:
         raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
     if weight.numel() and (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
         raise Outside("weight is not a contiguous [hidden_size]")
+
+
+def _check(x, weight, eps, owner, needs, fused) -> None:
+    """Raises Outside if no kernel takes these tensors or this class."""
+    if x.dim() == 0 or x.numel() == 0:
+        raise Outside("activations have no rows")
+    if not runs_kernels(x.device) or weight.device != x.device:
+        raise Outside(f"activations on {x.device}, weight on {weight.device}")
+    check_weight(x, weight, eps)
     if rows_in_memory(x.shape, x.stride()) is None:
         raise Outside(_SPREAD_ROWS)
     if calls_torch(owner):
@@ -177,11 +183,11 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
         return None
     launch = forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, training)
     if not training:
-        return _TorchInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
+        return _TorchInference(launch.call_3, out, variant, eps) if variant.fused else Inference(launch.call_3, out)
     shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
     empty_rstd = allocator(shape, strides, torch.float32, x.device)
-    kind = _TorchTraining if variant.fused else Training
-    return kind(variant, owner.forward, weight.dtype, launch, out, empty_rstd, variant.has_two_edges(x.dtype), eps)
+    kind, two_edges = _TorchTraining if variant.fused else Training, variant.has_two_edges(x.dtype)
+    return kind(variant, owner.forward, weight.dtype, launch.call_4, out, empty_rstd, two_edges, eps)
 
 
 # Layers that call `F.rms_norm` have a table of their own.
