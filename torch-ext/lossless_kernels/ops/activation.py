@@ -525,16 +525,7 @@ def _activation_backward_op(name: str, dy: torch.Tensor, input: torch.Tensor) ->
     return functools.reduce(torch.add, _ACTIVATIONS[name].gradients(dy, input))
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.name, input = inputs
-    ctx.save_for_backward(input)
-
-
-def _op_gradient(ctx, dy):
-    return None, _activation_backward_op(ctx.name, dy, *ctx.saved_tensors)
-
-
-_activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
+operators.differentiate(_activation_op, _activation_backward_op)
 
 
 @torch.compiler.assume_constant_result
