@@ -153,10 +153,7 @@ def _called_as_module(layer, name, hidden_states):
 
 
 def _called_by_name(layer, name, hidden_states):
-    return _called(layer._modules[name], hidden_states)
-
-
-def _called(module, hidden_states):
+    module = layer._modules[name]
     return module.forward(hidden_states) if is_bare(module) else module(hidden_states)
 
 
