@@ -1624,7 +1624,7 @@ def test_graphs_name_the_ops(kernel, module, proof_off):
 def test_a_launcher_refuses_tensors_of_other_dtypes(module):
     """Another compiled kernel would have to read them."""
     activation, x = module("activation"), torch.ones(64)
-    launch = activation._forward(activation.SILU, torch.float16, 1, 64, 64, CPU)
+    launch = activation._forward(activation.SILU, torch.float16, activation.Layout(1, 64, 64), CPU)
     with pytest.raises(TypeError, match="activation_forward: bound for .*float16.*called with .*float32"):
         launch(x, torch.empty_like(x))
 

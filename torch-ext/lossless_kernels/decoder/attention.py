@@ -244,7 +244,7 @@ def _match_formula(forward, device) -> tuple[Optional[AttentionFormula], bool]:
     }
     key = ("attention", forward, device)
     variant = proof.match_formula(key, subject, candidates)
-    return variant, proof.is_final(key)
+    return variant, proof.verdict_on(key) is not None
 
 
 @torch.compiler.assume_constant_result

@@ -39,7 +39,7 @@ from .activation import (
     forward_of,
     original_of,
 )
-from .gated_layout import NOTHING, Layout
+from .activation_layout import NOTHING, Layout
 
 if launch.AVAILABLE:
     from ..kernels_src.activation import gated_activation_backward, gated_activation_forward
@@ -139,18 +139,14 @@ def _forward_block(activation) -> int:
     return BLOCK if activation is SILU else 2 * BLOCK
 
 
-def _bound(kernel, activation, dtype, layout: Layout, device, constants) -> launch.Launch:
-    constants = {"ACTIVATION": activation.name, **constants}
-    unit, programs = constants["UNIT"], layout.programs(constants["BLOCK"])
-    scalars = layout.columns // unit, layout.row_stride // unit, programs // layout.rows
-    # At most five tensors: dy, gate, up and two gradients.
-    return launch.bind(kernel, constants, NUM_WARPS, device, (dtype,) * 5, programs, *scalars)
+# At most: dy, gate, up and two gradients.
+_TENSORS = 5
 
 
 def _forward(activation, dtype, layout: Layout, device) -> launch.Launch:
     """The launch of the forward kernel, to be called with gate, out and up, or with the packed tensor and out."""
-    constants = {**layout.kind(dtype), "BLOCK": _forward_block(activation)}
-    return _bound(gated_activation_forward, activation, dtype, layout, device, constants)
+    constants = {"ACTIVATION": activation.name, **layout.kind(dtype), "BLOCK": _forward_block(activation)}
+    return layout.launch(gated_activation_forward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 
 def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launch.Launch:
@@ -158,8 +154,8 @@ def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launc
 
     A packed one is called with dy, the packed tensor and its gradient.
     """
-    constants = {"D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
-    return _bound(gated_activation_backward, activation, dtype, layout, device, constants)
+    constants = {"ACTIVATION": activation.name, "D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
+    return layout.launch(gated_activation_backward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 
 @dataclass(eq=False)

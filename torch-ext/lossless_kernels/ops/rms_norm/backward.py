@@ -248,14 +248,17 @@ def proof_class(
         both: whether both gradients are needed.
     """
     gpu = plans.gpu(device)
-    columns = column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
+
+    def columns(rows):
+        return column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
+
+    def order(rows):
+        return columns(rows).height, columns(rows).blocks > 1
+
     least = row_class(rows)
-    while True:
-        found = column_reduction(least, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
-        if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
-            planned = columns if both else None
-            return least, launch_plan(rows, hidden_size, planned, element_size, gpu, dx_mode)
+    while least < rows and order(least) != order(rows):
         least *= 2
+    return least, launch_plan(rows, hidden_size, columns(rows) if both else None, element_size, gpu, dx_mode)
 
 
 def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:

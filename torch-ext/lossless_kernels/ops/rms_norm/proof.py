@@ -46,8 +46,7 @@ def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[RMSNorm
     """
     names = {name for function in functions_of(owner) for name in function.__code__.co_names}
     if names & _EPS_NAMES and eps_name not in names:
-        proof.record_refusal(owner.forward, f"the forward does not read eps from {eps_name}")
-        return None
+        return proof.record_refusal(owner.forward, f"the forward does not read eps from {eps_name}")
     case = dtype, weight_dtype, device
     key = ("formula of rms_norm", functions_of(owner), eps_name, *case)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
