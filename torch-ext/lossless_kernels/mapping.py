@@ -15,7 +15,7 @@ from typing import Any, Optional, Union
 import torch
 
 from . import layers
-from .core import proof
+from .core import proof, warn
 from .core.inspection import checkpointed, functions_of, owns_nothing
 from .decoder import layer as decoder
 from .ops import cohere_layer_norm, complex_rotary, rotary
@@ -170,17 +170,22 @@ def name_functions(module: torch.nn.Module, keep: bool = False) -> dict[str, tor
 
 def unnamed_functions(module: torch.nn.Module) -> dict[FunctionType, str]:
     """The functions that the module's forward calls by a global name and that `name_functions` would name: their layer names."""
-    forward = checkpointed(class_forward(module))
-    if not isinstance(forward, FunctionType):
-        return {}
-    named = {name: forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}}
+    namespace, names = _names_called(module)
     return {
         function: _NAMES_BY_FUNCTION[name]
-        for name, function in named.items()
-        if isinstance(function, FunctionType)
+        for name in names
+        if isinstance(function := namespace.get(name), FunctionType)
         and function.__name__ == name
-        and _is_rotary(function, _NAMES_BY_FUNCTION[name], forward.__globals__)
+        and _is_rotary(function, _NAMES_BY_FUNCTION[name], namespace)
     }
+
+
+def _names_called(module: torch.nn.Module) -> tuple[dict, set[str]]:
+    """The globals of the module's forward, and the names of rotary functions by which it calls them."""
+    forward = checkpointed(class_forward(module))
+    if not isinstance(forward, FunctionType):
+        return {}, set()
+    return forward.__globals__, _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}
 
 
 def class_forward(module: torch.nn.Module) -> Optional[Callable]:
@@ -190,10 +195,10 @@ def class_forward(module: torch.nn.Module) -> Optional[Callable]:
 
 def functions_called(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules in the places of functions, made by `name_functions`, that the module's forward calls."""
-    forward = checkpointed(class_forward(module))
-    if not _functions or not isinstance(forward, FunctionType):
+    if not _functions:
         return []
-    named = (forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names})
+    namespace, names = _names_called(module)
+    named = (namespace.get(name) for name in names)
     return [function for function in named if isinstance(function, torch.nn.Module) and function in _functions]
 
 
@@ -367,13 +372,12 @@ def _warn_of_unnamed(level: str) -> None:
     """Warns if a mapping of this level would replace nothing, or nothing of what it has beside the layers of "layer"."""
     reason = idle_decorators()
     if reason is not None:
-        warnings.warn(f"lossless-kernels: {reason}", RuntimeWarning, stacklevel=3)
+        warn(reason, stacklevel=3)
     names = LEVELS[level].keys() - LAYERS.keys()
     if names and not _is_named(names):
-        warnings.warn(
-            f"lossless-kernels: level={level!r} has layers for {' and '.join(sorted(names))}, and no class has these layer "
+        warn(
+            f"level={level!r} has layers for {' and '.join(sorted(names))}, and no class has these layer "
             "names: decoder layers keep their forward unless name_layers(model) is called before kernelize",
-            RuntimeWarning,
             stacklevel=3,
         )
 

@@ -8,11 +8,12 @@ replacement, and one warning says which names are missing. An existing name may 
 import functools
 import os
 import sys
-import warnings
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
+
+from . import warn
 
 
 class Internal(NamedTuple):
@@ -207,11 +208,9 @@ def inductor() -> Optional[SimpleNamespace]:
     found = SimpleNamespace(**{name: _look_up(each.path) for name, each in INDUCTOR.items()})
     missing = [f"torch.{each.path}" for name, each in INDUCTOR.items() if getattr(found, name) is _ABSENT]
     if missing:
-        warnings.warn(
-            f"lossless-kernels: torch {torch.__version__} has no {', '.join(missing)}: results are the same, but "
-            "Inductor's code calls our operators through torch's dispatcher, which takes 10 us more for each",
-            RuntimeWarning,
-            stacklevel=2,
+        warn(
+            f"torch {torch.__version__} has no {', '.join(missing)}: results are the same, but "
+            "Inductor's code calls our operators through torch's dispatcher, which takes 10 us more for each"
         )
     return None if missing else found
 
@@ -246,11 +245,9 @@ def guards_tell() -> bool:
     with no_modes():
         reason = _what_guards_miss()
     if reason:
-        warnings.warn(
-            f"lossless-kernels: the tensor guards of torch {torch.__version__} are not used ({reason}): results are the "
-            "same, but recognising an earlier call takes about 1 us more",
-            RuntimeWarning,
-            stacklevel=2,
+        warn(
+            f"the tensor guards of torch {torch.__version__} are not used ({reason}): results are the "
+            "same, but recognising an earlier call takes about 1 us more"
         )
     return not reason
 
@@ -280,14 +277,6 @@ def _what_guards_miss() -> str:
 
 
 if MISSING:
-    warnings.warn(
-        f"lossless-kernels: torch {torch.__version__} has no {', '.join(MISSING)}: all layers keep their original forward",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    warn(f"torch {torch.__version__} has no {', '.join(MISSING)}: all layers keep their original forward")
 elif SLOWER:
-    warnings.warn(
-        f"lossless-kernels: torch {torch.__version__} has no {', '.join(SLOWER)}: results are the same, by slower ways",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    warn(f"torch {torch.__version__} has no {', '.join(SLOWER)}: results are the same, by slower ways")

@@ -158,7 +158,7 @@ class Call:
         if (second.out.strides, product.out.strides) != (rows.stride(), gate.stride()):
             raise _Unsupported
         self.normalize, self.rotate, self.add_and_normalize = first.launch, rotate.launch, second.launch
-        self.multiply = product.launch.call_3
+        self.multiply = product.launch
         self.of_value = tuple(value.shape), value.stride()
         self.empty_rows, self.empty_residual = (
             allocator(shape, contiguous_strides(shape), rows.dtype, rows.device) for shape in (rows.shape, self.shape)

@@ -159,19 +159,15 @@ def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launc
 
 
 @dataclass(eq=False)
-class _Forward:
-    """A call without gradients, resolved for one shape, strides, dtype and device."""
+class _Forward(launch.UnaryCall):
+    """A call without gradients; `out` is for a decoder layer's replay."""
 
-    launch: Optional[launch.Launch]
     out: Output
-
-    def __post_init__(self):
-        self.empty = self.out.empty
 
     def __call__(self, gate, up):
         out = self.empty()
         if self.launch is not None:
-            self.launch.call_3(gate, out, up)
+            self.launch(gate, out, up)
         return out
 
     def of_up_and_gate(self, up, gate):
@@ -322,7 +318,7 @@ def _resolve_packed(packed, activation, needs_grad):
 
 def _resolved(subject, activation, gate, up, layout, gradients, packed=False):
     def forward(bound):
-        return launch.UnaryCall(bound, out.empty) if packed else _Forward(bound, out)
+        return launch.UnaryCall(bound, out.empty) if packed else _Forward(bound, out.empty, out)
 
     out = Output.of(functools.partial(_eager, activation), gate, up)
     if layout is NOTHING:
@@ -337,7 +333,8 @@ def _resolved(subject, activation, gate, up, layout, gradients, packed=False):
     for what in (_OUTPUT, gradients):
         if what and not _proved(subject, activation, gate.dtype, kind, gate.device, what):
             return None
-    call = forward(_forward(activation, gate.dtype, layout, gate.device))
+    bound = _forward(activation, gate.dtype, layout, gate.device)
+    call = forward(bound.call_2 if packed else bound.call_3)
     training = _PackedTraining if packed else _Training
     return training(activation, call) if gradients else call
 
@@ -408,7 +405,7 @@ def _resolve_packed_gradient(dy, packed, activation):
     layout = Layout.of_packed(packed) if packed.numel() else None
     # Eager adds to contiguous zeros of the whole shape, so the rows must follow the order of dimensions.
     _check_gradients(layout, dy, packed, contiguous_strides(dy.shape))
-    bound = _backward(activation, packed.dtype, layout, packed.device, with_up=True)
+    bound = _backward(activation, packed.dtype, layout, packed.device, with_up=True).call_3
     empty = allocator(packed.shape, contiguous_strides(packed.shape), packed.dtype, packed.device)
     return launch.BinaryCall(bound, empty)
 

@@ -21,7 +21,7 @@ from .call import NO_GRADIENTS, Inference, Training, check_weight
 from .formulas import BY_NAME, EAGER, EPS_NAME, LLAMA, RMSNormFormula, eager_rstd, in_domain
 from .function import check_arguments
 from .plan import forward
-from .proof import calls_torch, gradients_after_add_proved, proved, variant_of
+from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
 def fused_add_rms_norm(
@@ -195,7 +195,7 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs):
     case, device = (variant, owner, x.dtype, weight.dtype, hidden_size, rows), x.device
     if not proved(*case, hidden_size, device, added=True):
         return None
-    if training and not gradients_after_add_proved(*case, device, needs):
+    if training and not gradients_proved(*case, device, needs, added=True):
         return None
     out_dtype = variant.output_dtype(x.dtype, weight.dtype)
     # Eager's sum of contiguous tensors, whatever their strides in dimensions of length 1, has these, and so has its norm.
@@ -206,10 +206,12 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs):
     )
     empty_total = allocator(x.shape, strides, x.dtype, device)
     if not training:
-        return _Inference(launch.call_5, out, empty_total)
+        return _Inference(launch.call_5, out.empty, out, empty_total)
     shape = (*x.shape[:-1], 1)
     empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, device)
-    return _Training(variant, owner.forward, weight.dtype, launch.call_6, out, empty_rstd, False, eps, empty_total)
+    return _Training(
+        variant, owner.forward, weight.dtype, launch.call_6, out.empty, empty_rstd, False, eps, empty_total
+    )
 
 
 _calls = Calls(_resolve)
@@ -292,7 +294,7 @@ def _find_gradients(d_normed, total, weight, rstd, d_total, needs_dx, needs_dwei
     subject = (formula, EAGER[formula], total.dtype, weight.dtype, total.shape[-1])
     if not (runs_kernels(total.device) and in_domain(*subject[2:]) and rstd.numel() > 0):
         return None
-    if not gradients_after_add_proved(*subject, rstd.numel(), total.device, needs):
+    if not gradients_proved(*subject, rstd.numel(), total.device, needs, added=True):
         return None
     tensors = d_normed, total, weight, rstd
     # The gradient of the sum counts only where activations need one.

@@ -11,6 +11,7 @@ from ...core import proof
 from ...core.calls import Calls, Outside
 from ...core.domain import NO_STATE, allocator, runs_kernels
 from ...core.inspection import functions_of
+from ...core.launch import BinaryCall
 from ...core.layout import Output, row_number_strides, rows_in_memory
 from ...core.torch_internals import apply_of, dispatch_modes
 from . import backward as rms_norm_backward
@@ -20,23 +21,10 @@ from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
 @dataclass(eq=False)
-class Inference:
-    """A call without gradients, resolved for one eps and the layouts of its tensors.
+class Inference(BinaryCall):
+    """A call without gradients, resolved for one eps too; `out` is for a decoder layer's replay."""
 
-    Args:
-        launch: a method, since calling an object through `__call__` costs 0.1 us more.
-    """
-
-    launch: Callable
     out: Output
-
-    def __post_init__(self):
-        self.empty = self.out.empty
-
-    def __call__(self, x, weight):
-        out = self.empty()
-        self.launch(x, weight, out)
-        return out
 
 
 @dataclass(eq=False)
@@ -52,13 +40,10 @@ class Training:
     original: Callable
     weight_dtype: torch.dtype
     launch: Callable
-    out: Output
+    empty: Callable[[], torch.Tensor]
     empty_rstd: Callable[[], torch.Tensor]
     two_edges: bool
     eps: float
-
-    def __post_init__(self):
-        self.empty = self.out.empty
 
     def __call__(self, x, weight):
         return _apply(x, x if self.two_edges else None, weight, self)
@@ -183,11 +168,12 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
         return None
     launch = forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, training)
     if not training:
-        return _TorchInference(launch.call_3, out, variant, eps) if variant.fused else Inference(launch.call_3, out)
+        inference = launch.call_3, out.empty, out
+        return _TorchInference(*inference, variant, eps) if variant.fused else Inference(*inference)
     shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
     empty_rstd = allocator(shape, strides, torch.float32, x.device)
     kind, two_edges = _TorchTraining if variant.fused else Training, variant.has_two_edges(x.dtype)
-    return kind(variant, owner.forward, weight.dtype, launch.call_4, out, empty_rstd, two_edges, eps)
+    return kind(variant, owner.forward, weight.dtype, launch.call_4, out.empty, empty_rstd, two_edges, eps)
 
 
 # Layers that call `F.rms_norm` have a table of their own.

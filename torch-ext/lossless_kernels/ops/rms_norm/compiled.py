@@ -14,7 +14,7 @@ from . import backward as rms_norm_backward
 from .call import NO_GRADIENTS, call_of
 from .formulas import BY_NAME, EAGER, EPS_NAME, MAX_FUSED_HIDDEN_SIZE, in_domain
 from .plan import rows_of_every_plan
-from .proof import calls_torch, gradients_after_add_proved, gradients_proved, proved, variant_of
+from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
 def _find(hidden_states, weight, eps, variant):
@@ -137,8 +137,9 @@ def _variant_for_compile(
     all_rows = rows_of_every_plan(hidden_size, dtype.itemsize, plans.gpu(device))
     if not all(proved(*case, rows, hidden_size, device, added) for rows in all_rows):
         return None
-    of_training = gradients_after_add_proved if added else gradients_proved
-    return variant.name if not training or of_training(*case, ROW_CLASSES[-1], device, needs) else None
+    if training and not gradients_proved(*case, ROW_CLASSES[-1], device, needs, added):
+        return None
+    return variant.name
 
 
 def variant_of_call(hidden_states, weight, eps, owner, eps_name, training, fused=False, added=False) -> Optional[str]:

@@ -166,33 +166,29 @@ def proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, d
     return _kernel_is_proved(case, rows, device, kind, what, _comparisons, rows, row_stride, device, plan, added)
 
 
-def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, dx_mode=None) -> bool:
+def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, added=False) -> bool:
     """Whether the backward kernels for this row class are proved to return autograd's bits through `owner.forward`.
 
+    For `F.rms_norm` they are ATen's own operator, called with our rstd.
+
     Args:
-        dx_mode: see `rms_norm_backward.dx_mode_of`; by default that of the layer alone.
+        added: they follow a residual add, with a gradient of the sum and without.
     """
+    case = variant, owner, dtype, weight_dtype, hidden_size
     if variant.fused:
-        return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
-    dx_mode = dx_mode or rms_norm_backward.dx_mode_of(variant, dtype)
+        kind, comparisons = ("gradients", needs), _fused_gradient_comparisons
+        return _kernel_is_proved(case, ROW_CLASSES[-1], device, kind, ", in training", comparisons, device, needs)
+    dx_modes = [rms_norm_backward.dx_mode_of(variant, dtype), *["accumulate"] * (added and needs[0])]
+    return all(_gradients_proved(case, rows, device, needs, dx_mode) for dx_mode in dx_modes)
+
+
+def _gradients_proved(case, rows, device, needs, dx_mode) -> bool:
+    _, _, dtype, _, hidden_size = case
     least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize, dx_mode)
-    case, kind = (variant, owner, dtype, weight_dtype, hidden_size), ("gradients", least, plan, needs, dx_mode)
+    kind = "gradients", least, plan, needs, dx_mode
     what = ", in training, added to the residual's gradient" if dx_mode == "accumulate" else ", in training"
     arguments = least, rows, device, needs, dx_mode
     return _kernel_is_proved(case, row_class(rows), device, kind, what, _gradient_comparisons, *arguments)
-
-
-def gradients_after_add_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
-    """`gradients_proved` with a gradient of the residual add and without."""
-    case = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs)
-    return gradients_proved(*case) and (not needs[0] or gradients_proved(*case, dx_mode="accumulate"))
-
-
-def _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs) -> bool:
-    """Whether ATen's backward operator of `F.rms_norm`, called with our rstd, is proved to return autograd's bits."""
-    case, kind = (variant, owner, dtype, weight_dtype, hidden_size), ("gradients", needs)
-    comparisons = _fused_gradient_comparisons
-    return _kernel_is_proved(case, ROW_CLASSES[-1], device, kind, ", in training", comparisons, device, needs)
 
 
 def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, device, needs):
