@@ -170,22 +170,17 @@ def name_functions(module: torch.nn.Module, keep: bool = False) -> dict[str, tor
 
 def unnamed_functions(module: torch.nn.Module) -> dict[FunctionType, str]:
     """The functions that the module's forward calls by a global name and that `name_functions` would name: their layer names."""
-    namespace, names = _names_called(module)
-    return {
-        function: _NAMES_BY_FUNCTION[name]
-        for name in names
-        if isinstance(function := namespace.get(name), FunctionType)
-        and function.__name__ == name
-        and _is_rotary(function, _NAMES_BY_FUNCTION[name], namespace)
-    }
-
-
-def _names_called(module: torch.nn.Module) -> tuple[dict, set[str]]:
-    """The globals of the module's forward, and the names of rotary functions by which it calls them."""
     forward = checkpointed(class_forward(module))
     if not isinstance(forward, FunctionType):
-        return {}, set()
-    return forward.__globals__, _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}
+        return {}
+    named = {name: forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}}
+    return {
+        function: _NAMES_BY_FUNCTION[name]
+        for name, function in named.items()
+        if isinstance(function, FunctionType)
+        and function.__name__ == name
+        and _is_rotary(function, _NAMES_BY_FUNCTION[name], forward.__globals__)
+    }
 
 
 def class_forward(module: torch.nn.Module) -> Optional[Callable]:
@@ -195,10 +190,10 @@ def class_forward(module: torch.nn.Module) -> Optional[Callable]:
 
 def functions_called(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules in the places of functions, made by `name_functions`, that the module's forward calls."""
-    if not _functions:
+    forward = checkpointed(class_forward(module))
+    if not _functions or not isinstance(forward, FunctionType):
         return []
-    namespace, names = _names_called(module)
-    named = (namespace.get(name) for name in names)
+    named = (forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names})
     return [function for function in named if isinstance(function, torch.nn.Module) and function in _functions]
 
 

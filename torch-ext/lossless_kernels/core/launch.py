@@ -245,17 +245,16 @@ class UnaryCall:
     """A call of one tensor, resolved for its layout: it allocates the output and launches.
 
     Args:
-        launch: a method of the launch, since calling an object through `__call__` costs 0.1 us more; None for tensors
-            without elements.
+        launch: None for tensors without elements.
     """
 
-    launch: Optional[Callable]
+    launch: Optional[Launch]
     empty: Callable[[], torch.Tensor]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         out = self.empty()
         if self.launch is not None:
-            self.launch(input, out)
+            self.launch.call_2(input, out)
         return out
 
 
@@ -264,5 +263,5 @@ class BinaryCall(UnaryCall):
 
     def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         out = self.empty()
-        self.launch(first, second, out)
+        self.launch.call_3(first, second, out)
         return out

@@ -365,7 +365,7 @@ def _resolve(x, subject, activation, needs_grad):
     for of_gradients in (False, True)[: 1 + needs_grad]:
         if not _proved(subject, activation, x.dtype, kind, x.device, of_gradients):
             return None
-    forward = launch.UnaryCall(_forward(activation, x.dtype, layout, x.device).call_2, out.empty)
+    forward = launch.UnaryCall(_forward(activation, x.dtype, layout, x.device), out.empty)
     return _Training(activation, forward) if needs_grad else forward
 
 

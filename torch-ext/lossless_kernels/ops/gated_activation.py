@@ -167,7 +167,7 @@ class _Forward(launch.UnaryCall):
     def __call__(self, gate, up):
         out = self.empty()
         if self.launch is not None:
-            self.launch(gate, out, up)
+            self.launch.call_3(gate, out, up)
         return out
 
     def of_up_and_gate(self, up, gate):
@@ -333,8 +333,7 @@ def _resolved(subject, activation, gate, up, layout, gradients, packed=False):
     for what in (_OUTPUT, gradients):
         if what and not _proved(subject, activation, gate.dtype, kind, gate.device, what):
             return None
-    bound = _forward(activation, gate.dtype, layout, gate.device)
-    call = forward(bound.call_2 if packed else bound.call_3)
+    call = forward(_forward(activation, gate.dtype, layout, gate.device))
     training = _PackedTraining if packed else _Training
     return training(activation, call) if gradients else call
 
@@ -405,7 +404,7 @@ def _resolve_packed_gradient(dy, packed, activation):
     layout = Layout.of_packed(packed) if packed.numel() else None
     # Eager adds to contiguous zeros of the whole shape, so the rows must follow the order of dimensions.
     _check_gradients(layout, dy, packed, contiguous_strides(dy.shape))
-    bound = _backward(activation, packed.dtype, layout, packed.device, with_up=True).call_3
+    bound = _backward(activation, packed.dtype, layout, packed.device, with_up=True)
     empty = allocator(packed.shape, contiguous_strides(packed.shape), packed.dtype, packed.device)
     return launch.BinaryCall(bound, empty)
 

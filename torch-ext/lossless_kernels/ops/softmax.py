@@ -247,9 +247,7 @@ def _resolve(x, needs_grad, dtype):
     def at(shift):
         kind = Kind.of(False, x_dtype, result, size, row_stride, shift)
         return (
-            launch.UnaryCall(_bind(kind, rows, size, row_stride, device).call_2, out.empty)
-            if _proved(kind, device)
-            else None
+            launch.UnaryCall(_bind(kind, rows, size, row_stride, device), out.empty) if _proved(kind, device) else None
         )
 
     x_dtype, aligned = x.dtype, Kind.of(False, x.dtype, result, size, row_stride)
@@ -306,7 +304,7 @@ def _resolve_gradient(dy, y, dtype):
     if not _proved(kind, y.device):
         return None
     formula = functools.partial(_formula, dtype=dtype)
-    bound, empty = _bind(kind, rows, size, dy_row_stride, y.device).call_3, Output.of(formula, dy, y, dtype=dtype).empty
+    bound, empty = _bind(kind, rows, size, dy_row_stride, y.device), Output.of(formula, dy, y, dtype=dtype).empty
     if kind.order.kind == aten.WARP:
         return launch.BinaryCall(bound, empty)
     call = _GradientOfBlock(bound, empty)

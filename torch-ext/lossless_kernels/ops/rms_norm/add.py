@@ -79,7 +79,7 @@ class _Inference(Inference):
 
     def __call__(self, x, residual, weight):
         normed, total = self.empty(), self.empty_total()
-        self.launch(x, residual, weight, normed, total)
+        self.launch.call_5(x, residual, weight, normed, total)
         return normed, total
 
 
@@ -103,7 +103,7 @@ class _Training(Training):
     def launched(self, x, residual, weight):
         """The same, whatever modes are active: none sees a call from Inductor's code."""
         normed, total, rstd = self.empty(), self.empty_total(), self.empty_rstd()
-        self.launch(x, residual, weight, normed, total, rstd)
+        self.launch.call_6(x, residual, weight, normed, total, rstd)
         return normed, total, rstd
 
 
@@ -206,12 +206,10 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs):
     )
     empty_total = allocator(x.shape, strides, x.dtype, device)
     if not training:
-        return _Inference(launch.call_5, out.empty, out, empty_total)
+        return _Inference(launch, out.empty, out, empty_total)
     shape = (*x.shape[:-1], 1)
     empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, device)
-    return _Training(
-        variant, owner.forward, weight.dtype, launch.call_6, out.empty, empty_rstd, False, eps, empty_total
-    )
+    return _Training(variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, False, eps, empty_total)
 
 
 _calls = Calls(_resolve)

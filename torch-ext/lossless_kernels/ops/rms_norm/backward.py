@@ -379,7 +379,7 @@ class Backward:
             dy = self.empty_dy().copy_(dy)
         dx = dweight = None
         # rstd, which is fp32, stands for tensors that are neither read nor written.
-        dx_mean = blocks = unused = rstd
+        dx_mean = blocks = rstd
         if self.empty_dx is not None:
             dx = self.empty_dx()
             if self.dx_mode == "split":
@@ -387,9 +387,11 @@ class Backward:
         if self.empty_dweight is not None:
             blocks, dweight = self.empty_sums(), self.empty_dweight()
             if dweight_sum is None:
-                dweight_sum = unused if self.empty_dweight_sum is None else self.empty_dweight_sum()
-        d_rstd = unused if d_rstd is None else d_rstd
-        d_sum = unused if d_sum is None else d_sum
+                dweight_sum = rstd if self.empty_dweight_sum is None else self.empty_dweight_sum()
+        if d_rstd is None:
+            d_rstd = rstd
+        if d_sum is None:
+            d_sum = rstd
         for part in self.parts:
             if part.dx is not None:
                 part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks, d_sum)
@@ -397,7 +399,7 @@ class Backward:
                 part.sum_chains.call_4(dy, x, rstd, blocks)
             if part.sum_blocks is not None:
                 part.sum_blocks.call_3(blocks, dweight_sum, dweight)
-        return Gradients(dx, None if dx_mean is unused else dx_mean, dweight)
+        return Gradients(dx, None if dx_mean is rstd else dx_mean, dweight)
 
 
 def resolve(

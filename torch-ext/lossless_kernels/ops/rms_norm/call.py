@@ -11,7 +11,7 @@ from ...core import proof
 from ...core.calls import Calls, Outside
 from ...core.domain import NO_STATE, allocator, runs_kernels
 from ...core.inspection import functions_of
-from ...core.launch import BinaryCall
+from ...core.launch import BinaryCall, Launch
 from ...core.layout import Output, row_number_strides, rows_in_memory
 from ...core.torch_internals import apply_of, dispatch_modes
 from . import backward as rms_norm_backward
@@ -39,7 +39,7 @@ class Training:
     variant: RMSNormFormula
     original: Callable
     weight_dtype: torch.dtype
-    launch: Callable
+    launch: Launch
     empty: Callable[[], torch.Tensor]
     empty_rstd: Callable[[], torch.Tensor]
     two_edges: bool
@@ -56,7 +56,7 @@ class Training:
         """The same, whatever modes are active: none sees a call from Inductor's code."""
         out = self.empty()
         rstd = self.empty_rstd()
-        self.launch(x, weight, out, rstd)
+        self.launch.call_4(x, weight, out, rstd)
         return out, rstd
 
 
@@ -76,7 +76,7 @@ class _TorchInference(Inference):
         if not _read_in_vectors(x, weight):
             return self.variant.eager(x, weight, self.eps)
         out = self.empty()
-        self.launch(x, weight, out)
+        self.launch.call_3(x, weight, out)
         return out
 
 
@@ -168,12 +168,12 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
         return None
     launch = forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, training)
     if not training:
-        inference = launch.call_3, out.empty, out
+        inference = launch, out.empty, out
         return _TorchInference(*inference, variant, eps) if variant.fused else Inference(*inference)
     shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
     empty_rstd = allocator(shape, strides, torch.float32, x.device)
     kind, two_edges = _TorchTraining if variant.fused else Training, variant.has_two_edges(x.dtype)
-    return kind(variant, owner.forward, weight.dtype, launch.call_4, out.empty, empty_rstd, two_edges, eps)
+    return kind(variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, two_edges, eps)
 
 
 # Layers that call `F.rms_norm` have a table of their own.
