@@ -189,9 +189,9 @@ or read in two layouts at once (by_lane); programs per row; prefetching of later
 
         llama, x = package.module("ops.rms_norm.formulas").LLAMA, sets[0].x
         rows, hidden_size = x.shape
+        forward = package.module("ops.rms_norm.plan").forward
+        launch = forward(llama, x.dtype, x.dtype, hidden_size, rows, hidden_size, x.device, EPS, added=self.adds)
         if self.adds:
-            add = package.module("ops.rms_norm.add")
-            launch = add._forward(llama, x.dtype, x.dtype, hidden_size, rows, x.device, EPS, False)
 
             def call(index):
                 given = sets[index]
@@ -200,8 +200,6 @@ or read in two layouts at once (by_lane); programs per row; prefetching of later
                 return normed, total
 
         else:
-            plan = package.module("ops.rms_norm.plan")
-            launch = plan.forward(llama, x.dtype, x.dtype, hidden_size, rows, hidden_size, x.device, EPS)
 
             def call(index):
                 given = sets[index]
@@ -353,7 +351,7 @@ class Activation(TunedOp):
                 return (dx,)
 
         else:
-            launch = activation._forward(activation.SILU, x.dtype, 1, x.numel(), x.numel(), x.device)
+            launch = activation._forward(activation.SILU, x.dtype, activation.Layout.of(x, x), x.device)
 
             def call(index):
                 out = torch.empty_like(sets[index].x)

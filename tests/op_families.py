@@ -189,7 +189,7 @@ def _norms_of(kernel, machine, hidden_size):
         rstd = torch.empty(rows, 1)
         if rows > 16 and hidden_size in (64, 128, 4096, 8192, 32768):
             add.replacement(x, residual, weight, 1e-6, variants.EAGER[llama])
-            add._gradients(llama, x, x, weight, rstd, True, True, residual)
+            backward.gradients(llama, x, x, weight, rstd, True, True, True, residual)
         if rows == 16 and hidden_size == 32768 and machine.dtype == torch.bfloat16:
             # Long rows are streamed if there are enough for all multiprocessors: here for fewer.
             machine.gpu = dataclasses.replace(gpu, multiprocessors=1)

@@ -1494,7 +1494,8 @@ def test_a_sum_with_torchs_norm_is_left_apart(module, proof_off):
     norm, add = Norm(64, eps=1e-6).requires_grad_(False), module("add_rms_norm")
     x, residual = torch.randn(2, 4, 64).half()
     assert add.replacement(x, residual, norm.weight, norm.eps, Norm, "eps") is None
-    assert add._variant_for_compile(Norm, "eps", x.dtype, norm.weight.dtype, 64, x.device, training=False) is None
+    kind = "eps", x.dtype, norm.weight.dtype, 64, x.device, False
+    assert module("rms_norm_compiled")._variant_for_compile(Norm, *kind, added=True) is None
 
 
 def scale_of(module):
@@ -1623,7 +1624,7 @@ def test_graphs_name_the_ops(kernel, module, proof_off):
 def test_a_launcher_refuses_tensors_of_other_dtypes(module):
     """Another compiled kernel would have to read them."""
     activation, x = module("activation"), torch.ones(64)
-    launch = activation._forward(activation.SILU, torch.float16, 1, 64, 64, CPU)
+    launch = activation._forward(activation.SILU, torch.float16, activation.Layout(1, 64, 64), CPU)
     with pytest.raises(TypeError, match="activation_forward: bound for .*float16.*called with .*float32"):
         launch(x, torch.empty_like(x))
 

@@ -98,7 +98,7 @@ def test_a_row_of_a_proof_shows_a_wrong_order_in_two_cases_of_five(module, seed,
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden_size, rows):
     """As calls with tensors of their own do: Triton compiles another for pointers that are no multiples of 16."""
-    family, added, launcher = module("rms_norm_proof"), module("add_rms_norm"), module("launch").Launcher
+    family, launcher = module("rms_norm_proof"), module("launch").Launcher
     llama, through_triton, pointers = module("variants").LLAMA, launcher.through_triton, []
 
     def recorded(self, blocks, tensors, scalars):
@@ -108,7 +108,7 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     monkeypatch.setattr(launcher, "through_triton", recorded)
     cpu, subject = torch.device("cpu"), (llama, family.EAGER[llama], torch.float16, torch.float16, hidden_size)
     list(family._comparisons(*subject, rows, hidden_size, cpu))
-    list(added._comparisons(*subject, rows, cpu, None))
+    list(family._comparisons(*subject, rows, hidden_size, cpu, added=True))
     list(family._gradient_comparisons(*subject, rows, rows, cpu, (True, True), "added"))
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
@@ -117,9 +117,9 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_proof_shows_a_kernel_that_flushes_subnormals(module, dtype, rows):
     """Its comparisons have subnormal results: of the norm and of the sum with a residual."""
-    family, added, llama = module("rms_norm_proof"), module("add_rms_norm"), module("variants").LLAMA
+    family, llama = module("rms_norm_proof"), module("variants").LLAMA
     cpu, subject = torch.device("cpu"), (llama, family.EAGER[llama], dtype, dtype, 128)
-    found = [*family._comparisons(*subject, rows, 128, cpu), *added._comparisons(*subject, rows, cpu, None)]
+    found = [*family._comparisons(*subject, rows, 128, cpu), *family._comparisons(*subject, rows, 128, cpu, added=True)]
     flushed = set()
     for what, _, expected in found:
         if ((expected != 0) & (expected.abs() < torch.finfo(expected.dtype).tiny)).any():
@@ -148,7 +148,7 @@ def test_a_proof_of_gradients_runs_no_forward_kernel(module, monkeypatch, dx_mod
 )
 def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
     """Of every length of a step and number of steps, alone and as a sum with a residual; by lane of few rows, too."""
-    family, added, generator = module("rms_norm_plan"), module("add_rms_norm"), torch.Generator().manual_seed(seed)
+    family, generator = module("rms_norm_plan"), torch.Generator().manual_seed(seed)
     variants = module("variants")
     # The interpreter takes as long for each program that shares a row as for a row.
     cases = [(18 if way != "shared" or size < 1024 else 2, size) for size in (64, 100, 260, 8192, 20_000, 32_768)]
@@ -170,7 +170,7 @@ def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
         for variant in (variants.LLAMA, variants.BY_NAME["one_plus_weight"]):
             shape = (dtype, dtype, hidden_size, rows)
             alone = family.forward(variant, *shape, row_stride, x.device, 1e-5, store_rstd=True, plan=plan)
-            of_sum = added._forward(variant, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
+            of_sum = family.forward(variant, *shape, hidden_size, x.device, 1e-5, True, plan, added=True)
             for launch, given_x, inputs in ((alone, x, [x]), (of_sum, total, [x.contiguous(), residual])):
                 outs = [torch.full_like(total, math.nan) for _ in inputs]
                 rstd = torch.full((rows, 1), math.nan)
@@ -188,7 +188,7 @@ def test_rows_that_are_read_twice_have_the_same_output(module, seed, way):
 
 def test_every_later_row_is_requested_once(module, monkeypatch, seed):
     """A program asks for all rows of the one that comes so many programs later, and for nothing beyond the last row."""
-    family, added = module("rms_norm_plan"), module("add_rms_norm")
+    family = module("rms_norm_plan")
     requests = []
 
     def record(pointer, wanted, BYTES):
@@ -209,7 +209,7 @@ def test_every_later_row_is_requested_once(module, monkeypatch, seed):
         monkeypatch.setattr(family, "_BYTES_AHEAD", ahead * rows_per_program * bytes_per_row)
         alone = family.forward(llama, *shape, row_stride, x.device, 1e-5, plan=plan)
         monkeypatch.setattr(family, "_BYTES_AHEAD", 2 * ahead * rows_per_program * bytes_per_row)
-        of_sum = added._forward(llama, *shape, x.device, 1e-5, False, plan=plan)
+        of_sum = family.forward(llama, *shape, hidden_size, x.device, 1e-5, plan=plan, added=True)
         for launch, inputs in ((alone, [x]), (of_sum, [x.contiguous(), residual])):
             outs = [torch.empty_like(residual) for _ in inputs]
             requests.clear()
@@ -548,7 +548,7 @@ def rocm_gpu(module, monkeypatch, request):
 
 def test_rocms_norms_equal_the_model(module, rocm_gpu, seed):
     """Every way of a forward kernel; norms with a residual, and `F.rms_norm`."""
-    family, added, llama = module("rms_norm_plan"), module("add_rms_norm"), module("variants").LLAMA
+    family, llama = module("rms_norm_plan"), module("variants").LLAMA
     spike, generator, on_cuda = module("rms_norm_proof").spike, torch.Generator().manual_seed(seed), 0
     for rows, hidden_size in ((1, 896), (3, 4096), (8, 132), (17, 64), (20, 1024), (16, 2880)):
         x = spike(torch.randn(rows, hidden_size, generator=generator), 1)
@@ -558,7 +558,7 @@ def test_rocms_norms_equal_the_model(module, rocm_gpu, seed):
         ways += [family.Plan(1, 4, by_lane=True)] if rows < 16 else []
         for plan in ways:
             alone = family.forward(llama, *shape, hidden_size, x.device, 1e-5, store_rstd=True, plan=plan)
-            of_sum = added._forward(llama, *shape, x.device, 1e-5, store_rstd=True, plan=plan)
+            of_sum = family.forward(llama, *shape, hidden_size, x.device, 1e-5, True, plan, added=True)
             for launch, inputs, total in ((alone, [x], x), (of_sum, [x, residual], residual + x)):
                 outs, rstd = [torch.full_like(x, math.nan) for _ in inputs], torch.full((rows, 1), math.nan)
                 launch(*inputs, weight, *outs, rstd)

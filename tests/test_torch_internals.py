@@ -121,7 +121,10 @@ WITHOUT_EACH = """
 
 
 # A torch without CUDA may lack them, and has no use for them.
-OF_GPUS = ("empty_strided_cuda", "current_device", "current_stream")
+OF_GPUS = ("empty_strided_cuda", "cuda_getDevice", "cuda_getCurrentRawStream")
+OF_GUARDS = (
+    "TensorGuards", "dispatch_tls_is_dispatch_key_excluded", "Negative", "ZeroTensor", "disable_current_modes"
+)  # fmt: skip
 GUARDS = """
     import json, sys, warnings
     from pathlib import Path
@@ -166,12 +169,21 @@ GUARDS = """
 """
 
 
-def internals(*tables):
-    """`(name, path, optional)` of each entry of the tables."""
+def attributes():
+    """`(name, path, optional)` of each entry of `ATTRIBUTES`."""
     for node in ast.parse((PACKAGE / "core/torch_internals.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in (tables or ("INTERNALS", "ATTRIBUTES")):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ATTRIBUTES":
             for name, entry in zip(node.value.keys, node.value.values):
-                yield ast.literal_eval(name), ast.literal_eval(entry.args[0]), len(entry.args) > 3
+                yield ast.literal_eval(name), ast.literal_eval(entry.args[0]), False
+
+
+def internals():
+    """`(name, path, optional)` of each private name that is looked up, and of each attribute."""
+    for node in ast.walk(ast.parse((PACKAGE / "core/torch_internals.py").read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_private":
+            path = ast.literal_eval(node.args[0])
+            yield path.split(".")[-1].lstrip("_"), path, "optional" in [each.arg for each in node.keywords]
+    yield from attributes()
 
 
 # Without them the device code cannot be imported. `knobs.runtime.interpret` cannot be taken away.
@@ -205,7 +217,7 @@ def test_with_all_of_them_kernels_run(without):
 def test_without_a_private_name(without, name, path, optional):
     found = without[name]
     if isinstance(found, str):  # A CPU's torch has no CUDA to lose; what a type in C has cannot be taken from it.
-        assert name in ("current_device", "current_stream", "function_apply", "is_zero", "version"), found
+        assert name in (*OF_GPUS, "apply", "is_zero", "version"), found
         return
     assert found["forward"] == "eager"
     assert found["launched"] == optional and found["as_ever" if optional else "equal"]
@@ -215,7 +227,7 @@ def test_without_a_private_name(without, name, path, optional):
     (warning,) = found["warnings"]
     assert f"torch.{path}" in warning
     assert ("results are the same" if optional else "all layers keep their original forward") in warning
-    assert found["guards"] == (name not in ("TensorGuards", "key_excluded", "negative_key", "zero_key", "no_modes"))
+    assert found["guards"] == (name not in OF_GUARDS)
     if not optional:
         (warning,), equal, reasons = found["applied"]
         (reason,) = reasons
@@ -328,7 +340,7 @@ def test_private_names_of_torch_stand_in_one_file():
     """Every private name of the package is its own, another library's, or an attribute in `torch_internals.ATTRIBUTES`."""
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     own = {name for tree in trees.values() for name in own_names(tree) if name[:1] == "_"}
-    declared = {path.split(".")[-1] for _, path, _ in internals("ATTRIBUTES")}
+    declared = {path.split(".")[-1] for _, path, _ in attributes()}
     # `_current_level` is a module's variable, which changes. The build writes `_ops`.
     allowed = {*declared, *set().union(*OTHERS.values()), "_current_level", "_ops"}
     # `_apply` is a variable of several modules, and never read from an object.

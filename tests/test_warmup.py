@@ -126,7 +126,9 @@ def test_what_cannot_be_warmed_up_is_told(fresh, monkeypatch, capsys):
     assert "none carries a forward of this package" in report.skipped[0]
     assert capsys.readouterr().err == f"{report}\n"
     layers = model(fresh).to("meta")
-    with pytest.warns(RuntimeWarning, match="nothing to warm up: all layers: the model is on meta; next: load the model"):
+    with pytest.warns(
+        RuntimeWarning, match="nothing to warm up: all layers: the model is on meta; next: load the model"
+    ):
         fresh.warmup(layers)
     layers = model(fresh)
     monkeypatch.setattr(type(layers[0]), "forward", lambda self, x: 1 / 0)
@@ -137,7 +139,9 @@ def test_what_cannot_be_warmed_up_is_told(fresh, monkeypatch, capsys):
 def test_a_cpu_has_nothing_to_warm_up(fresh, module, monkeypatch):
     monkeypatch.setattr(module("domain"), "_KERNEL_DEVICE", "cuda")
     layers = model(fresh).cpu()
-    with pytest.warns(RuntimeWarning, match="nothing to warm up: all layers: the model is on cpu; next: .* GPU") as warned:
+    with pytest.warns(
+        RuntimeWarning, match="nothing to warm up: all layers: the model is on cpu; next: .* GPU"
+    ) as warned:
         report = fresh.warmup(layers, training=True)
     assert len(warned) == 1 and not report.compiled and len(report.skipped) == 1
 

@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch
 from torch import nn
 
+from .core import warn
 from .core.torch_internals import dispatch_modes, function_modes
 
 _CACHE = "past_key_values"
@@ -180,11 +180,9 @@ def _hooked(model):
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if module is not model and not (getattr(hook, "__module__", None) or "").startswith("transformers."):
-                warnings.warn(
-                    f"lossless-kernels: decoding_graph captures nothing, because {name} has a hook on its calls, which a "
-                    "graph would leave out. Remove the hook before the context.",
-                    RuntimeWarning,
-                    stacklevel=2,
+                warn(
+                    f"decoding_graph captures nothing, because {name} has a hook on its calls, which a "
+                    "graph would leave out. Remove the hook before the context."
                 )
                 return True
     return False

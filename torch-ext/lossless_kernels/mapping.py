@@ -15,7 +15,7 @@ from typing import Any, Optional, Union
 import torch
 
 from . import layers
-from .core import proof
+from .core import proof, warn
 from .core.inspection import checkpointed, functions_of, owns_nothing
 from .decoder import layer as decoder
 from .ops import cohere_layer_norm, complex_rotary, rotary
@@ -367,13 +367,12 @@ def _warn_of_unnamed(level: str) -> None:
     """Warns if a mapping of this level would replace nothing, or nothing of what it has beside the layers of "layer"."""
     reason = idle_decorators()
     if reason is not None:
-        warnings.warn(f"lossless-kernels: {reason}", RuntimeWarning, stacklevel=3)
+        warn(reason, stacklevel=3)
     names = LEVELS[level].keys() - LAYERS.keys()
     if names and not _is_named(names):
-        warnings.warn(
-            f"lossless-kernels: level={level!r} has layers for {' and '.join(sorted(names))}, and no class has these layer "
+        warn(
+            f"level={level!r} has layers for {' and '.join(sorted(names))}, and no class has these layer "
             "names: decoder layers keep their forward unless name_layers(model) is called before kernelize",
-            RuntimeWarning,
             stacklevel=3,
         )
 

@@ -1,7 +1,6 @@
 """`apply` and `restore`: one call replaces the layers of a model, another puts the originals back."""
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping
 from types import MethodType
@@ -12,6 +11,7 @@ from torch import nn
 
 from . import loss as losses
 from . import mapping, report
+from .core import warn
 from .core.domain import runs_kernels
 from .core.torch_internals import is_compiled
 from .decoder import recompute as recomputation
@@ -90,11 +90,7 @@ def apply(
     made = report.report_of(model)
     if obstacle is not None or not (loss or any(True for _ in report.replaced_modules(model))):
         reason = obstacle or _why_nothing(made)
-        warnings.warn(
-            f"lossless-kernels: apply replaced no layer of {type(model).__name__}: {reason}. Next: {reason.step}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn(f"apply replaced no layer of {type(model).__name__}: {reason}. Next: {reason.step}")
     return made
 
 

@@ -3,7 +3,6 @@
 import itertools
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Optional, Union
 
 import torch
 
-from .core import ROOT_PACKAGE, inspection, launch, proof
+from .core import ROOT_PACKAGE, inspection, launch, proof, warn
 from .core.domain import FLOAT_DTYPES, MISSING, runs_kernels
 from .loss import has_our_loss
 from .mapping import (
@@ -182,12 +181,10 @@ def replacement_report(model: torch.nn.Module, verbose: bool = True) -> Replacem
     may_replace = obstacle(model) is None and next(iter(replaced_modules(model)), None) is None
     reason = idle_decorators() if may_replace else None
     if reason is not None:
-        warnings.warn(f"lossless-kernels: {reason}", RuntimeWarning, stacklevel=2)
+        warn(reason)
     for entry in report.layers:
         if entry.path == OTHER_KERNEL:
-            warnings.warn(
-                f"lossless-kernels: {entry.layer} runs another kernel, {entry.reasons[0]}", RuntimeWarning, stacklevel=2
-            )
+            warn(f"{entry.layer} runs another kernel, {entry.reasons[0]}")
     if verbose:
         print(report)
     return report

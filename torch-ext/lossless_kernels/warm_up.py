@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Callable, Optional, Union
 
 import torch
 
-from .core import launch, proof
+from .core import launch, proof, warn
 from .core.calls import Outside
 from .core.declarations import WARMUP, Warmup
 from .core.domain import FLOAT_DTYPES, runs_kernels
@@ -105,7 +104,7 @@ def warmup(
     skipped: dict[str, None] = {}
     calls = list(_calls(model, rows, dtypes, training, skipped))
     if not calls:
-        warnings.warn(f"lossless-kernels: nothing to warm up: {'; '.join(skipped)}", RuntimeWarning, stacklevel=2)
+        warn(f"nothing to warm up: {'; '.join(skipped)}")
     with launch.collect_compilations() as found:
         for call in calls:
             with contextlib.suppress(Exception):

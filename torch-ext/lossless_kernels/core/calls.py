@@ -10,13 +10,12 @@ Step 1 must compare every part of the key, as a fact or by its tensor guard.
 """
 
 import operator
-import warnings
 import weakref
 from typing import Any, Callable, Optional
 
 import torch
 
-from . import launch, proof
+from . import launch, proof, warn
 from .torch_internals import tensor_guard
 
 # Result of a lookup without an entry. An entry None means that the original forward runs.
@@ -77,7 +76,7 @@ class Calls:
                 found, failure = None, reason if isinstance(reason, Failed) else None
             remember(self.resolved, key, found)
             if failure is not None:  # Last: a warnings filter may raise.
-                warnings.warn(f"lossless-kernels: {failure}", RuntimeWarning, stacklevel=4)
+                warn(str(failure), stacklevel=4)
         return found
 
     def recognise(self, subject, call, facts: tuple, tensors: tuple[torch.Tensor, ...]) -> None:

@@ -6,7 +6,6 @@ of the verdict, since each can be replaced.
 """
 
 import dis
-import functools
 import inspect
 import weakref
 from collections.abc import Mapping, MutableMapping
@@ -147,8 +146,9 @@ class Code:
 
     __slots__ = ("_owner", "_forward", "_absent", "functions", "helpers", "memo")
 
-    def __init__(self, owner: type, forgotten: Callable):
-        self._owner = weakref.ref(owner, forgotten)
+    def __init__(self, owner: type):
+        number = id(owner)
+        self._owner = weakref.ref(owner, lambda _: _codes.pop(number, None))
         try:
             self._forward = weakref.ref(owner.forward)
         except TypeError:  # It is no function: every call inspects the class anew.
@@ -209,12 +209,8 @@ def code_of(owner: type) -> Code:
 
 
 def _inspected(owner) -> Code:
-    code = _codes[id(owner)] = Code(owner, functools.partial(_forget, id(owner)))
+    code = _codes[id(owner)] = Code(owner)
     return code
-
-
-def _forget(number: int, _: weakref.ref) -> None:
-    _codes.pop(number, None)
 
 
 def functions_of(owner: type, state: Mapping = NO_STATE) -> Optional[tuple[Callable, ...]]:

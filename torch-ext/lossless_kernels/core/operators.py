@@ -178,6 +178,20 @@ def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Call
     return registered
 
 
+def differentiate(made: Callable, gradients: Callable) -> None:
+    """Gives an operator `made(name, *tensors)` the gradients `gradients(name, dy, *tensors)`: one, or a tuple."""
+
+    def setup_context(ctx, inputs, output):
+        ctx.name, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx, dy):
+        found = gradients(ctx.name, dy, *ctx.saved_tensors)
+        return (None, found) if isinstance(found, torch.Tensor) else (None, *found)
+
+    made.register_autograd(backward, setup_context=setup_context)
+
+
 def lower() -> None:
     """Has Inductor generate calls of the sites, once Inductor is loaded. Its import takes seconds."""
     if not inductor_is_loaded():

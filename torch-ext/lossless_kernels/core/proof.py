@@ -232,13 +232,8 @@ def match_formula(
 
 
 def verdict_on(key: Hashable) -> Optional[Verdict]:
-    """The verdict of an earlier `match_formula`."""
+    """The verdict of an earlier `match_formula`; None without one, as inside a CUDA graph's capture."""
     return _verdicts.get(key)
-
-
-def is_final(key: Hashable) -> bool:
-    """Whether an earlier `match_formula` reached a verdict; inside a CUDA graph's capture, for example, it does not."""
-    return key in _verdicts
 
 
 def is_capturing() -> bool:

@@ -49,6 +49,13 @@ def row_class(rows: int) -> int:
     return min(last_power_of_two(rows), ROW_CLASSES[-1])
 
 
+def _block_dimensions(dim0: int, dim1: int, max_threads: int, build: Build) -> tuple[int, int]:
+    """ATen's `set_block_dimension`: the threads of a block along the faster and the slower dimension in memory."""
+    dim0_pow2, dim1_pow2 = (min(last_power_of_two(dim), max_threads) for dim in (dim0, dim1))
+    height = min(dim1_pow2, max_threads // min(dim0_pow2, build.warp_size))
+    return min(dim0_pow2, max_threads // height), height
+
+
 @dataclass(frozen=True)
 class RowReduction:
     """A sum over the last, contiguous dimension: `width * height` lanes share one row.
@@ -90,11 +97,7 @@ def row_reduction(rows: int, hidden_size: int, build: Build = CUDA) -> RowReduct
     """ATen's reduction order for each row of a contiguous fp32 [rows, hidden_size], hidden_size a multiple of 4."""
     vectorized = hidden_size >= _MIN_VECTORIZED
     dim0 = hidden_size // _VECTOR if vectorized else hidden_size
-    dim0_pow2 = min(last_power_of_two(dim0), _MAX_THREADS)
-    rows_pow2 = min(last_power_of_two(rows), _MAX_THREADS)
-    width = min(dim0_pow2, build.warp_size)
-    height = min(rows_pow2, _MAX_THREADS // width)
-    width = min(dim0_pow2, _MAX_THREADS // height)
+    width, height = _block_dimensions(dim0, rows, _MAX_THREADS, build)
     values_per_thread = -(-hidden_size // width)
     shared = values_per_thread >= min(_MIN_VALUES_PER_WARP * height, _MAX_VALUES_PER_THREAD)
     neighbours = build.warp_size if build.neighbours_first else 1
@@ -127,13 +130,8 @@ def column_reduction(
     rows: int, hidden_size: int, multiprocessors: int, threads_per_multiprocessor: int, build: Build = CUDA
 ) -> ColumnReduction:
     """ATen's order for a sum over the rows of a dense [rows, hidden_size], hidden_size a multiple of 4."""
-    max_threads = _MAX_THREADS // _VECTOR
     columns = hidden_size // _VECTOR
-    columns_pow2 = min(last_power_of_two(columns), max_threads)
-    rows_pow2 = min(last_power_of_two(rows), max_threads)
-    width = min(columns_pow2, build.warp_size)
-    height = min(rows_pow2, max_threads // width)
-    width = min(columns_pow2, max_threads // height)
+    width, height = _block_dimensions(columns, rows, _MAX_THREADS // _VECTOR, build)
     if rows < min(_MIN_VALUES_PER_WARP * height, _MAX_VALUES_PER_THREAD):
         return ColumnReduction(1, 1)
     values_per_thread = -(-rows // height)
@@ -141,13 +139,16 @@ def column_reduction(
     target_grid = multiprocessors * (threads_per_multiprocessor // (width * height))
     blocks = 1
     if values_per_thread >= _MAX_VALUES_PER_THREAD and grid <= target_grid:
-        by_target = -(-target_grid // grid)
-        at_most = -(-values_per_thread // build.min_values_per_thread)
-        at_least = -(-values_per_thread // _MAX_VALUES_PER_THREAD)
-        blocks = max(min(by_target, at_most), at_least)
+        blocks = _shared_by(-(-target_grid // grid), values_per_thread, build)
         if blocks > 1:
             blocks = max(blocks, build.min_blocks)
     return ColumnReduction(height, blocks)
+
+
+def _shared_by(at_once: int, values_per_thread: int, build: Build) -> int:
+    """How many blocks share a sum if `at_once` run at once."""
+    at_most = -(-values_per_thread // build.min_values_per_thread)
+    return max(min(at_once, at_most), -(-values_per_thread // _MAX_VALUES_PER_THREAD))
 
 
 # ATen indexes a tensor with 32 bits if its last element starts below this many bytes.
@@ -207,10 +208,7 @@ def _full_reduction(begin, end, element_size, multiprocessors, threads_per_multi
     values_per_thread = -(-elements // width)
     blocks = 1
     if values_per_thread >= _MAX_VALUES_PER_THREAD:
-        at_once = multiprocessors * (threads_per_multiprocessor // width)
-        at_most = -(-values_per_thread // CUDA.min_values_per_thread)
-        at_least = -(-values_per_thread // _MAX_VALUES_PER_THREAD)
-        blocks = max(min(at_once, at_most), at_least)
+        blocks = _shared_by(multiprocessors * (threads_per_multiprocessor // width), values_per_thread, CUDA)
     return FullReduction(begin, end, vector, width, blocks)
 
 

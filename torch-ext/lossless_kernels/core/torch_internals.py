@@ -8,11 +8,12 @@ replacement, and one warning says which names are missing. An existing name may 
 import functools
 import os
 import sys
-import warnings
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
+
+from . import warn
 
 
 class Internal(NamedTuple):
@@ -21,59 +22,16 @@ class Internal(NamedTuple):
     Args:
         path: below `torch`.
         use: its purpose.
-        without: its replacement. With that of a required name, eager runs.
         optional: kernels run without it.
         of_gpus: a torch built for CPUs may lack it.
     """
 
     path: str
     use: str
-    without: Any = None
     optional: bool = False
     of_gpus: bool = False
 
 
-def _watched(*_) -> bool:
-    return True
-
-
-INTERNALS = {
-    "dispatch_modes": Internal("_C._len_torch_dispatch_stack", "how many dispatch modes watch operations", _watched),
-    "tracing_state": Internal("_C._get_tracing_state", "whether torch.jit.trace is active", _watched),
-    "functorch_level": Internal("_C._functorch.peek_interpreter_stack", "whether a transform is active", _watched),
-    "legacy_batched": Internal("_C._functorch.is_legacy_batchedtensor", "grad(is_grads_batched=True)", _watched),
-    "functorch_wrapped": Internal("_C._functorch.is_functorch_wrapped_tensor", "a transform's tensors", _watched),
-    "saved_tensor_hooks": Internal("_C._autograd._top_saved_tensors_default_hooks", "checkpoints", lambda _: None),
-    "saved_tensor_hooks_enabled": Internal("_C._autograd._saved_tensors_hooks_is_enabled", "proofs", _watched),
-    "graph_task": Internal("_C._current_graph_task_id", "whether a backward pass is active", lambda: -1),
-    "keeps_graph": Internal(
-        "_C._autograd._get_current_graph_task_keep_graph", "a gradient in the logits' memory", _watched, True
-    ),
-    "no_modes": Internal("utils._python_dispatch._disable_current_modes", "proofs and shapes without modes"),
-    "forward_level": Internal("autograd.forward_ad._current_level", "whether forward-mode AD is active", 0),
-    "module_call": Internal("nn.Module._wrapped_call_impl", "whether `__call__` of modules is torch's"),
-    "function_modes": Internal("_C._len_torch_function_stack", "a decoder layer's replay", _watched, True),
-    "any_autocast": Internal("_C._is_any_autocast_enabled", "a decoder layer's replay", _watched, True),
-    "linear": Internal("_C._nn.linear", "a decoder layer's replay", None, True),
-    "fused_rms_norm": Internal("ops.aten._fused_rms_norm", "F.rms_norm with its statistics"),
-    "fused_rms_norm_backward": Internal("ops.aten._fused_rms_norm_backward", "the gradients of F.rms_norm"),
-    "softmax_gradient": Internal("ops.aten._softmax_backward_data", "the gradient of softmax"),
-    "global_hooks": Internal("nn.modules.module._global_forward_hooks", "hooks on all modules", {}),
-    "global_pre_hooks": Internal("nn.modules.module._global_forward_pre_hooks", "hooks on all modules", {}),
-    "global_backward_hooks": Internal("nn.modules.module._global_backward_hooks", "hooks on all modules", {}),
-    "global_backward_pre_hooks": Internal("nn.modules.module._global_backward_pre_hooks", "hooks on all modules", {}),
-    "TensorGuards": Internal("_C._dynamo.guards.TensorGuards", "recognising a call in 0.1 us", None, True),
-    "key_excluded": Internal("_C._dispatch_tls_is_dispatch_key_excluded", "recognising a call in 0.1 us", None, True),
-    "negative_key": Internal("_C.DispatchKey.Negative", "recognising a call in 0.1 us", None, True),
-    "zero_key": Internal("_C.DispatchKey.ZeroTensor", "recognising a call in 0.1 us", None, True),
-    "empty_strided_cuda": Internal("_C._dynamo.guards._empty_strided_cuda", "faster allocation", None, True, True),
-    "current_device": Internal("_C._cuda_getDevice", "launches on one of several GPUs", None, True, True),
-    "current_stream": Internal("_C._cuda_getCurrentRawStream", "launches without Triton's own call", None, True, True),
-    "fp32_precision": Internal("_C._get_fp32_precision_getter", "whether TF32 is allowed", None, True),
-    "dispatch_dump": Internal("_C._dispatch_dump", "ATen operators that other code has replaced", None, True),
-    "TorchDispatchMode": Internal("utils._python_dispatch.TorchDispatchMode", "the operators of a call", None, True),
-    "function_apply": Internal("_C._FunctionBase.apply", "calls of autograd functions, 1 us faster", None, True),
-}
 # Attributes of every module and tensor. Callers write them where they are read: another name would take longer.
 ATTRIBUTES = {
     "parameters": Internal("nn.Module()._parameters", "weights, without `__getattr__`"),
@@ -90,12 +48,14 @@ ATTRIBUTES = {
 }
 # Names of Inductor, looked up when it first lowers an operator: its import takes seconds.
 INDUCTOR = {
-    "lowerings": Internal("_inductor.lowering.lowerings", "the code for an operator", None, True),
-    "make_fallback": Internal("_inductor.lowering.make_fallback", "the code for an operator", None, True),
-    "V": Internal("_inductor.virtualized.V", "the graph for which code is generated", None, True),
-    "FallbackKernel": Internal("_inductor.ir.FallbackKernel", "the code for an operator", None, True),
+    "lowerings": Internal("_inductor.lowering.lowerings", "the code for an operator"),
+    "make_fallback": Internal("_inductor.lowering.make_fallback", "the code for an operator"),
+    "V": Internal("_inductor.virtualized.V", "the graph for which code is generated"),
+    "FallbackKernel": Internal("_inductor.ir.FallbackKernel", "the code for an operator"),
 }
 _ABSENT = object()
+# What `_private` was asked for.
+_asked: list[Internal] = []
 
 
 def _look_up(path: str) -> Any:
@@ -106,49 +66,76 @@ def _look_up(path: str) -> Any:
     return found
 
 
-def _find(name: str) -> Any:
-    found = _look_up(INTERNALS[name].path)
-    return INTERNALS[name].without if found is _ABSENT else found
+def _private(path: str, use: str, without: Any = None, **more) -> Any:
+    """A private name of torch, or `without` in its place; with that of a required name eager runs. Others: `Internal`."""
+    _asked.append(Internal(path, use, **more))
+    found = _look_up(path)
+    return without if found is _ABSENT else found
 
+
+def _watched(*_) -> bool:
+    return True
+
+
+dispatch_modes = _private("_C._len_torch_dispatch_stack", "how many dispatch modes watch operations", _watched)
+tracing_state = _private("_C._get_tracing_state", "whether torch.jit.trace is active", _watched)
+functorch_level = _private("_C._functorch.peek_interpreter_stack", "whether a transform is active", _watched)
+legacy_batched = _private("_C._functorch.is_legacy_batchedtensor", "grad(is_grads_batched=True)", _watched)
+functorch_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor", "a transform's tensors", _watched)
+saved_tensor_hooks = _private("_C._autograd._top_saved_tensors_default_hooks", "checkpoints", lambda _: None)
+saved_tensor_hooks_enabled = _private("_C._autograd._saved_tensors_hooks_is_enabled", "proofs", _watched)
+graph_task = _private("_C._current_graph_task_id", "whether a backward pass is active", lambda: -1)
+keeps_graph = _private(
+    "_C._autograd._get_current_graph_task_keep_graph", "a gradient in the logits' memory", _watched, optional=True
+)
+no_modes = _private("utils._python_dispatch._disable_current_modes", "proofs and shapes without modes")
+# Callers read the level as an attribute: it changes.
+forward_ad = SimpleNamespace(_current_level=0)
+if isinstance(_private("autograd.forward_ad._current_level", "whether forward-mode AD is active"), int):
+    forward_ad = torch.autograd.forward_ad
+# `__call__` of modules, unless another tool replaced it to see the calls.
+MODULE_CALL = _private("nn.Module._wrapped_call_impl", "whether `__call__` of modules is torch's", object())
+function_modes = _private("_C._len_torch_function_stack", "a decoder layer's replay", _watched, optional=True)
+any_autocast = _private("_C._is_any_autocast_enabled", "a decoder layer's replay", _watched, optional=True)
+# It returns a new tensor, which aliases nothing. Without it no decoder layer is replayed.
+linear = _private("_C._nn.linear", "a decoder layer's replay", optional=True)
+fused_rms_norm = _private("ops.aten._fused_rms_norm", "F.rms_norm with its statistics")
+fused_rms_norm_backward = _private("ops.aten._fused_rms_norm_backward", "the gradients of F.rms_norm")
+softmax_gradient = _private("ops.aten._softmax_backward_data", "the gradient of softmax")
+# torch changes these dictionaries in place.
+global_hooks = _private("nn.modules.module._global_forward_hooks", "hooks on all modules", {})
+global_pre_hooks = _private("nn.modules.module._global_forward_pre_hooks", "hooks on all modules", {})
+global_backward_hooks = _private("nn.modules.module._global_backward_hooks", "hooks on all modules", {})
+global_backward_pre_hooks = _private("nn.modules.module._global_backward_pre_hooks", "hooks on all modules", {})
+_TensorGuards = _private("_C._dynamo.guards.TensorGuards", "recognising a call in 0.1 us", optional=True)
+_key_excluded = _private("_C._dispatch_tls_is_dispatch_key_excluded", "recognising a call in 0.1 us", optional=True)
+_negative_key = _private("_C.DispatchKey.Negative", "recognising a call in 0.1 us", optional=True)
+_zero_key = _private("_C.DispatchKey.ZeroTensor", "recognising a call in 0.1 us", optional=True)
+_HAS_GUARDS = None not in (_TensorGuards, _key_excluded, _negative_key, _zero_key)
+# TorchInductor's allocator: on the current GPU, without the dispatcher, in half the time of `empty_like`.
+empty_strided_cuda = _private("_C._dynamo.guards._empty_strided_cuda", "faster allocation", optional=True, of_gpus=True)
+if torch.version.hip is not None:
+    empty_strided_cuda = None
+current_device = _private(
+    "_C._cuda_getDevice", "launches on one of several GPUs", torch.cuda.current_device, optional=True, of_gpus=True
+)
+current_stream = _private(
+    "_C._cuda_getCurrentRawStream", "launches without Triton's own call", optional=True, of_gpus=True
+)
+_fp32_precision = _private("_C._get_fp32_precision_getter", "whether TF32 is allowed", optional=True)
+_dispatch_dump = _private("_C._dispatch_dump", "ATen operators that other code has replaced", optional=True)
+_Mode = _private("utils._python_dispatch.TorchDispatchMode", "the operators of a call", optional=True)
+_function_apply = _private("_C._FunctionBase.apply", "calls of autograd functions, 1 us faster", optional=True)
 
 _OF_GPUS = torch.version.cuda is not None or torch.version.hip is not None
-_EVERY = (*INTERNALS.values(), *ATTRIBUTES.values())
-_GONE = [each for each in _EVERY if (_OF_GPUS or not each.of_gpus) and _look_up(each.path) is _ABSENT]
+_GONE = [
+    each
+    for each in (*_asked, *ATTRIBUTES.values())
+    if (_OF_GPUS or not each.of_gpus) and _look_up(each.path) is _ABSENT
+]
 # Required and optional names that this torch does not have.
 MISSING = [f"torch.{each.path}" for each in _GONE if not each.optional]
 SLOWER = [f"torch.{each.path} ({each.use})" for each in _GONE if each.optional]
-
-dispatch_modes = _find("dispatch_modes")
-tracing_state = _find("tracing_state")
-functorch_level = _find("functorch_level")
-legacy_batched = _find("legacy_batched")
-functorch_wrapped = _find("functorch_wrapped")
-saved_tensor_hooks = _find("saved_tensor_hooks")
-saved_tensor_hooks_enabled = _find("saved_tensor_hooks_enabled")
-graph_task = _find("graph_task")
-keeps_graph = _find("keeps_graph")
-no_modes = _find("no_modes")
-# Callers read the level as an attribute: it changes.
-forward_ad = SimpleNamespace(_current_level=0)
-if isinstance(_find("forward_level"), int) and not any("forward_ad" in name for name in MISSING):
-    forward_ad = torch.autograd.forward_ad
-# `__call__` of modules, unless another tool replaced it to see the calls.
-MODULE_CALL = _find("module_call") or object()
-function_modes = _find("function_modes")
-any_autocast = _find("any_autocast")
-# It returns a new tensor, which aliases nothing. Without it no decoder layer is replayed.
-linear = _find("linear")
-current_device = _find("current_device") or torch.cuda.current_device
-current_stream = _find("current_stream")
-_TensorGuards = _find("TensorGuards")
-_key_excluded, _negative_key, _zero_key = _find("key_excluded"), _find("negative_key"), _find("zero_key")
-_HAS_GUARDS = None not in (_TensorGuards, _key_excluded, _negative_key, _zero_key)
-_fp32_precision = _find("fp32_precision")
-fused_rms_norm, fused_rms_norm_backward = _find("fused_rms_norm"), _find("fused_rms_norm_backward")
-softmax_gradient = _find("softmax_gradient")
-# torch changes these dictionaries in place.
-global_hooks, global_pre_hooks = _find("global_hooks"), _find("global_pre_hooks")
-global_backward_hooks, global_backward_pre_hooks = _find("global_backward_hooks"), _find("global_backward_pre_hooks")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -168,7 +155,7 @@ def apply_of(function: type):
     It skips torch's Python code, which checks for functorch's transforms and unwraps their tensors: a third of an empty
     function's time.
     """
-    return function.apply if _find("function_apply") is None else super(torch.autograd.Function, function).apply
+    return function.apply if _function_apply is None else super(torch.autograd.Function, function).apply
 
 
 def matmul_precision():
@@ -186,12 +173,11 @@ _OTHER_SUMS = "PYTORCH_SUM_INNER_TREE"
 def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]:
     """The operators in `call` that other code has replaced on this device, and that code. torch itself does so from 2.13
     on, in `torch/_native`."""
-    dump, mode = _find("dispatch_dump"), _find("TorchDispatchMode")
-    if dump is None or mode is None:
+    if _dispatch_dump is None or _Mode is None:
         return []
     names, found = set(), []
 
-    class Operators(mode):
+    class Operators(_Mode):
         def __torch_dispatch__(self, operator, types, arguments=(), named=None):
             name, overload = operator._schema.name, operator._schema.overload_name
             names.add(f"{name}.{overload}" if overload else name)
@@ -204,7 +190,7 @@ def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]
         pass
     sums_are_atens = os.environ.get(_OTHER_SUMS, "") in ("", "0")
     for name in sorted(names):
-        for line in dump(name).splitlines():
+        for line in _dispatch_dump(name).splitlines():
             key, _, place = line.partition(": registered at ")
             unused = sums_are_atens and name.startswith("aten::sum.") and "/_native/" in place
             if key == device.type.upper() and "/ATen/" not in place and not unused:
@@ -222,11 +208,9 @@ def inductor() -> Optional[SimpleNamespace]:
     found = SimpleNamespace(**{name: _look_up(each.path) for name, each in INDUCTOR.items()})
     missing = [f"torch.{each.path}" for name, each in INDUCTOR.items() if getattr(found, name) is _ABSENT]
     if missing:
-        warnings.warn(
-            f"lossless-kernels: torch {torch.__version__} has no {', '.join(missing)}: results are the same, but "
-            "Inductor's code calls our operators through torch's dispatcher, which takes 10 us more for each",
-            RuntimeWarning,
-            stacklevel=2,
+        warn(
+            f"torch {torch.__version__} has no {', '.join(missing)}: results are the same, but "
+            "Inductor's code calls our operators through torch's dispatcher, which takes 10 us more for each"
         )
     return None if missing else found
 
@@ -261,11 +245,9 @@ def guards_tell() -> bool:
     with no_modes():
         reason = _what_guards_miss()
     if reason:
-        warnings.warn(
-            f"lossless-kernels: the tensor guards of torch {torch.__version__} are not used ({reason}): results are the "
-            "same, but recognising an earlier call takes about 1 us more",
-            RuntimeWarning,
-            stacklevel=2,
+        warn(
+            f"the tensor guards of torch {torch.__version__} are not used ({reason}): results are the "
+            "same, but recognising an earlier call takes about 1 us more"
         )
     return not reason
 
@@ -294,18 +276,7 @@ def _what_guards_miss() -> str:
     return f"they do not distinguish {', '.join(alike)}" if alike else ""
 
 
-# TorchInductor's allocator: on the current GPU, without the dispatcher, in half the time of `empty_like`.
-empty_strided_cuda = _find("empty_strided_cuda") if torch.version.hip is None else None
-
 if MISSING:
-    warnings.warn(
-        f"lossless-kernels: torch {torch.__version__} has no {', '.join(MISSING)}: all layers keep their original forward",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    warn(f"torch {torch.__version__} has no {', '.join(MISSING)}: all layers keep their original forward")
 elif SLOWER:
-    warnings.warn(
-        f"lossless-kernels: torch {torch.__version__} has no {', '.join(SLOWER)}: results are the same, by slower ways",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    warn(f"torch {torch.__version__} has no {', '.join(SLOWER)}: results are the same, by slower ways")

@@ -7,11 +7,12 @@ observed or has an unknown form, Triton's own call launches every time, and one 
 import functools
 import importlib
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
+
+from . import warn
 
 try:
     import triton
@@ -55,11 +56,9 @@ MISSING = _missing() if triton is not None else []
 AVAILABLE = triton is not None and not MISSING
 INTERPRETED = AVAILABLE and bool(triton.knobs.runtime.interpret)
 if MISSING:
-    warnings.warn(
-        f"lossless-kernels: Triton {getattr(triton, '__version__', '')} has no {', '.join(MISSING)}: all layers keep their "
-        "original forward",
-        RuntimeWarning,
-        stacklevel=2,
+    warn(
+        f"Triton {getattr(triton, '__version__', '')} has no {', '.join(MISSING)}: all layers keep their "
+        "original forward"
     )
 # Its `calls` are the hooks on launches.
 launch_hooks = getattr(triton.knobs.runtime, "launch_enter_hook", None) if AVAILABLE else None
@@ -95,11 +94,9 @@ def step_aside(reason: str) -> None:
     global _refusal
     if _refusal is None:
         _refusal = reason
-        warnings.warn(
-            f"lossless-kernels: Triton {triton.__version__} launches kernels in a way that the short launch does not know "
-            f"({reason}): results are the same, but each launch takes 14 to 25 us of CPU time",
-            RuntimeWarning,
-            stacklevel=2,
+        warn(
+            f"Triton {triton.__version__} launches kernels in a way that the short launch does not know "
+            f"({reason}): results are the same, but each launch takes 14 to 25 us of CPU time"
         )
 
 

@@ -107,6 +107,15 @@ def compute(
     modules, normed = module._modules, variant.normed
     leading = hidden_states.shape[:-1]
     heads = (*leading, -1, module.head_dim)
+
+    def of_heads(states, norm):
+        if normed == ALL_HEADS:
+            states = modules[norm](states)
+        states = states.view(heads)
+        if normed == HEADS:
+            states = modules[norm](states)
+        return states.transpose(1, 2)
+
     if variant.packed:
         # Slices, as in the original: their gradients are added, those of a split would be concatenated.
         states = project(modules["qkv_proj"], hidden_states)
@@ -116,20 +125,10 @@ def compute(
         del states
     else:
         query = project(modules["q_proj"], hidden_states)
-    if normed == ALL_HEADS:
-        query = modules["q_norm"](query)
-    query = query.view(heads)
-    if normed == HEADS:
-        query = modules["q_norm"](query)
-    query = query.transpose(1, 2)
+    query = of_heads(query, "q_norm")
     if not variant.packed:
         key = project(modules["k_proj"], hidden_states)
-    if normed == ALL_HEADS:
-        key = modules["k_norm"](key)
-    key = key.view(heads)
-    if normed == HEADS:
-        key = modules["k_norm"](key)
-    key = key.transpose(1, 2)
+    key = of_heads(key, "k_norm")
     if not variant.packed:
         value = project(modules["v_proj"], hidden_states)
     value = value.view(heads).transpose(1, 2)
@@ -245,7 +244,7 @@ def _match_formula(forward, device) -> tuple[Optional[AttentionFormula], bool]:
     }
     key = ("attention", forward, device)
     variant = proof.match_formula(key, subject, candidates)
-    return variant, proof.is_final(key)
+    return variant, proof.verdict_on(key) is not None
 
 
 @torch.compiler.assume_constant_result

@@ -153,10 +153,7 @@ def _called_as_module(layer, name, hidden_states):
 
 
 def _called_by_name(layer, name, hidden_states):
-    return _called(layer._modules[name], hidden_states)
-
-
-def _called(module, hidden_states):
+    module = layer._modules[name]
     return module.forward(hidden_states) if is_bare(module) else module(hidden_states)
 
 
@@ -284,7 +281,7 @@ def _match_formula(owner, device) -> tuple[Optional[DecoderFormula], bool]:
     subject = proof.Subject(functions[0], device, "any dtype")
     comparisons = {formula: functools.partial(_comparisons, owner, formula, device) for formula in candidates}
     formula = proof.match_formula(key, subject, comparisons, operator.attrgetter("formula"))
-    return formula, proof.is_final(key)
+    return formula, proof.verdict_on(key) is not None
 
 
 class _Mlp(Scaled):

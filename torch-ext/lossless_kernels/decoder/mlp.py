@@ -97,8 +97,7 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     functions, known = inspection.functions_of(owner), inspection.code_of(owner).memo
     # A subject that depends on more may own a tensor, which tables must not keep alive.
     if functions is None or not reads_only_attributes(subject):
-        proof.record_unreadable_forward(owner)
-        return None
+        return proof.record_unreadable_forward(owner)
     if dtype not in FLOAT_DTYPES or not runs_kernels(device):
         proof.record_refusal(owner.forward, f"x {dtype} on {device}")
         return remember(known, key, None)
@@ -109,7 +108,7 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
     }
     where = f"{dtype}, {original.__qualname__}"
     activation = proof.match_formula(verdict_key, proof.Subject(owner.forward, device, where), candidates)
-    if not proof.is_final(verdict_key):
+    if proof.verdict_on(verdict_key) is None:
         return None
     if activation is not None:
         # Reports list it for the activation layer as well, which is not called.

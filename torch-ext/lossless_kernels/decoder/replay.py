@@ -157,8 +157,8 @@ class Call:
         # The sum's norm and the product overwrite existing tensors.
         if (second.out.strides, product.out.strides) != (rows.stride(), gate.stride()):
             raise _Unsupported
-        self.normalize, self.rotate, self.add_and_normalize = first.launch, rotate.launch, second.launch
-        self.multiply = product.launch.call_3
+        self.normalize, self.rotate = first.launch.call_3, rotate.launch.call_6
+        self.add_and_normalize, self.multiply = second.launch.call_5, product.launch.call_3
         self.of_value = tuple(value.shape), value.stride()
         self.empty_rows, self.empty_residual = (
             allocator(shape, contiguous_strides(shape), rows.dtype, rows.device) for shape in (rows.shape, self.shape)

@@ -25,8 +25,9 @@ from ..core.domain import (
     runs_kernels,
     under_transform,
 )
-from ..core.layout import Output, is_dense, is_same_order, rows_in_memory
+from ..core.layout import Output, is_dense, is_same_order
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from .activation_layout import Layout, access_unit
 
 if launch.AVAILABLE:
     from ..kernels_src.activation import activation_backward, activation_forward
@@ -142,16 +143,12 @@ def _gelu(module, input):
     return torch.nn.functional.gelu(input)
 
 
-def _gelu_gradients(dy, x):
-    return (torch.ops.aten.gelu_backward(dy, x),)
+def _gelu_gradients(dy, x, approximate="none"):
+    return (torch.ops.aten.gelu_backward(dy, x, approximate=approximate),)
 
 
 def _gelu_tanh(module, input):
     return torch.nn.functional.gelu(input, approximate="tanh")
-
-
-def _gelu_tanh_gradients(dy, x):
-    return (torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),)
 
 
 _SQRT_2_PI = math.sqrt(2.0 / math.pi)
@@ -196,7 +193,7 @@ def _quick_gelu_gradients(dy, x):
 
 SILU = Activation("silu", _silu, _silu_gradients)
 GELU = Activation("gelu", _gelu, _gelu_gradients)
-GELU_TANH = Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_gradients)
+GELU_TANH = Activation("gelu_tanh", _gelu_tanh, functools.partial(_gelu_gradients, approximate="tanh"))
 NEW_GELU = Activation("new_gelu", _new_gelu, _new_gelu_gradients, paths=3)
 FAST_GELU = Activation("fast_gelu", _fast_gelu, _fast_gelu_gradients, paths=4)
 QUICK_GELU = Activation("quick_gelu", _quick_gelu, _quick_gelu_gradients, paths=2)
@@ -231,20 +228,12 @@ def launch_plan(op: str, element_size: int, gpu: plans.Gpu = plans.UNKNOWN) -> A
     return plans.tuned(ActivationPlan, gpu, op, None, 1, element_size) or ActivationPlan()
 
 
-def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
-    """The number of elements per access, up to 16 bytes."""
-    return math.gcd(columns, row_stride, 16 // dtype.itemsize)
-
-
-def _forward(activation, dtype, rows, columns, row_stride, device: torch.device) -> launch.Launch:
+def _forward(activation, dtype, layout: Layout, device: torch.device) -> launch.Launch:
     """The launch of the forward kernel, to be called with input and out."""
-    unit = access_unit(columns, row_stride, dtype)
     plan = launch_plan(activation.name, dtype.itemsize, plans.gpu(device))
-    blocks_per_row = -(-columns // plan.block)
-    constants = {"ACTIVATION": activation.name, "ONE_ROW": rows == 1, "UNIT": unit, "BLOCK": plan.block}
-    scalars = columns // unit, row_stride // unit, blocks_per_row
-    programs = rows * blocks_per_row
-    return launch.bind(activation_forward, constants, plan.num_warps, device, (dtype,) * 2, programs, *scalars)
+    one_row, unit = layout.order is None, layout.unit(dtype)
+    constants = {"ACTIVATION": activation.name, "ONE_ROW": one_row, "UNIT": unit, "BLOCK": plan.block}
+    return layout.launch(activation_forward, constants, plan.num_warps, (dtype,) * 2, device)
 
 
 def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
@@ -362,30 +351,21 @@ def _resolve(x, subject, activation, needs_grad):
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device):
         raise Outside(f"input {x.dtype} on {x.device}")
     out = Output.of(functools.partial(activation.forward, None), x)
-    shape, strides = x.shape, x.stride()
     if x.numel() == 0:
         if needs_grad:
             raise Outside("gradients of an empty tensor")
         return launch.UnaryCall(None, out.empty)
-    if is_dense(shape, strides):
-        rows, columns, row_stride = 1, x.numel(), x.numel()
-        same_order = is_same_order(shape, strides, out.strides)
-    else:
-        found = rows_in_memory(shape, strides)
-        if found is None:
-            raise Outside("input is neither dense nor has equally spaced rows")
-        rows, row_stride, order = found
-        columns = shape[-1]
-        same_order = rows_in_memory(shape, out.strides) == (rows, columns, order)
-    kind = rows == 1, access_unit(columns, row_stride, x.dtype)
+    layout = Layout.of(x, x)
+    if layout is None:
+        raise Outside("input is neither dense nor has equally spaced rows")
+    kind = layout.order is None, layout.unit(x.dtype)
     block = launch_plan(activation.name, x.dtype.itemsize, plans.gpu(x.device)).block
-    if rows * -(-columns // block) > launch.MAX_PROGRAMS or not same_order:
+    if layout.programs(block) > launch.MAX_PROGRAMS or not layout.fits(x.shape, out.strides, x.stride()):
         raise Outside("input is too large, or eager's output has another memory order")
     for of_gradients in (False, True)[: 1 + needs_grad]:
         if not _proved(subject, activation, x.dtype, kind, x.device, of_gradients):
             return None
-    bound = _forward(activation, x.dtype, rows, columns, row_stride, x.device)
-    forward = launch.UnaryCall(bound, out.empty)
+    forward = launch.UnaryCall(_forward(activation, x.dtype, layout, x.device), out.empty)
     return _Training(activation, forward) if needs_grad else forward
 
 
@@ -475,10 +455,9 @@ def _comparisons(subject, activation, dtype, kind, device):
     x.copy_(all_inputs(dtype, device).view(rows, columns))
     if one_row:  # A whole number of blocks and `unit` elements more.
         x = torch.cat([x.flatten(), padded.new_ones(unit)])[None]
-        rows, columns = x.shape
     expected = original_of(subject)(x)
     out = torch.full(x.shape, math.nan, dtype=dtype, device=device)
-    _forward(activation, dtype, rows, columns, columns if one_row else columns + unit, device)(x, out)
+    _forward(activation, dtype, Layout.of(x, x), device)(x, out)
     yield "the output", out, expected
 
 
@@ -525,16 +504,7 @@ def _activation_backward_op(name: str, dy: torch.Tensor, input: torch.Tensor) ->
     return functools.reduce(torch.add, _ACTIVATIONS[name].gradients(dy, input))
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.name, input = inputs
-    ctx.save_for_backward(input)
-
-
-def _op_gradient(ctx, dy):
-    return None, _activation_backward_op(ctx.name, dy, *ctx.saved_tensors)
-
-
-_activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
+operators.differentiate(_activation_op, _activation_backward_op)
 
 
 @torch.compiler.assume_constant_result

@@ -39,7 +39,7 @@ from .activation import (
     forward_of,
     original_of,
 )
-from .gated_layout import NOTHING, Layout
+from .activation_layout import NOTHING, Layout
 
 if launch.AVAILABLE:
     from ..kernels_src.activation import gated_activation_backward, gated_activation_forward
@@ -139,18 +139,14 @@ def _forward_block(activation) -> int:
     return BLOCK if activation is SILU else 2 * BLOCK
 
 
-def _bound(kernel, activation, dtype, layout: Layout, device, constants) -> launch.Launch:
-    constants = {"ACTIVATION": activation.name, **constants}
-    unit, programs = constants["UNIT"], layout.programs(constants["BLOCK"])
-    scalars = layout.columns // unit, layout.row_stride // unit, programs // layout.rows
-    # At most five tensors: dy, gate, up and two gradients.
-    return launch.bind(kernel, constants, NUM_WARPS, device, (dtype,) * 5, programs, *scalars)
+# At most: dy, gate, up and two gradients.
+_TENSORS = 5
 
 
 def _forward(activation, dtype, layout: Layout, device) -> launch.Launch:
     """The launch of the forward kernel, to be called with gate, out and up, or with the packed tensor and out."""
-    constants = {**layout.kind(dtype), "BLOCK": _forward_block(activation)}
-    return _bound(gated_activation_forward, activation, dtype, layout, device, constants)
+    constants = {"ACTIVATION": activation.name, **layout.kind(dtype), "BLOCK": _forward_block(activation)}
+    return layout.launch(gated_activation_forward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 
 def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launch.Launch:
@@ -158,19 +154,15 @@ def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launc
 
     A packed one is called with dy, the packed tensor and its gradient.
     """
-    constants = {"D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
-    return _bound(gated_activation_backward, activation, dtype, layout, device, constants)
+    constants = {"ACTIVATION": activation.name, "D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
+    return layout.launch(gated_activation_backward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 
 @dataclass(eq=False)
-class _Forward:
-    """A call without gradients, resolved for one shape, strides, dtype and device."""
+class _Forward(launch.UnaryCall):
+    """A call without gradients; `out` is for a decoder layer's replay."""
 
-    launch: Optional[launch.Launch]
     out: Output
-
-    def __post_init__(self):
-        self.empty = self.out.empty
 
     def __call__(self, gate, up):
         out = self.empty()
@@ -313,7 +305,7 @@ def _resolve(gate, up, subject, activation, needs):
     gradients = {(False, False): None, (True, False): _GATES, (True, True): _BOTH}[needs]
     # An empty tensor needs no layout.
     layout = Layout.of(gate, up) if gate.numel() else NOTHING
-    return _resolved(_Forward, _Training, subject, activation, gate, up, layout, gradients)
+    return _resolved(subject, activation, gate, up, layout, gradients)
 
 
 def _resolve_packed(packed, activation, needs_grad):
@@ -321,19 +313,18 @@ def _resolve_packed(packed, activation, needs_grad):
     _check(gate, up)
     layout = Layout.of_packed(packed) if gate.numel() else NOTHING
     gradients = _BOTH if needs_grad else None
-    return _resolved(_packed_forward, _PackedTraining, activation.forward, activation, gate, up, layout, gradients)
+    return _resolved(activation.forward, activation, gate, up, layout, gradients, packed=True)
 
 
-def _packed_forward(bound, out):
-    return launch.UnaryCall(bound, out.empty)
+def _resolved(subject, activation, gate, up, layout, gradients, packed=False):
+    def forward(bound):
+        return launch.UnaryCall(bound, out.empty) if packed else _Forward(bound, out.empty, out)
 
-
-def _resolved(forward, training, subject, activation, gate, up, layout, gradients):
     out = Output.of(functools.partial(_eager, activation), gate, up)
     if layout is NOTHING:
         if gradients:
             raise Outside("gradients of an empty tensor")
-        return forward(None, out)
+        return forward(None)
     if layout is None:
         raise Outside("gate and up do not have the same layout, dense or with equally spaced rows")
     if not layout.fits(gate.shape, out.strides, gate.stride()) or layout.programs(BLOCK) > launch.MAX_PROGRAMS:
@@ -342,7 +333,8 @@ def _resolved(forward, training, subject, activation, gate, up, layout, gradient
     for what in (_OUTPUT, gradients):
         if what and not _proved(subject, activation, gate.dtype, kind, gate.device, what):
             return None
-    call = forward(_forward(activation, gate.dtype, layout, gate.device), out)
+    call = forward(_forward(activation, gate.dtype, layout, gate.device))
+    training = _PackedTraining if packed else _Training
     return training(activation, call) if gradients else call
 
 
@@ -376,19 +368,21 @@ def gradients(
 def _resolve_gradients(dy, gate, up, activation, with_up):
     _check(gate, up)
     layout = Layout.of(gate, up) if gate.numel() else None
-    if layout is None or dy.dtype != gate.dtype or not is_dense(dy.shape, dy.stride()):
-        raise Outside(_OTHER_GRADIENTS)
+    _check_gradients(layout, dy, gate)
     formula = functools.partial(_eager_gradients, activation)
     outputs = [Output.of(lambda *tensors, which=which: formula(*tensors)[which], dy, gate, up) for which in range(2)]
-    strides = dy.stride(), *(out.strides for out in outputs)
-    if not all(layout.fits(dy.shape, each, gate.stride()) for each in strides):
-        raise Outside(_OTHER_GRADIENTS)
+    _check_gradients(layout, dy, gate, *[out.strides for out in outputs])
     empty_gate, empty_up = (out.empty for out in outputs)
     launch = _backward(activation, gate.dtype, layout, gate.device, with_up)
     return _Backward(launch, empty_gate, empty_up if with_up else None)
 
 
-_OTHER_GRADIENTS = "gradients do not have the layout of gate and up"
+def _check_gradients(layout: Optional[Layout], dy, gate, *strides) -> None:
+    """Raises Outside unless dy, and gradients with these strides, have the layout of gate and up."""
+    if layout is None or dy.dtype != gate.dtype or not is_dense(dy.shape, dy.stride()):
+        raise Outside("gradients do not have the layout of gate and up")
+    if not all(layout.fits(dy.shape, each, gate.stride()) for each in (dy.stride(), *strides)):
+        raise Outside("gradients do not have the layout of gate and up")
 
 
 def packed_gradient(activation: Activation, dy: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -408,11 +402,8 @@ def packed_gradient(activation: Activation, dy: torch.Tensor, packed: torch.Tens
 def _resolve_packed_gradient(dy, packed, activation):
     _check(*_halves(packed))
     layout = Layout.of_packed(packed) if packed.numel() else None
-    if layout is None or dy.dtype != packed.dtype or not is_dense(dy.shape, dy.stride()):
-        raise Outside(_OTHER_GRADIENTS)
     # Eager adds to contiguous zeros of the whole shape, so the rows must follow the order of dimensions.
-    if not all(layout.fits(dy.shape, strides, None) for strides in (dy.stride(), contiguous_strides(dy.shape))):
-        raise Outside(_OTHER_GRADIENTS)
+    _check_gradients(layout, dy, packed, contiguous_strides(dy.shape))
     bound = _backward(activation, packed.dtype, layout, packed.device, with_up=True)
     empty = allocator(packed.shape, contiguous_strides(packed.shape), packed.dtype, packed.device)
     return launch.BinaryCall(bound, empty)
@@ -584,16 +575,7 @@ def _gated_activation_backward_op(
     return d_up, d_gate
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.name, up, gate = inputs
-    ctx.save_for_backward(up, gate)
-
-
-def _op_gradient(ctx, dy):
-    return None, *_gated_activation_backward_op(ctx.name, dy, *ctx.saved_tensors)
-
-
-_gated_activation_op.register_autograd(_op_gradient, setup_context=_setup_context)
+operators.differentiate(_gated_activation_op, _gated_activation_backward_op)
 
 
 @torch.compiler.assume_constant_result

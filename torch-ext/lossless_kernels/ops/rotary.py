@@ -275,8 +275,6 @@ def _resolve(q, k, cos, sin, function, unsqueeze_dim, needs, sole_consumer):
         if not _proved(variant, q.dtype, cos.dtype, walk.sizes, q.device, of_gradients):
             return None
     launch = walk.launch("forward", variant, (q.dtype, cos.dtype, outs[0].dtype), q.device)
-    if launch is None:
-        raise Outside("more heads than a launch has programs for")
     forward = _Forward(launch, *outs)
     return _Training(variant, unsqueeze_dim, needs, sole_consumer, forward) if any(needs) else forward
 
@@ -388,8 +386,6 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
         walk = replace(walk, k_heads=0)
     step, dtypes = "gradients" if per_path else "gradient", (dq_embed.dtype, cos.dtype, dtype)
     launch = walk.launch(step, variant, dtypes, cos.device)
-    if launch is None:
-        raise Outside("more heads than a launch has programs for")
     empty_q, empty_k = (
         allocator(dy.shape, steps, dtype, cos.device) for dy, steps in zip((dq_embed, dk_embed), strides)
     )

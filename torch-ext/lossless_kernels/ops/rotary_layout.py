@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from ..core import launch
+from ..core.calls import Outside
 from .rotary_formulas import FIRST_HALF, ONE_EACH, RotaryFormula
 
 if launch.AVAILABLE:
@@ -86,8 +87,8 @@ class Walk:
     def sizes(self) -> Sizes:
         return Sizes(self.head_dim, self.rotary_dim, self.unit)
 
-    def launch(self, step: str, variant: RotaryFormula, dtypes, device: torch.device) -> Optional[launch.Launch]:
-        """The launch, to be called with q, k, cos, sin and the outputs; None if it takes too many programs.
+    def launch(self, step: str, variant: RotaryFormula, dtypes, device: torch.device) -> launch.Launch:
+        """The launch, to be called with q, k, cos, sin and the outputs. Raises Outside if it takes too many programs.
 
         Args:
             dtypes: of the inputs, of cos and of the outputs.
@@ -111,7 +112,7 @@ class Walk:
         q_groups, k_groups = (-(-heads // plan.heads_per_program) for heads in (self.q_heads, self.k_heads))
         programs = self.batch * self.tokens * (q_groups + k_groups)
         if programs > launch.MAX_PROGRAMS:
-            return None
+            raise Outside("more heads than a launch has programs for")
         steps = (*self.q, *self.k, *self.q_out, *self.k_out, *self.cos[:2], *self.sin[:2])
         steps = tuple([step // self.unit for step in steps])
         scalars = (self.tokens, q_groups + k_groups, q_groups, self.q_heads, self.k_heads, *steps)

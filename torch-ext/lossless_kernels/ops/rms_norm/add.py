@@ -1,8 +1,5 @@
 """Fused residual add + RMSNorm in one kernel, with the bits of eager's two operations."""
 
-import functools
-import math
-import operator
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,33 +9,19 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from ...core import launch, operators, plans, proof
+from ...core import operators, proof
 from ...core.calls import Calls, Outside
-from ...core.domain import NO_STATE, allocator, are_ours, have_strides, runs_kernels, under_transform
+from ...core.domain import NO_STATE, allocator, are_ours, have_strides, runs_kernels
 from ...core.inspection import are_current, code_of, functions_of
 from ...core.layout import Output, contiguous_strides
-from ...core.reduction import ROW_CLASSES, row_class, row_reduction
 from ...core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import backward as rms_norm_backward
-from .call import NO_GRADIENTS
+from . import compiled
+from .call import NO_GRADIENTS, Inference, Training, check_weight
 from .formulas import BY_NAME, EAGER, EPS_NAME, LLAMA, RMSNormFormula, eager_rstd, in_domain
 from .function import check_arguments
-from .plan import launch_plan, rows_of_every_plan
-from .proof import (
-    PROOF_EPS,
-    calls_torch,
-    gradients_proved,
-    original_output,
-    proof_calls,
-    random_weight,
-    spike,
-    subject_of,
-    subnormal_row,
-    variant_of,
-)
-
-if launch.AVAILABLE:
-    from ...kernels_src.rms_norm import add_rms_norm_forward
+from .plan import forward
+from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
 def fused_add_rms_norm(
@@ -88,66 +71,23 @@ def _formula(variant: RMSNormFormula, hidden_states, residual, weight, eps) -> t
 # From a call's tensors to a kernel
 
 
-def _forward(
-    variant, dtype, weight_dtype, hidden_size, rows, device: torch.device, eps, store_rstd, plan=None
-) -> launch.Launch:
-    """The launch of the kernel, to be called with hidden_states, residual, weight, normed, total and rstd.
-
-    Args:
-        plan: overrides the plan for `rows`: a proof runs the kernel of a larger call.
-    """
-    if plan is None:
-        plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
-    order = row_reduction(row_class(rows), hidden_size, plans.gpu(device).build)
-    constants = {
-        "SCALE": variant.scale,
-        "HIDDEN_SIZE": hidden_size,
-        "ROWS": plan.rows_per_program,
-        **order.constants,
-        "STREAMED": plan.streamed,
-        "BY_LANE": plan.by_lane,
-        "PROGRAMS_PER_ROW": plan.programs_per_row,
-        "AHEAD": plan.ahead(2 * hidden_size * dtype.itemsize),
-    }
-    dtypes = (dtype, dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype), dtype, torch.float32)
-    scalars = rows, int(store_rstd), eps
-    return launch.bind(add_rms_norm_forward, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)
-
-
 @dataclass(eq=False)
-class _Inference:
-    """A call without gradients, resolved for one eps and the layouts of its tensors."""
+class _Inference(Inference):
+    """A call without gradients."""
 
-    launch: Callable
-    out: Output
     empty_total: Callable[[], torch.Tensor]
-
-    def __post_init__(self):
-        self.launch = self.launch.call_5
-        self.empty = self.out.empty
 
     def __call__(self, x, residual, weight):
         normed, total = self.empty(), self.empty_total()
-        self.launch(x, residual, weight, normed, total)
+        self.launch.call_5(x, residual, weight, normed, total)
         return normed, total
 
 
 @dataclass(eq=False)
-class _Training:
-    """A call with gradients, which needs the row statistics."""
+class _Training(Training):
+    """A call with gradients."""
 
-    variant: RMSNormFormula
-    original: Callable
-    weight_dtype: torch.dtype
-    launch: Callable
-    out: Output
     empty_total: Callable[[], torch.Tensor]
-    empty_rstd: Callable[[], torch.Tensor]
-    eps: float
-
-    def __post_init__(self):
-        self.launch = self.launch.call_6
-        self.empty = self.out.empty
 
     def __call__(self, x, residual, weight):
         return _apply(x, residual, weight, self)
@@ -163,7 +103,7 @@ class _Training:
     def launched(self, x, residual, weight):
         """The same, whatever modes are active: none sees a call from Inductor's code."""
         normed, total, rstd = self.empty(), self.empty_total(), self.empty_rstd()
-        self.launch(x, residual, weight, normed, total, rstd)
+        self.launch.call_6(x, residual, weight, normed, total, rstd)
         return normed, total, rstd
 
 
@@ -230,8 +170,6 @@ def _check(x, residual, weight, eps, owner) -> None:
     """Raises Outside if no kernel takes these tensors or this class."""
     if calls_torch(owner):
         raise Outside("a residual add before F.rms_norm")
-    if not isinstance(eps, (int, float)):
-        raise Outside(f"eps has type {type(eps).__name__}")
     if x.dim() < 2 or x.numel() == 0:
         raise Outside("a residual add of no rows or of vectors")
     if not runs_kernels(x.device) or {residual.device, weight.device} != {x.device}:
@@ -240,11 +178,7 @@ def _check(x, residual, weight, eps, owner) -> None:
         raise Outside(f"activations {x.dtype}, residual {residual.dtype}")
     if residual.shape != x.shape:
         raise Outside("residual and activations differ in shape")
-    hidden_size = x.shape[-1]
-    if not in_domain(x.dtype, weight.dtype, hidden_size):
-        raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
-    if weight.shape != (hidden_size,) or not weight.is_contiguous():
-        raise Outside("weight is not a contiguous [hidden_size]")
+    check_weight(x, weight, eps)
     if not (x.is_contiguous() and residual.is_contiguous()):
         raise Outside("activations or residual are not contiguous")
 
@@ -258,20 +192,24 @@ def _resolve(x, residual, weight, eps, owner, eps_name, needs):
         raise Outside("a residual add before a norm that sends 16-bit activations two gradients")
     hidden_size = x.shape[-1]
     rows, training = x.numel() // hidden_size, needs != NO_GRADIENTS
-    subject = (variant, owner, x.dtype, weight.dtype, hidden_size, rows)
-    if not _proved(*subject, x.device) or (training and not _gradients_proved(*subject, x.device, needs)):
+    case, device = (variant, owner, x.dtype, weight.dtype, hidden_size, rows), x.device
+    if not proved(*case, hidden_size, device, added=True):
+        return None
+    if training and not gradients_proved(*case, device, needs, added=True):
         return None
     out_dtype = variant.output_dtype(x.dtype, weight.dtype)
     # Eager's sum of contiguous tensors, whatever their strides in dimensions of length 1, has these, and so has its norm.
     strides = contiguous_strides(x.shape)
-    out = Output(strides, out_dtype, allocator(x.shape, strides, out_dtype, x.device))
-    launch = _forward(variant, x.dtype, weight.dtype, hidden_size, rows, x.device, eps, training)
-    empty_total = allocator(x.shape, strides, x.dtype, x.device)
+    out = Output(strides, out_dtype, allocator(x.shape, strides, out_dtype, device))
+    launch = forward(
+        variant, x.dtype, weight.dtype, hidden_size, rows, hidden_size, device, eps, store_rstd=training, added=True
+    )
+    empty_total = allocator(x.shape, strides, x.dtype, device)
     if not training:
-        return _Inference(launch, out, empty_total)
+        return _Inference(launch, out.empty, out, empty_total)
     shape = (*x.shape[:-1], 1)
-    empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, x.device)
-    return _Training(variant, owner.forward, weight.dtype, launch, out, empty_total, empty_rstd, eps)
+    empty_rstd = allocator(shape, contiguous_strides(shape), torch.float32, device)
+    return _Training(variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, False, eps, empty_total)
 
 
 _calls = Calls(_resolve)
@@ -306,64 +244,15 @@ class AddRMSNorm(torch.autograd.Function):
                 rstd = eager_rstd(total.to(torch.float32), call.eps)
             elif weight.dtype is not call.weight_dtype:  # The model may have been cast since the forward pass.
                 in_torch = True
-            arguments = (call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, d_total)
-            dx, dweight = _gradients(*arguments, in_torch, call.weight_dtype, call.original)
+            arguments = (call.variant, d_normed, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
+            if in_torch:
+                dx, _, dweight = rms_norm_backward.joined_formula(*arguments, call.weight_dtype)
+            else:
+                dx, _, dweight = rms_norm_backward.gradients(*arguments, call.original)
         return dx if needs_x else None, dx if needs_residual else None, dweight, None
 
 
 _apply = apply_of(AddRMSNorm)
-
-
-def _gradients(
-    variant, dy, total, weight, rstd, needs_dx, needs_dweight, d_total, in_torch=False, dtype=None, original=None
-):
-    """The gradients of the sum and of the weight, the latter in `dtype`."""
-    arguments = (variant, dy, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
-    if in_torch:
-        found = rms_norm_backward.joined_formula(*arguments, dtype)
-    else:
-        found = rms_norm_backward.gradients(*arguments, original)
-    return found.dx, found.dweight
-
-
-# Proof
-
-
-def _proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device) -> bool:
-    """Whether the kernel for this row class is proved to return the bits of the add and of `owner.forward`."""
-    plan = launch_plan(rows, hidden_size, dtype.itemsize, plans.gpu(device), added=True)
-    rows = row_class(rows)
-    key = ("add_rms_norm", functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, plan, device)
-    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, ", after a residual add")
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan)
-    return proof.kernel_is_proved(key, subject, functools.partial(_comparisons, *arguments))
-
-
-def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, device, plan):
-    generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    calls, rows = proof_calls(rows)
-    forward = _forward(variant, dtype, weight_dtype, hidden_size, rows, device, PROOF_EPS, True, plan)
-    for call in range(calls):
-        x, residual = spike(make(rows, hidden_size).to(dtype), call), make(rows, hidden_size).to(dtype)
-        if call == calls - 1:
-            subnormal_row(x)
-            subnormal_row(residual)
-        weight = random_weight(variant, make, hidden_size, weight_dtype)
-        expected_total = residual + x
-        expected = original_output(variant, owner, weight, PROOF_EPS, expected_total)
-        normed, total = torch.full_like(expected, math.nan), torch.full_like(x, math.nan)
-        rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
-        forward(x, residual, weight, normed, total, rstd)
-        yield "the sum", total, expected_total
-        yield "the fp32 rstd", rstd, eager_rstd(expected_total.to(torch.float32), PROOF_EPS)
-        yield "the output", normed, expected
-
-
-def _gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs) -> bool:
-    """Whether the gradients are proved, with a gradient of the sum and without."""
-    subject = (variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs)
-    return gradients_proved(*subject) and (not needs[0] or gradients_proved(*subject, dx_mode="accumulate"))
 
 
 # torch.compile
@@ -403,7 +292,7 @@ def _find_gradients(d_normed, total, weight, rstd, d_total, needs_dx, needs_dwei
     subject = (formula, EAGER[formula], total.dtype, weight.dtype, total.shape[-1])
     if not (runs_kernels(total.device) and in_domain(*subject[2:]) and rstd.numel() > 0):
         return None
-    if not _gradients_proved(*subject, rstd.numel(), total.device, needs):
+    if not gradients_proved(*subject, rstd.numel(), total.device, needs, added=True):
         return None
     tensors = d_normed, total, weight, rstd
     # The gradient of the sum counts only where activations need one.
@@ -431,8 +320,9 @@ def _add_rms_norm_backward_op(
     needs_dweight: bool,
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = (BY_NAME[variant], d_normed, total, weight, rstd, needs_dx, needs_dweight)
-    return operators.without_none(_gradients(*arguments, d_total, True), d_normed)
+    arguments = (BY_NAME[variant], d_normed, total, weight, rstd, needs_dx, needs_dweight, True, d_total)
+    dx, _, dweight = rms_norm_backward.joined_formula(*arguments)
+    return operators.without_none((dx, dweight), d_normed)
 
 
 def _setup_context(ctx, inputs, output):
@@ -455,38 +345,15 @@ def _backward(ctx, d_normed, d_total, d_rstd):
 _add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
-def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device, training) -> Optional[str]:
-    """The name of the variant that is proved for all row counts; None if the two operations are traced."""
-    if not runs_kernels(device) or under_transform() or functions_of(owner) is None or calls_torch(owner):
-        return None
-    variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
-    if variant is None or variant.two_edges:
-        return None
-    subject = (variant, owner, dtype, weight_dtype, hidden_size)
-    all_rows = rows_of_every_plan(hidden_size, dtype.itemsize, plans.gpu(device))
-    proved = all(_proved(*subject, rows, device) for rows in all_rows)
-    if proved and training:
-        proved = _gradients_proved(*subject, ROW_CLASSES[-1], device, (True, True))
-    return variant.name if proved else None
-
-
 def _compiled(hidden_states, residual, weight, eps, owner, eps_name) -> Optional[tuple[torch.Tensor, torch.Tensor]]:
     """`replacement` while torch.compile traces: the registered op, or None to trace the two operations."""
-    if hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
-        return None
     tensors = (hidden_states, residual, weight)
-    if any(t.device != hidden_states.device or not t.is_contiguous() for t in tensors) or weight.dim() != 1:
+    if weight is None or residual.device != hidden_states.device or not all(each.is_contiguous() for each in tensors):
         return None
     if residual.dtype != hidden_states.dtype or residual.shape != hidden_states.shape:
         return None
-    hidden_size = operator.index(weight.shape[0])
-    if hidden_states.shape[-1] != hidden_size or not in_domain(hidden_states.dtype, weight.dtype, hidden_size):
-        return None
-    training = is_grad_enabled() and any(t.requires_grad for t in tensors)
-    variant = _variant_for_compile(
-        owner, eps_name, hidden_states.dtype, weight.dtype, hidden_size, hidden_states.device, training
-    )
+    training = is_grad_enabled() and any(each.requires_grad for each in tensors)
+    variant = compiled.variant_of_call(hidden_states, weight, eps, owner, eps_name, training, added=True)
     if variant is None:
         return None
     if training:

@@ -248,14 +248,17 @@ def proof_class(
         both: whether both gradients are needed.
     """
     gpu = plans.gpu(device)
-    columns = column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
+
+    def columns(rows):
+        return column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
+
+    def order(rows):
+        return columns(rows).height, columns(rows).blocks > 1
+
     least = row_class(rows)
-    while True:
-        found = column_reduction(least, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
-        if (found.height, found.blocks > 1) == (columns.height, columns.blocks > 1) or least >= rows:
-            planned = columns if both else None
-            return least, launch_plan(rows, hidden_size, planned, element_size, gpu, dx_mode)
+    while least < rows and order(least) != order(rows):
         least *= 2
+    return least, launch_plan(rows, hidden_size, columns(rows) if both else None, element_size, gpu, dx_mode)
 
 
 def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:
@@ -374,35 +377,29 @@ class Backward:
         """
         if self.empty_dy is not None:
             dy = self.empty_dy().copy_(dy)
-        dx = dx_mean = dweight = blocks = None
+        dx = dweight = None
+        # rstd, which is fp32, stands for tensors that are neither read nor written.
+        dx_mean = blocks = rstd
         if self.empty_dx is not None:
             dx = self.empty_dx()
             if self.dx_mode == "split":
                 dx_mean = self.empty_dx()
         if self.empty_dweight is not None:
             blocks, dweight = self.empty_sums(), self.empty_dweight()
-            if self.empty_dweight_sum is not None and dweight_sum is None:
-                dweight_sum = self.empty_dweight_sum()
-        # rstd, which is fp32, stands for tensors that are neither read nor written.
-        unused = rstd
+            if dweight_sum is None:
+                dweight_sum = rstd if self.empty_dweight_sum is None else self.empty_dweight_sum()
+        if d_rstd is None:
+            d_rstd = rstd
+        if d_sum is None:
+            d_sum = rstd
         for part in self.parts:
             if part.dx is not None:
-                part.dx(
-                    dy,
-                    x,
-                    weight,
-                    rstd,
-                    dx,
-                    unused if dx_mean is None else dx_mean,
-                    unused if d_rstd is None else d_rstd,
-                    unused if blocks is None else blocks,
-                    unused if d_sum is None else d_sum,
-                )
+                part.dx(dy, x, weight, rstd, dx, dx_mean, d_rstd, blocks, d_sum)
             if part.sum_chains is not None:
                 part.sum_chains.call_4(dy, x, rstd, blocks)
             if part.sum_blocks is not None:
-                part.sum_blocks.call_3(blocks, unused if dweight_sum is None else dweight_sum, dweight)
-        return Gradients(dx, dx_mean, dweight)
+                part.sum_blocks.call_3(blocks, dweight_sum, dweight)
+        return Gradients(dx, None if dx_mean is rstd else dx_mean, dweight)
 
 
 def resolve(

@@ -11,6 +11,7 @@ from ...core import proof
 from ...core.calls import Calls, Outside
 from ...core.domain import NO_STATE, allocator, runs_kernels
 from ...core.inspection import functions_of
+from ...core.launch import BinaryCall, Launch
 from ...core.layout import Output, row_number_strides, rows_in_memory
 from ...core.torch_internals import apply_of, dispatch_modes
 from . import backward as rms_norm_backward
@@ -20,21 +21,10 @@ from .proof import calls_torch, gradients_proved, proved, variant_of
 
 
 @dataclass(eq=False)
-class _Inference:
-    """A call without gradients, resolved for one eps and the layouts of its tensors."""
+class Inference(BinaryCall):
+    """A call without gradients, resolved for one eps too; `out` is for a decoder layer's replay."""
 
-    launch: Callable
     out: Output
-
-    def __post_init__(self):
-        # Methods, since calling an object through `__call__` costs 0.1 us more.
-        self.launch = self.launch.call_3
-        self.empty = self.out.empty
-
-    def __call__(self, x, weight):
-        out = self.empty()
-        self.launch(x, weight, out)
-        return out
 
 
 @dataclass(eq=False)
@@ -49,15 +39,11 @@ class Training:
     variant: RMSNormFormula
     original: Callable
     weight_dtype: torch.dtype
-    launch: Callable
-    out: Output
+    launch: Launch
+    empty: Callable[[], torch.Tensor]
     empty_rstd: Callable[[], torch.Tensor]
     two_edges: bool
     eps: float
-
-    def __post_init__(self):
-        self.launch = self.launch.call_4
-        self.empty = self.out.empty
 
     def __call__(self, x, weight):
         return _apply(x, x if self.two_edges else None, weight, self)
@@ -70,7 +56,7 @@ class Training:
         """The same, whatever modes are active: none sees a call from Inductor's code."""
         out = self.empty()
         rstd = self.empty_rstd()
-        self.launch(x, weight, out, rstd)
+        self.launch.call_4(x, weight, out, rstd)
         return out, rstd
 
 
@@ -80,8 +66,8 @@ def _read_in_vectors(x, weight) -> bool:
 
 
 @dataclass(eq=False)
-class _TorchInference(_Inference):
-    """`_Inference` of a layer that calls `F.rms_norm`."""
+class _TorchInference(Inference):
+    """`Inference` of a layer that calls `F.rms_norm`."""
 
     variant: RMSNormFormula
     eps: float
@@ -90,7 +76,7 @@ class _TorchInference(_Inference):
         if not _read_in_vectors(x, weight):
             return self.variant.eager(x, weight, self.eps)
         out = self.empty()
-        self.launch(x, weight, out)
+        self.launch.call_3(x, weight, out)
         return out
 
 
@@ -130,12 +116,8 @@ _MAX_ELEMENTS_OF_TORCH = 1 << 32
 _SPREAD_ROWS = "activations' rows are strided or not equally spaced"
 
 
-def _check(x, weight, eps, owner, needs, fused) -> None:
-    """Raises Outside if no kernel takes these tensors or this class."""
-    if x.dim() == 0 or x.numel() == 0:
-        raise Outside("activations have no rows")
-    if not runs_kernels(x.device) or weight.device != x.device:
-        raise Outside(f"activations on {x.device}, weight on {weight.device}")
+def check_weight(x, weight, eps) -> None:
+    """Raises Outside if no kernel takes this weight or eps."""
     if not isinstance(eps, (int, float)):
         raise Outside(f"eps has type {type(eps).__name__}")
     hidden_size = x.shape[-1]
@@ -143,6 +125,15 @@ def _check(x, weight, eps, owner, needs, fused) -> None:
         raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
     if weight.numel() and (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
         raise Outside("weight is not a contiguous [hidden_size]")
+
+
+def _check(x, weight, eps, owner, needs, fused) -> None:
+    """Raises Outside if no kernel takes these tensors or this class."""
+    if x.dim() == 0 or x.numel() == 0:
+        raise Outside("activations have no rows")
+    if not runs_kernels(x.device) or weight.device != x.device:
+        raise Outside(f"activations on {x.device}, weight on {weight.device}")
+    check_weight(x, weight, eps)
     if rows_in_memory(x.shape, x.stride()) is None:
         raise Outside(_SPREAD_ROWS)
     if calls_torch(owner):
@@ -177,11 +168,12 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
         return None
     launch = forward(variant, x.dtype, weight.dtype, hidden_size, rows, row_stride, x.device, eps, training)
     if not training:
-        return _TorchInference(launch, out, variant, eps) if variant.fused else _Inference(launch, out)
+        inference = launch, out.empty, out
+        return _TorchInference(*inference, variant, eps) if variant.fused else Inference(*inference)
     shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
     empty_rstd = allocator(shape, strides, torch.float32, x.device)
-    kind = _TorchTraining if variant.fused else Training
-    return kind(variant, owner.forward, weight.dtype, launch, out, empty_rstd, variant.has_two_edges(x.dtype), eps)
+    kind, two_edges = _TorchTraining if variant.fused else Training, variant.has_two_edges(x.dtype)
+    return kind(variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, two_edges, eps)
 
 
 # Layers that call `F.rms_norm` have a table of their own.

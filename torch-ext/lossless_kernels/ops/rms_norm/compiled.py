@@ -117,50 +117,56 @@ _rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context
 
 
 @torch.compiler.assume_constant_result
-def _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device, training, fused) -> Optional[str]:
-    """The name of the proved variant; None if the original forward is traced.
+def _variant_for_compile(
+    owner, eps_name, dtype, weight_dtype, hidden_size, device, training, fused=False, added=False
+) -> Optional[str]:
+    """The name of the proved variant; None if the original forward is traced, or an add before it.
 
     It is verified at trace time for all row classes and plans, since a graph with dynamic shapes meets them all. In
     training the operators verify more at their first call, like uncompiled calls, and fall back to the formula.
     """
-    if (
-        not runs_kernels(device)
-        or under_transform()
-        or functions_of(owner) is None
-        or (calls_torch(owner) and not fused)
-    ):
+    if not runs_kernels(device) or under_transform() or functions_of(owner) is None:
+        return None
+    if calls_torch(owner) and not fused:
         return None
     variant = variant_of(owner, eps_name, dtype, weight_dtype, device)
-    if variant is None or (variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE):
+    if variant is None or (variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE) or (variant.two_edges and added):
         return None
-    subject = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
+    case = (variant, owner, dtype, weight_dtype or dtype, hidden_size)
     needs = (True, weight_dtype is not None)
     all_rows = rows_of_every_plan(hidden_size, dtype.itemsize, plans.gpu(device))
-    is_proved = all(proved(*subject, rows, hidden_size, device) for rows in all_rows) and (
-        not training or gradients_proved(*subject, ROW_CLASSES[-1], device, needs)
-    )
-    return variant.name if is_proved else None
+    if not all(proved(*case, rows, hidden_size, device, added) for rows in all_rows):
+        return None
+    if training and not gradients_proved(*case, ROW_CLASSES[-1], device, needs, added):
+        return None
+    return variant.name
 
 
-def replacement(hidden_states, weight, eps, owner, eps_name, fused):
-    """`function.replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
+def variant_of_call(hidden_states, weight, eps, owner, eps_name, training, fused=False, added=False) -> Optional[str]:
+    """The name of the proved variant for these arguments; None if the original forward is traced, or an add before it."""
     if hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
     if weight is None:
         hidden_size, weight_dtype = operator.index(hidden_states.shape[-1]), None
-        weight = hidden_states.new_empty(0)
     elif weight.device != hidden_states.device or weight.dim() != 1:
         return None
     else:
         # A constant in the graph, even if every other size is symbolic; `int` would stay symbolic.
         hidden_size, weight_dtype = operator.index(weight.shape[0]), weight.dtype
-    if hidden_states.shape[-1] != hidden_size or not in_domain(hidden_states.dtype, weight.dtype, hidden_size):
+    dtype, device = hidden_states.dtype, hidden_states.device
+    if hidden_states.shape[-1] != hidden_size or not in_domain(dtype, weight_dtype or dtype, hidden_size):
         return None
-    training = is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
-    subject = (owner, eps_name, hidden_states.dtype, weight_dtype, hidden_size, hidden_states.device)
-    variant = _variant_for_compile(*subject, training, fused)
+    return _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device, training, fused, added)
+
+
+def replacement(hidden_states, weight, eps, owner, eps_name, fused):
+    """`function.replacement` while torch.compile traces: the registered op, or None to trace the original forward."""
+    training = is_grad_enabled() and (hidden_states.requires_grad or (weight is not None and weight.requires_grad))
+    variant = variant_of_call(hidden_states, weight, eps, owner, eps_name, training, fused)
     if variant is None:
         return None
+    if weight is None:
+        weight = hidden_states.new_empty(0)
     if not training:
         return _rms_norm_op(hidden_states, weight, eps, variant)
     again = hidden_states if BY_NAME[variant].has_two_edges(hidden_states.dtype) else None

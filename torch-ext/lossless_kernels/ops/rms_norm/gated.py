@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from ...core import proof
 from ...core.calls import Outside
 from ...core.domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
-from ...core.inspection import code_of, functions_of
+from ...core.inspection import functions_of
 from .formulas import EAGER, EPS_NAME, FP32_OUTPUT, LLAMA, RMSNormFormula
 from .function import replacement as rms_norm_replacement
 from .proof import formula_cases, leaves, output_and_gradients, stand_in
@@ -78,16 +78,14 @@ def _check(hidden_states, gate, weight, activation) -> None:
 def _variant(owner, functions, activation, dtypes, device) -> Optional[RMSNormFormula]:
     """The variant whose gated formula returns the bits of `owner.forward` and of its gradients."""
     key = ("formula of gated rms_norm", functions, activation, dtypes, device)
-    known = code_of(owner).memo
-    if key in known:
-        return known[key]
+    verdict = proof.verdict_on(key)
+    if verdict is not None:
+        return verdict.chosen
     where = f"activations {dtypes[0]}, gate {dtypes[1]}, weight {dtypes[2]}, {activation}"
     candidates = {
         variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
     }
     variant = proof.match_formula(key, proof.Subject(owner.forward, device, where), candidates)
-    if proof.is_final(key):
-        known[key] = variant
     if variant is not None:
         proof.record_dependency(owner.forward, EAGER[variant].forward)
     return variant

@@ -13,7 +13,7 @@ from . import backward as rms_norm_backward
 from .formulas import RMSNormFormula, in_domain
 
 if launch.AVAILABLE:
-    from ...kernels_src.rms_norm import rms_norm_forward
+    from ...kernels_src.rms_norm import add_rms_norm_forward, rms_norm_forward
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,13 @@ def fused_launch_plan(rows: int, hidden_size: int, dtype: torch.dtype, build: Bu
     return Plan(rows_per_program, max(threads // 32, 1))
 
 
-def plan_of(variant: RMSNormFormula, dtype: torch.dtype, hidden_size: int, rows: int, device: torch.device) -> Plan:
+def plan_of(
+    variant: RMSNormFormula, dtype: torch.dtype, hidden_size: int, rows: int, device: torch.device, added: bool = False
+) -> Plan:
     gpu = plans.gpu(device)
     if variant.fused:
         return fused_launch_plan(rows, hidden_size, dtype, gpu.build)
-    return launch_plan(rows, hidden_size, dtype.itemsize, gpu)
+    return launch_plan(rows, hidden_size, dtype.itemsize, gpu, added)
 
 
 def stride_unit(row_stride: int, dtype: torch.dtype) -> int:
@@ -195,15 +197,18 @@ def stride_unit(row_stride: int, dtype: torch.dtype) -> int:
 
 
 def forward(
-    variant, dtype, weight_dtype, hidden_size, rows, row_stride, device: torch.device, eps, store_rstd=False, plan=None
+    variant, dtype, weight_dtype, hidden_size, rows, row_stride, device, eps, store_rstd=False, plan=None, added=False
 ) -> launch.Launch:
-    """The launch of the forward kernel, to be called with hidden_states, weight, out and rstd.
+    """The launch of the forward kernel.
+
+    It is called with hidden_states, weight, out and rstd, or with hidden_states, residual, weight, out, their sum and rstd.
 
     Args:
         plan: overrides the plan for `rows`: a proof runs the kernel of a larger call.
+        added: whether the kernel is the fused add + RMSNorm, whose rows have no gaps.
     """
     if plan is None:
-        plan = plan_of(variant, dtype, hidden_size, rows, device)
+        plan = plan_of(variant, dtype, hidden_size, rows, device, added)
     unit = stride_unit(row_stride, dtype)
     # One kernel serves all rows of a class.
     build = plans.gpu(device).build
@@ -221,8 +226,11 @@ def forward(
         "STREAMED": plan.streamed,
         "BY_LANE": plan.by_lane,
         "PROGRAMS_PER_ROW": plan.programs_per_row,
-        "AHEAD": plan.ahead(hidden_size * dtype.itemsize),
+        "AHEAD": plan.ahead((1 + added) * hidden_size * dtype.itemsize),
     }
-    dtypes = (dtype, weight_dtype, variant.output_dtype(dtype, weight_dtype), torch.float32)
-    scalars = rows, row_stride // unit, int(store_rstd), eps
-    return launch.bind(rms_norm_forward, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)
+    kernel, stride = (add_rms_norm_forward, ()) if added else (rms_norm_forward, (row_stride // unit,))
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    inputs, sums = (dtype,) * (1 + added), (dtype,) * added
+    dtypes = *inputs, weight_dtype, variant.output_dtype(dtype, weight_dtype), *sums, torch.float32
+    scalars = rows, *stride, int(store_rstd), eps
+    return launch.bind(kernel, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)

@@ -46,8 +46,7 @@ def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[RMSNorm
     """
     names = {name for function in functions_of(owner) for name in function.__code__.co_names}
     if names & _EPS_NAMES and eps_name not in names:
-        proof.record_refusal(owner.forward, f"the forward does not read eps from {eps_name}")
-        return None
+        return proof.record_refusal(owner.forward, f"the forward does not read eps from {eps_name}")
     case = dtype, weight_dtype, device
     key = ("formula of rms_norm", functions_of(owner), eps_name, *case)
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
@@ -133,50 +132,63 @@ def output_and_gradients(out, hidden_states, inputs, dy, other=None) -> tuple[to
     return out.detach(), *torch.autograd.grad(outputs, inputs, gradients)
 
 
-def subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows, what=""):
-    more = " or more" if rows == ROW_CLASSES[-1] else ""
-    where = f"activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, {rows}{more} rows{what}"
-    return proof.Subject(owner.forward, device, where, variant.formula)
-
-
-def proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device) -> bool:
-    """Whether the forward kernel for this row class is proved to return the bits of `owner.forward`."""
-    plan = plan_of(variant, dtype, hidden_size, rows, device)
-    rows = row_class(rows)
-    unit = stride_unit(row_stride, dtype)
-    key = ("rms_norm", functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, unit, plan, device)
-    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, rows)
-    # Rows of the same alignment, with unused elements in between.
-    row_stride = hidden_size if stride_unit(hidden_size, dtype) == unit else hidden_size + unit
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan)
-    return proof.kernel_is_proved(key, subject, functools.partial(_comparisons, *arguments))
-
-
-def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, dx_mode=None) -> bool:
-    """Whether the backward kernels for this row class are proved to return autograd's bits through `owner.forward`.
+def _kernel_is_proved(case, rows, device, kind, what, comparisons, *arguments) -> bool:
+    """The order proof of a kernel.
 
     Args:
-        dx_mode: see `rms_norm_backward.dx_mode_of`; by default that of the layer alone.
+        case: variant, class, dtypes of activations and weight, hidden size.
+        rows: the row class.
+        kind: what else the kernel depends on.
+        what: the same in words.
+        comparisons: called with the case and `arguments`.
     """
+    variant, owner, dtype, weight_dtype, hidden_size = case
+    more = " or more" if rows == ROW_CLASSES[-1] else ""
+    where = f"activations {dtype}, weight {weight_dtype}, hidden size {hidden_size}, {rows}{more} rows{what}"
+    key = (functions_of(owner), variant, dtype, weight_dtype, hidden_size, rows, device, kind)
+    subject = proof.Subject(owner.forward, device, where, variant.formula)
+    return proof.kernel_is_proved(key, subject, functools.partial(comparisons, *case, *arguments))
+
+
+def proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, added=False) -> bool:
+    """Whether the forward kernel for this row class is proved to return the bits of `owner.forward`.
+
+    Args:
+        added: the kernel is the fused add + RMSNorm, which returns those of the add too.
+    """
+    plan = plan_of(variant, dtype, hidden_size, rows, device, added)
+    rows = row_class(rows)
+    unit = stride_unit(row_stride, dtype)
+    # Rows of the same alignment, with unused elements in between.
+    row_stride = hidden_size if stride_unit(hidden_size, dtype) == unit else hidden_size + unit
+    case, kind = (variant, owner, dtype, weight_dtype, hidden_size), ("rms_norm", added, unit, plan)
+    what = ", after a residual add" if added else ""
+    return _kernel_is_proved(case, rows, device, kind, what, _comparisons, rows, row_stride, device, plan, added)
+
+
+def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, added=False) -> bool:
+    """Whether the backward kernels for this row class are proved to return autograd's bits through `owner.forward`.
+
+    For `F.rms_norm` they are ATen's own operator, called with our rstd.
+
+    Args:
+        added: they follow a residual add, with a gradient of the sum and without.
+    """
+    case = variant, owner, dtype, weight_dtype, hidden_size
     if variant.fused:
-        return _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs)
-    dx_mode = dx_mode or rms_norm_backward.dx_mode_of(variant, dtype)
+        kind, comparisons = ("gradients", needs), _fused_gradient_comparisons
+        return _kernel_is_proved(case, ROW_CLASSES[-1], device, kind, ", in training", comparisons, device, needs)
+    dx_modes = [rms_norm_backward.dx_mode_of(variant, dtype), *["accumulate"] * (added and needs[0])]
+    return all(_gradients_proved(case, rows, device, needs, dx_mode) for dx_mode in dx_modes)
+
+
+def _gradients_proved(case, rows, device, needs, dx_mode) -> bool:
+    _, _, dtype, _, hidden_size = case
     least, plan = rms_norm_backward.proof_class(rows, hidden_size, device, all(needs), dtype.itemsize, dx_mode)
-    shared = row_class(rows)
-    kind = variant, dtype, weight_dtype, hidden_size, shared, least, plan, device, needs, dx_mode
-    key = ("rms_norm gradients", functions_of(owner), *kind)
+    kind = "gradients", least, plan, needs, dx_mode
     what = ", in training, added to the residual's gradient" if dx_mode == "accumulate" else ", in training"
-    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, shared, what)
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, least, rows, device, needs, dx_mode)
-    return proof.kernel_is_proved(key, subject, functools.partial(_gradient_comparisons, *arguments))
-
-
-def _fused_gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, device, needs) -> bool:
-    """Whether ATen's backward operator of `F.rms_norm`, called with our rstd, is proved to return autograd's bits."""
-    key = ("rms_norm gradients", functions_of(owner), variant, dtype, weight_dtype, hidden_size, device, needs)
-    subject = subject_of(variant, owner, device, dtype, weight_dtype, hidden_size, ROW_CLASSES[-1], ", in training")
-    arguments = (variant, owner, dtype, weight_dtype, hidden_size, device, needs)
-    return proof.kernel_is_proved(key, subject, functools.partial(_fused_gradient_comparisons, *arguments))
+    arguments = least, rows, device, needs, dx_mode
+    return _kernel_is_proved(case, row_class(rows), device, kind, what, _gradient_comparisons, *arguments)
 
 
 def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, device, needs):
@@ -235,23 +247,32 @@ def subnormal_row(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan=None):
+def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan=None, added=False):
     generator = proof.generator(device, seed=hidden_size)
     make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     calls, rows = proof_calls(rows)
     eps = PROOF_EPS
     where = (hidden_size, rows, row_stride, device)
-    launch = forward(variant, dtype, weight_dtype, *where, eps, store_rstd=True, plan=plan)
+    launch = forward(variant, dtype, weight_dtype, *where, eps, True, plan, added)
     for call in range(calls):
         x = spike(make(rows, row_stride).to(dtype)[:, :hidden_size], call)
+        residual = make(rows, hidden_size).to(dtype) if added else None
         if call == calls - 1:
             subnormal_row(x)
+            if added:
+                subnormal_row(residual)
         weight = random_weight(variant, make, hidden_size, weight_dtype)
-        expected = original_output(variant, owner, weight, eps, x)
+        normalized = residual + x if added else x
+        expected = original_output(variant, owner, weight, eps, normalized)
         out = torch.full_like(expected, math.nan)
         rstd = torch.full((rows, 1), math.nan, dtype=torch.float32, device=device)
-        launch(x, weight, out, rstd)
-        yield "the fp32 rstd", rstd, variant.rstd(x, weight, eps)
+        if added:
+            total = torch.full_like(x, math.nan)
+            launch(x, residual, weight, out, total, rstd)
+            yield "the sum", total, normalized
+        else:
+            launch(x, weight, out, rstd)
+        yield "the fp32 rstd", rstd, variant.rstd(normalized, weight, eps)
         yield "the output", out, expected
 
 

@@ -1,15 +1,23 @@
-"""The memory layout of gate and up, and how one launch covers it."""
+"""The memory layout of an activation's input, or of gate and up, and how one launch covers it."""
 
+import math
 from dataclasses import dataclass
 from typing import Optional
 
+import torch
+
+from ..core import launch
 from ..core.layout import is_dense, is_same_order, rows_in_memory
-from .activation import access_unit
+
+
+def access_unit(columns: int, row_stride: int, dtype: torch.dtype) -> int:
+    """The number of elements per access, up to 16 bytes."""
+    return math.gcd(columns, row_stride, 16 // dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of gate and up: rows at a distance of `row_stride`, or one row if they are dense.
+    """Rows at a distance of `row_stride`, or one row if they are dense.
 
     Args:
         order: the third result of `rows_in_memory`; None for one row.
@@ -49,6 +57,12 @@ class Layout:
 
     def unit(self, dtype):
         return access_unit(self.columns, self.row_stride, dtype)
+
+    def launch(self, kernel, constants: dict, num_warps: int, dtypes: tuple, device) -> launch.Launch:
+        """The launch of a kernel for this layout; UNIT and BLOCK are among its constants."""
+        unit, programs = constants["UNIT"], self.programs(constants["BLOCK"])
+        scalars = self.columns // unit, self.row_stride // unit, programs // self.rows
+        return launch.bind(kernel, constants, num_warps, device, dtypes, programs, *scalars)
 
     def kind(self, dtype) -> dict:
         """The constants that a kernel is compiled for."""
