@@ -53,10 +53,10 @@ PLANTED = r"""
         kernels["gated_activation_backward"](constants, scalars, dy, gate, d_gate, *rest)
         d_gate.flatten()[0].mul_(1.0 + 2.0**-20)
 
-    def hook_twice(original, module, x):
-        if module._forward_hooks or module._forward_pre_hooks:
-            original(module, x)
-        return original(module, x)
+    def hook_twice(original, layer, name, x):
+        if layer._modules[name]._forward_hooks or layer._modules[name]._forward_pre_hooks:
+            original(layer, name, x)
+        return original(layer, name, x)
 
     def leaking(original, x, weight, *given, **named):
         hoard.append(weight)
@@ -74,14 +74,18 @@ PLANTED = r"""
 
     def plant(name, function, change):
         original = getattr(module(name), function)
-        setattr(module(name), function, functools.partial(change, original))
+        if function == "_KERNELS":
+            changed = original._replace(call=functools.partial(change, original.call))
+        else:
+            changed = functools.partial(change, original)
+        setattr(module(name), function, changed)
         return lambda: setattr(module(name), function, original)
 
     norm = "layers", "rms_norm_replacement"
     for what, changes, at, subject in [
         ("another eps", {"rms_norm_forward": other_eps}, (), "LlamaRMSNorm"),
         ("another gradient", {"gated_activation_backward": other_rounding}, (), "LlamaMLP"),
-        ("a hook called twice", {}, ("decoder", "_called", hook_twice), "Llama"),
+        ("a hook called twice", {}, ("decoder", "_KERNELS", hook_twice), "Llama"),
         ("a leak", {}, (*norm, leaking), "LlamaRMSNorm"),
         ("an exception", {}, (*norm, raising), "LlamaRMSNorm"),
         ("a stale weight", {}, (*norm, stale), "LlamaRMSNorm"),
