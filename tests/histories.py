@@ -289,8 +289,8 @@ SUBJECTS = {
         lambda: Function("linear_cross_entropy", linear_cross_entropy, of_targets, (VOCABULARY, HIDDEN), VOCABULARY)
     ),
 }
-# How often each is drawn.
-OFTEN = {"Llama": 7, "Qwen3": 5, "Tied": 3, "softmax": 3}
+# How often each is drawn: a few hundred histories launch every kernel.
+OFTEN = {"Llama": 7, "Qwen3": 5, "Tied": 3, "softmax": 3, "GroupNorm": 3, "CohereLayerNorm": 3}
 
 
 # A model in the course of a history
