@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .core import proof
 from .core.domain import is_autocast, is_checkpointed
-from .core.inspection import checkpointing, is_checkpointing
+from .core.inspection import checkpoint_wrapper, is_checkpoint_wrapper
 from .core.torch_internals import MISSING, class_before_script
 from .decoder import attention, mlp, recompute, replay
 from .decoder import layer as decoder
@@ -493,7 +493,7 @@ def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, pa
     """The output of a decoder layer; `arguments` are those that its attention alone reads."""
     # Layers of transformers up to 5.22 checkpoint the whole call, later ones their forward.
     wrapper = type(self).forward
-    checkpoints = self.training and getattr(self, "gradient_checkpointing", False) and is_checkpointing(wrapper)
+    checkpoints = self.training and getattr(self, "gradient_checkpointing", False) and is_checkpoint_wrapper(wrapper)
     if not is_dynamo_compiling() and not checkpoints:
         out = replay.replay(self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments)
         if out is not None:
@@ -506,7 +506,7 @@ def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, pa
         return _original(self, layer, hidden_states, **arguments)
     if checkpoints:
         fused = functools.partial(_fused_decoder, formula)
-        return checkpointing(wrapper, fused)(self, hidden_states, **arguments)
+        return checkpoint_wrapper(wrapper, fused)(self, hidden_states, **arguments)
     out = decoder.fused_forward(self, formula, hidden_states, arguments)
     if not is_dynamo_compiling():
         replay.record(self, hidden_states, position_embeddings)

@@ -16,7 +16,7 @@ import torch
 
 from . import layers
 from .core import proof, warn
-from .core.inspection import checkpointed, functions_of, owns_nothing
+from .core.inspection import functions_of, owns_nothing, without_checkpoint_wrappers
 from .decoder import layer as decoder
 from .ops import cohere_layer_norm, complex_rotary, rotary
 from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
@@ -170,7 +170,7 @@ def name_functions(module: torch.nn.Module, keep: bool = False) -> dict[str, tor
 
 def unnamed_functions(module: torch.nn.Module) -> dict[FunctionType, str]:
     """The functions that the module's forward calls by a global name and that `name_functions` would name: their layer names."""
-    forward = checkpointed(class_forward(module))
+    forward = without_checkpoint_wrappers(class_forward(module))
     if not isinstance(forward, FunctionType):
         return {}
     named = {name: forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}}
@@ -190,7 +190,7 @@ def class_forward(module: torch.nn.Module) -> Optional[Callable]:
 
 def functions_called(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules in the places of functions, made by `name_functions`, that the module's forward calls."""
-    forward = checkpointed(class_forward(module))
+    forward = without_checkpoint_wrappers(class_forward(module))
     if not _functions or not isinstance(forward, FunctionType):
         return []
     named = (forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names})

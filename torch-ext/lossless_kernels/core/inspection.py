@@ -165,7 +165,7 @@ class Code:
             for name in ("__getattr__", "__getattribute__")
         ):
             return
-        functions, helpers, absent = [checkpointed(owner.forward)], [], []
+        functions, helpers, absent = [without_checkpoint_wrappers(owner.forward)], [], []
         for function in functions:
             attributes = _attributes_read(function)
             if attributes is None:
@@ -227,22 +227,22 @@ def functions_of(owner: type, state: Mapping = NO_STATE) -> Optional[tuple[Calla
 
 
 @torch.compiler.assume_constant_result
-def is_checkpointing(forward: Callable) -> bool:
+def is_checkpoint_wrapper(forward: Callable) -> bool:
     """Whether this is the wrapper by which transformers' `GradientCheckpointingLayer` checkpoints a forward, from 5.23 on."""
     code = getattr(forward, "__code__", None)
     named = code is not None and code.co_freevars == ("forward", "forward_with_checkpointing")
     return named and forward.__globals__["__name__"] == "transformers.modeling_layers"
 
 
-def checkpointed(forward: Callable) -> Callable:
-    """The forward inside the wrappers of `is_checkpointing`, one for each subclass; any other forward itself."""
-    while is_checkpointing(forward):
+def without_checkpoint_wrappers(forward: Callable) -> Callable:
+    """The forward inside the wrappers of `is_checkpoint_wrapper`, one for each subclass; any other forward itself."""
+    while is_checkpoint_wrapper(forward):
         forward = forward.__closure__[0].cell_contents
     return forward
 
 
-def checkpointing(wrapper: FunctionType, forward: Callable) -> FunctionType:
-    """A wrapper of `is_checkpointing`, for another forward."""
+def checkpoint_wrapper(wrapper: FunctionType, forward: Callable) -> FunctionType:
+    """The same wrapper around another forward."""
     closure = CellType(forward), wrapper.__closure__[1]
     return FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
 
