@@ -1,6 +1,7 @@
 """Clocks, inputs and comparisons of one case, with all peers on the same tensors."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -8,10 +9,11 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Callable, Optional, Union
 
 import torch
-from cases import CPU_OPS, EAGER, GROUPS, OPS, OURS, Case, Op
+from cases import CPU_OPS, EAGER, OPS, OURS, Case, Op
 from report import Report, Result, quartiles
 
 # Calls rotate over sets of inputs. All sets together hold this many times the L2 cache, so that a set has left the cache
@@ -129,160 +131,24 @@ def sets_needed(moved: int, l2_bytes: int) -> int:
 
 
 def draw(case: Case, dtype: torch.dtype, device, count: int) -> list[Inputs]:
-    """Random inputs, the same in every run. All sets share the weight, as all calls of a layer do."""
-    op = OPS[case.op]
-    generator = torch.Generator(device).manual_seed(0)
+    """Random inputs. If an op has none of its own they are rows, and all sets share the weight, as all calls of a layer do.
 
-    def normal(shape):
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-    if op.drawn == "heads":
-        return [_rotary_inputs(case, op, normal) for _ in range(count)]
-    if op.drawn == "logits":
-        return [_loss_inputs(case, normal, generator) for _ in range(count)]
-    if op.drawn == "distributions":
-        return [_distributions(case, normal) for _ in range(count)]
-    if op.drawn == "images":
-        return [_image_inputs(case, op, normal) for _ in range(count)]
-    if op.drawn == "layer":
-        return [_layer_inputs(case, normal, generator) for _ in range(count)]
-    others = {"complex heads": _complex_inputs, "scores": _scores, "tanh": _tanh_inputs, "two logits": _two_logits}
-    others["two layers"] = _two_layers
-    if op.drawn in others:
-        return [others[op.drawn](case, op, normal) for _ in range(count)]
+    Raises:
+        ValueError: the op has no such shape.
+    """
+    op, options = OPS[case.op], {"device": device, "generator": torch.Generator(device).manual_seed(0)}
+    normal, below = functools.partial(torch.randn, dtype=dtype, **options), functools.partial(torch.randint, **options)
+    if op.draw:
+        return [Inputs(*op.draw(case, op, SimpleNamespace(normal=normal, below=below))) for _ in range(count)]
     # A weight of 1 would hide where a formula rounds.
     weights = [(1 + 0.5 * normal(case.hidden_size)).requires_grad_(op.backward)] if op.vectors else []
 
-    def gradients():
-        if not op.backward:
-            return None
-        return normal(case.shape) if op.outputs == 1 else tuple(normal(case.shape) for _ in range(op.outputs))
+    def rows():
+        inputs = [normal(case.shape).requires_grad_(op.backward) for _ in range(op.inputs)]
+        dys = tuple(normal(case.shape) for _ in range(op.outputs * op.backward))
+        return Inputs((*inputs, *weights), dys if len(dys) > 1 else dys[0] if dys else None)
 
-    return [
-        Inputs(
-            (*(normal(case.shape).requires_grad_(op.backward) for _ in range(op.inputs)), *weights),
-            gradients(),
-        )
-        for _ in range(count)
-    ]
-
-
-def _rotary_inputs(case: Case, op: Op, normal) -> Inputs:
-    """q, k, cos and sin; q and k are views [batch, heads, tokens, head_dim] of projections, as in attention.
-
-    A fifth of the heads are key heads.
-
-    Raises:
-        ValueError: the shape is not [batch, tokens, heads, head_dim] with a multiple of 5 heads.
-    """
-    if len(case.shape) != 4 or case.shape[2] % 5:
-        raise ValueError(
-            f"--cases: {case.op} expects [batch, tokens, heads, head_dim] with a multiple of 5 heads, found "
-            f"{list(case.shape)}"
-        )
-    batch, tokens, heads, head_dim = case.shape
-    counts = heads * 4 // 5, heads // 5
-    states = [normal((batch, tokens, count, head_dim)).transpose(1, 2).requires_grad_(op.backward) for count in counts]
-    dys = tuple(normal(x.shape) for x in states) if op.backward else None
-    size = int(head_dim * op.table_size)
-    return Inputs((*states, *(normal((1, tokens, size)) for _ in range(2))), dys)
-
-
-def _complex_inputs(case: Case, op: Op, normal) -> Inputs:
-    """Query and key, [batch, tokens, heads, head_dim], a fifth of the heads for keys, and complex frequencies."""
-    batch, tokens, heads, head_dim = case.shape
-    states = [
-        normal((batch, tokens, count, head_dim)).requires_grad_(op.backward) for count in (heads * 4 // 5, heads // 5)
-    ]
-    dys = tuple(normal(x.shape) for x in states) if op.backward else None
-    angle = normal((1, tokens, head_dim // 2)).float()
-    return Inputs((*states, torch.polar(torch.ones_like(angle), angle)), dys)
-
-
-def _scores(case: Case, op: Op, normal) -> Inputs:
-    """Attention scores [batch, heads, queries, keys] and the mask of a causal model, [batch, 1, queries, keys]."""
-    batch, _, queries, keys = case.shape
-    scores = normal(case.shape).requires_grad_(op.backward)
-    mask = torch.full(
-        (batch, 1, queries, keys), torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device
-    )
-    return Inputs((scores, mask.triu(1 + keys - queries)), normal(case.shape) if op.backward else None)
-
-
-def _tanh_inputs(case: Case, op: Op, normal) -> Inputs:
-    """Rows, and alpha, weight and bias of dynamic tanh."""
-    vectors = 0.5 + 0.1 * normal(1), 1 + 0.5 * normal(case.hidden_size), normal(case.hidden_size)
-    arguments = (tensor.requires_grad_(op.backward) for tensor in (normal(case.shape), *vectors))
-    return Inputs(tuple(arguments), normal(case.shape) if op.backward else None)
-
-
-def _two_logits(case: Case, op: Op, normal) -> Inputs:
-    """Logits of a student and of a teacher, who gets no gradient, [tokens, vocabulary]."""
-    student, teacher = normal(case.shape).requires_grad_(), normal(case.shape)
-    return Inputs((student, teacher), torch.ones((), dtype=student.dtype, device=student.device))
-
-
-def _two_layers(case: Case, op: Op, normal) -> Inputs:
-    """Hidden states and weights of a student and of a teacher, who get logits of a few units.
-
-    Raises:
-        ValueError: the shape is not [tokens, hidden_size, vocabulary].
-    """
-    if len(case.shape) != 3:
-        raise ValueError(f"--cases: {case.op} expects [tokens, hidden_size, vocabulary], found {list(case.shape)}")
-    tokens, hidden_size, vocabulary = case.shape
-    shapes = (tokens, hidden_size), (vocabulary, hidden_size)
-    student, teacher = ([normal(shapes[0]), normal(shapes[1]) / hidden_size**0.5] for _ in range(2))
-    one = torch.ones((), dtype=student[0].dtype, device=student[0].device)
-    return Inputs((*(each.requires_grad_() for each in student), *teacher), one)
-
-
-def _loss_inputs(case: Case, normal, generator) -> Inputs:
-    """Logits [tokens, vocabulary] and the targets; the gradient of the loss is 1."""
-    tokens, vocabulary = case.shape
-    logits = normal(case.shape).requires_grad_()
-    target = torch.randint(vocabulary, (tokens,), device=logits.device, generator=generator)
-    return Inputs((logits, target), torch.ones((), device=logits.device))
-
-
-def _distributions(case: Case, normal) -> Inputs:
-    """Log-probabilities for `kl_div`, else probabilities, and probabilities without a gradient, [tokens, vocabulary]."""
-    first = normal(case.shape).log_softmax(-1)
-    first = first if case.op == "kl_div" else first.exp()
-    return Inputs(
-        (first.requires_grad_(), normal(case.shape).softmax(-1)), torch.ones((), dtype=first.dtype, device=first.device)
-    )
-
-
-def _image_inputs(case: Case, op: Op, normal) -> Inputs:
-    """x, and weight and bias of the channels.
-
-    Raises:
-        ValueError: the shape is not [samples, channels, positions] with a multiple of 32 channels.
-    """
-    if len(case.shape) != 3 or case.shape[1] % GROUPS:
-        raise ValueError(
-            f"--cases: {case.op} expects [samples, channels, positions] with a multiple of {GROUPS} channels, found "
-            f"{list(case.shape)}"
-        )
-    arguments = (normal(case.shape), 1 + 0.5 * normal(case.shape[1]), normal(case.shape[1]))
-    dy = normal(case.shape) if op.backward else None
-    return Inputs(tuple(each.requires_grad_(op.backward) for each in arguments), dy)
-
-
-def _layer_inputs(case: Case, normal, generator) -> Inputs:
-    """Hidden states and weight of logits of a few units, and the targets.
-
-    Raises:
-        ValueError: the shape is not [tokens, hidden_size, vocabulary].
-    """
-    if len(case.shape) != 3:
-        raise ValueError(f"--cases: {case.op} expects [tokens, hidden_size, vocabulary], found {list(case.shape)}")
-    tokens, hidden_size, vocabulary = case.shape
-    hidden_states, weight = normal((tokens, hidden_size)), normal((vocabulary, hidden_size)) / hidden_size**0.5
-    target = torch.randint(vocabulary, (tokens,), device=weight.device, generator=generator)
-    one = torch.ones((), device=weight.device)
-    return Inputs((hidden_states.requires_grad_(), weight.requires_grad_(), target), one)
+    return [rows() for _ in range(count)]
 
 
 def outcome(function, inputs: Inputs, op: Op) -> tuple:

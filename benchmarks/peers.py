@@ -6,7 +6,7 @@ inputs rotate over more memory than the L2 cache holds. The memcpy roofline of a
 copy, measured in the same run, moves the bytes of the case. The outputs and gradients of lossless-kernels are compared with
 eager's bit by bit. The report names each peer that is not installed or fails, and the reason.
 
-`--ops` takes the ops of `cases.py`, and
+`--ops` takes the ops of `ops/`, and
   cpu_time         CPU time of an RMSNorm module call at 1x4096, for inference and for a training forward
   first_call       seconds from import to the first results of a fresh process, with an empty and with a full Triton cache,
                    without and with the kernel's warmup
@@ -42,17 +42,18 @@ from cases import (
     DTYPES,
     EAGER,
     EPS,
+    FAMILIES,
     NATIVE,
     NATIVE_BARE,
     OPS,
     OURS,
+    PEERS,
     QUICK_SHAPES,
     ROOFLINE,
     Case,
-    ours,
+    functions,
     select,
 )
-from libraries import PEERS
 from report import Report, markdown, number, plot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,16 +75,25 @@ class BenchError(Exception):
 
 
 def load_peers(names, kernel) -> tuple[dict, dict]:
-    """Returns peer -> family -> function, and peer -> why it is missing."""
+    """Returns peer -> name -> function, and why a peer, or a family of it, is missing."""
+    from measure import reason
+
     loaded, missing = {}, {}
     for name in names:
-        try:
-            loaded[name] = PEERS[name]()
-        except Exception as error:
-            if name == EAGER:
-                raise BenchError(f"eager, the reference of all comparisons, does not load: {error}") from error
-            missing[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    loaded[OURS] = ours(kernel)
+        found, errors = {}, {}
+        for family, module in FAMILIES.items():
+            try:
+                found |= functions(name, family=module)
+            except Exception as error:
+                if name == EAGER:
+                    raise BenchError(f"eager, the reference of all comparisons, does not load: {error}") from error
+                errors[f"{name}'s {family}"] = reason(error)
+        if found:
+            loaded[name] = found
+        elif errors:
+            errors = {name: next(iter(errors.values()))}
+        missing |= errors
+    loaded[OURS] = functions(OURS, kernel)
     return loaded, missing
 
 
@@ -136,13 +146,12 @@ def run(options, gpu, console) -> Report:
     console.print(f"{gpu.name}: a copy moves {copy:.0f} GB/s; missing peers: {', '.join(missing) or 'none'}")
 
     def device(case):
-        family = OPS[case.op].family
-        functions = {peer: families[family] for peer, families in peers.items() if family in families}
-        return measure.device_case(case, functions, gpu, report, options.rounds, dtype)
+        of_case = {peer: named[case.function] for peer, named in peers.items() if case.function in named}
+        return measure.device_case(case, of_case, gpu, report, options.rounds, dtype)
 
     def cpu(case):
-        functions = {peer: families["rms_norm"] for peer, families in peers.items()}
-        calls = module_calls(functions, kernel, gpu.device, dtype, training=CPU_OPS[case.op])
+        of_case = {peer: named["rms_norm"] for peer, named in peers.items() if "rms_norm" in named}
+        calls = module_calls(of_case, kernel, gpu.device, dtype, training=CPU_OPS[case.op])
         return measure.cpu_case(case, calls, gpu, options.dtype, options.rounds)
 
     steps = {str(case): functools.partial(device, case) for case in options.cases}

@@ -399,7 +399,7 @@ def plot(report: Report, folder: Path) -> list[Path]:
         axes.axhline(report.copy_gb_per_s, color="grey", linestyle="--", linewidth=1, label="memcpy")
         labels = [f"{shape_text(case.shape[:-1])}\nx {case.hidden_size}" for case in measured]
         axes.set_xticks(range(len(measured)), labels, fontsize=8)
-        axes.set_xlabel("batch x tokens x heads x head_dim" if OPS[op].tables else "rows x hidden size")
+        axes.set_xlabel(OPS[op].axes)
         axes.set_ylabel("GB/s, device time in a CUDA graph")
         axes.set_title(f"{OPS[op].title}\n{where}", fontsize=10)
         save(figure, axes, f"{op}.png")

@@ -1,16 +1,35 @@
 """`benchmarks/`: the peer suite without a GPU, and the scripts for `kernels benchmark`."""
 
+import importlib.machinery
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import cases
 import pytest
 import report as reporting
 import torch
-from cases import COMPILED, CPU, EAGER, EVENTS, GRAPH, LIGER, NATIVE_BARE, OURS, QUACK, Case, Target
+from cases import (
+    COMPILED,
+    CPU,
+    CUT,
+    CUTILE,
+    EAGER,
+    EVENTS,
+    GRAPH,
+    LIGER,
+    NATIVE,
+    NATIVE_BARE,
+    OURS,
+    QUACK,
+    Case,
+    Target,
+)
 from report import Report, Result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +111,146 @@ def test_selection():
     assert cases.select(["rms_norm", "silu"], [(2, 64)]) == [Case("rms_norm", (2, 64)), Case("silu", (2, 64))]
     assert cases.select(["silu"]) == [Case("silu", (8192, 14336))]
     assert cases.select(["cpu_time", "first_call"]) == []
+
+
+def test_reports_need_neither_torch_nor_a_peer(run_python):
+    """A file in `ops/` imports them in functions alone."""
+    code = """
+    import sys
+    for name in ("torch", "transformers", "kernels", "liger_kernel", "quack", "cut_cross_entropy"):
+        sys.modules[name] = None
+    sys.path.insert(0, sys.argv[1])
+    import report
+    print(len(report.OPS), len(report.TARGETS))
+    """
+    done = run_python(code, arguments=(BENCHMARKS,))
+    assert done.stdout.split() == [str(len(cases.OPS)), str(len(cases.TARGETS))]
+
+
+FAMILY = """
+from cases import AS_FASTEST, Op
+
+OPS = {"twice": Op("Twice", {(8, 64): AS_FASTEST}, tensors=2)}
+
+def eager():
+    return {"twice": lambda x: x + x}
+
+def ours(kernel):
+    return {"twice": lambda x: 2 * x}
+
+def quack():
+    import quack.twice
+"""
+
+
+def test_a_family_is_one_file(run_python, tmp_path):
+    """It comes last, whatever its name, and has functions of eager, of ours and of torch.compile, which gets eager's."""
+    shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "benchmarks/ops/a_family.py").write_text(FAMILY)
+    code = """
+    import sys, types
+    sys.path.insert(0, sys.argv[1])
+    import cases, measure, peers, torch
+    assert list(cases.OPS)[-1] == "twice" and len(cases.OPS) == 38 and cases.CASES[-1] == cases.Case("twice", (8, 64))
+    assert peers.parse(["--ops", "twice"]).cases == [cases.CASES[-1]] and cases.CASES[-1].bytes("bf16") == 2 * 2 * 8 * 64
+    peers.FAMILIES = {"a_family": cases.FAMILIES["a_family"]}
+    cases.FAMILIES = peers.FAMILIES
+    torch.compile = lambda function, dynamic: function
+    loaded, missing = peers.load_peers(["eager", "torch.compile", "Liger", "quack"], None)
+    print({name: list(found) for name, found in loaded.items()}, list(missing))
+    (inputs,) = measure.draw(cases.CASES[-1], torch.bfloat16, torch.device("cpu"), 1)
+    found = [functions["twice"](*inputs.arguments) for functions in loaded.values()]
+    print(all(torch.equal(found[0], each) for each in found))
+    """
+    done = run_python(code, arguments=(tmp_path / "benchmarks",))
+    expected = {EAGER: ["twice"], COMPILED: ["twice"], OURS: ["twice"]}
+    assert done.stdout.splitlines() == [f"{expected} ['quack']", "True"]
+
+
+class AnyModule(types.ModuleType):
+    """A module of a library that has any function and any class with `apply`."""
+
+    __path__ = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return types.SimpleNamespace(apply=lambda *arguments: arguments)
+
+
+class AnyLibrary:
+    """Finds every module of these libraries but the `missing` ones."""
+
+    def __init__(self, *names, missing=()):
+        self.names, self.missing = names, missing
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names and name not in self.missing:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return AnyModule(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """`libraries(missing)` puts such libraries in the place of the installed ones."""
+
+    def put(*missing):
+        names = ("liger_kernel", "quack", "cut_cross_entropy")
+        for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "meta_path", [AnyLibrary(*names, missing=missing), *sys.meta_path])
+
+    yield put
+    for name in [name for name, module in sys.modules.items() if type(module) is AnyModule]:
+        del sys.modules[name]
+
+
+OTHERS = {
+    NATIVE: "rms_norm",
+    LIGER: "rms_norm add_rms_norm silu_and_mul group_norm softmax dyt jsd linear_jsd cross_entropy kl_div tvd "
+    "linear_cross_entropy rotary rotary_complex",
+    QUACK: "rms_norm softmax cross_entropy",
+    CUT: "linear_cross_entropy",
+    CUTILE: "rms_norm",
+}
+
+
+def test_what_other_libraries_compute(libraries):
+    libraries()
+    assert list(cases.PEERS) == [EAGER, COMPILED, *OTHERS]
+    found = {peer: cases.functions(peer) for peer in OTHERS}
+    assert {peer: list(functions) for peer, functions in found.items()} == {
+        peer: names.split() for peer, names in OTHERS.items()
+    }
+    in_place = {name for name, function in found[LIGER].items() if getattr(function, "in_place", False)}
+    assert in_place == {"cross_entropy", "rotary", "rotary_complex"}
+
+
+def test_a_library_without_a_family_has_the_others(kernel, libraries):
+    import peers as program
+
+    libraries("liger_kernel.ops.dyt", "cut_cross_entropy")
+    loaded, missing = program.load_peers([LIGER, CUT], kernel)
+    assert {*loaded} == {LIGER, OURS} and {*OTHERS[LIGER].split()} - {*loaded[LIGER]} == {"dyt"}
+    assert missing == {
+        "Liger's dyt": "ModuleNotFoundError: No module named 'liger_kernel.ops.dyt'",
+        CUT: "ModuleNotFoundError: No module named 'cut_cross_entropy'",
+    }
+
+
+def test_the_sets_of_inputs_share_a_weight():
+    import measure
+
+    first, second = measure.draw(Case("add_rms_norm_backward", (3, 64)), torch.bfloat16, torch.device("cpu"), 2)
+    assert first.arguments[2] is second.arguments[2] and first.arguments[2].shape == (64,)
+    assert len(first.differentiable) == 3 and len(first.dy) == 2
+    drawn = [tensor for inputs in (first, second) for tensor in (*inputs.arguments[:2], *inputs.dy)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
 
 
 def test_sets_of_inputs_exceed_the_l2_and_end_somewhere():
@@ -379,9 +538,10 @@ report = peers.run(options, Cpu(), Console(stderr=True))
 peers.write(report, options)
 
 # Ours with other bits, and ours that fails.
-ours = peers.ours
+functions = peers.functions
 for name, broken in {"bits": lambda x, w: 2 * x * w, "raises": lambda x, w: 1 / 0}.items():
-    peers.ours = lambda kernel: {"rms_norm": broken, "silu": torch.nn.functional.silu}
+    ours = {"rms_norm": broken, "silu": torch.nn.functional.silu}
+    peers.functions = lambda peer, *kernel, **family: ours if kernel else functions(peer, **family)
     options = peers.parse(["--cases", "3x64", "--peers", "eager", "--ops", "rms_norm", "--build", sys.argv[3]])
     options.json = None
     print(name, peers.run(options, Cpu(), Console(stderr=True)).failures, file=sys.stderr)
@@ -480,7 +640,7 @@ def test_a_step_is_the_loss_and_the_gradient_of_its_logits():
     (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
     logits, target = inputs.arguments
     assert logits.shape == (5, 40) and target.shape == (5,) and inputs.differentiable == (logits,)
-    function, op = cases.eager()["cross_entropy"], cases.OPS["cross_entropy"]
+    function, op = cases.functions(EAGER)["cross_entropy"], cases.OPS["cross_entropy"]
     loss, gradient = measure.outcome(function, inputs, op)
     assert loss.shape == () and gradient.shape == logits.shape
     call = measure.prepare(function, [inputs], op)
@@ -501,7 +661,7 @@ def test_losses_of_distributions_and_of_a_layer(kernel, module, monkeypatch, op,
     assert len(inputs.differentiable) == (2 if op == "linear_cross_entropy" else 1)
     moved = {"kl_div": 4 * 6 * 40, "tvd": 5 * 6 * 40, "linear_cross_entropy": 2 * 8 * (6 + 40)}
     assert case.bytes("bf16") == 2 * moved[op]
-    functions = [families[op] for families in (cases.eager(), cases.ours(kernel))]
+    functions = [named[op] for named in (cases.functions(EAGER), cases.functions(OURS, kernel))]
     expected, found = (measure.outcome(function, inputs, cases.OPS[op]) for function in functions)
     assert len(expected) == 1 + len(inputs.differentiable)
     assert all(map(torch.equal, found, expected))
@@ -540,10 +700,10 @@ def test_the_other_ops(kernel, module, monkeypatch, op):
         monkeypatch.setattr(module(name), "runs_kernels", lambda device: False)
         module(name)._calls.clear()
     shape, elements = SMALL[op]
-    case, family = cases.Case(op, shape), cases.OPS[op].family
+    case = cases.Case(op, shape)
     assert case.bytes("bf16") == 2 * elements
     (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
-    functions = [families[family] for families in (cases.eager(), cases.ours(kernel))]
+    functions = [named[case.function] for named in (cases.functions(EAGER), cases.functions(OURS, kernel))]
     expected, found = (measure.outcome(function, inputs, cases.OPS[op]) for function in functions)
     assert measure.same_bits(found, expected)
     if cases.OPS[op].backward:
@@ -553,10 +713,11 @@ def test_the_other_ops(kernel, module, monkeypatch, op):
         module(name)._calls.clear()
 
 
-def test_every_family_has_an_eager_function_a_compiled_one_and_ours(kernel):
-    families = {op.family for op in cases.OPS.values()}
-    for functions in (cases.eager(), cases.compiled(), cases.ours(kernel)):
-        assert families <= functions.keys()
+def test_every_op_has_an_eager_function_a_compiled_one_and_ours(kernel):
+    for family in cases.FAMILIES.values():
+        names = {Case(op, ()).function for op in family.OPS}
+        for peer in ((EAGER,), (COMPILED,), (OURS, kernel)):
+            assert cases.functions(*peer, family=family).keys() == names, (family.__name__, peer[0])
 
 
 @pytest.mark.parametrize("op", ["group_norm", "group_norm_backward"])
@@ -570,7 +731,7 @@ def test_images_have_channels(kernel, module, monkeypatch, op):
     (inputs,) = measure.draw(case, torch.bfloat16, torch.device("cpu"), 1)
     backward = op.endswith("backward")
     assert len(inputs.differentiable) == 3 * backward and case.bytes("bf16") == 2 * (2 + backward) * 640
-    functions = [families["group_norm"] for families in (cases.eager(), cases.ours(kernel))]
+    functions = [named["group_norm"] for named in (cases.functions(EAGER), cases.functions(OURS, kernel))]
     expected, found = (measure.outcome(function, inputs, cases.OPS[op]) for function in functions)
     assert len(expected) == 1 + 3 * backward and all(map(torch.equal, found, expected))
     with pytest.raises(ValueError, match=r"expects \[samples, channels, positions\] with a multiple of 32 channels"):
