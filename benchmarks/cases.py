@@ -138,16 +138,9 @@ PEERS = {EAGER: "eager", COMPILED: "compiled", NATIVE: "native", LIGER: "liger",
 PEERS[CUTILE] = "cutile"
 # The order of families in a run and in tables. Others follow, by name.
 _ORDER = "rms_norm activation layer_norm cohere_layer_norm group_norm softmax dyt losses rotary".split()
-
-
-def _families() -> dict[str, ModuleType]:
-    names = sorted(path.stem for path in Path(__file__).with_name("ops").glob("[!_]*.py"))
-    names.sort(key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
-    return {name: importlib.import_module(f"ops.{name}") for name in names}
-
-
+_NAMES = sorted(path.stem for path in Path(__file__).with_name("ops").glob("[!_]*.py"))
 # They import what stands above.
-FAMILIES = _families()
+FAMILIES = {name: importlib.import_module(f"ops.{name}") for name in dict.fromkeys([*_ORDER, *_NAMES])}
 OPS: dict[str, Op] = {name: op for family in FAMILIES.values() for name, op in family.OPS.items()}
 
 

@@ -85,14 +85,13 @@ def load_peers(names, kernel) -> tuple[dict, dict]:
             try:
                 found |= functions(name, family=module)
             except Exception as error:
-                if name == EAGER:
-                    raise BenchError(f"eager, the reference of all comparisons, does not load: {error}") from error
                 errors[f"{name}'s {family}"] = reason(error)
+        why = next(iter(errors.values()), None)
+        if why and name == EAGER:
+            raise BenchError(f"eager, the reference of all comparisons, does not load: {why}")
         if found:
             loaded[name] = found
-        elif errors:
-            errors = {name: next(iter(errors.values()))}
-        missing |= errors
+        missing |= errors if found or not errors else {name: why}
     loaded[OURS] = functions(OURS, kernel)
     return loaded, missing
 

@@ -33,19 +33,18 @@ def _draw_complex(case, op, random):
     return (*states, torch.polar(torch.ones_like(angle), angle)), dys
 
 
-def _moved(shape, item_size, covered):
-    """x and its rotation, cos and sin. The backward pass reads dy and writes dx, without q and k."""
-    return item_size * (2 * math.prod(shape) + 2 * shape[1] * int(shape[-1] * covered))
+def _covering(part):
+    """A row of cos or sin covers this part of a head. The backward pass reads dy and writes dx, without q and k."""
+
+    def moved(shape, item_size):
+        return item_size * (2 * math.prod(shape) + 2 * shape[1] * int(shape[-1] * part))
+
+    return {"moved": moved, "draw": functools.partial(_draw, covered=part)}
 
 
 def _moved_complex(shape, item_size):
     """Frequencies are 8 bytes for two elements of a head."""
     return item_size * 2 * math.prod(shape) + 4 * shape[1] * shape[-1]
-
-
-def _covering(part):
-    """A row of cos or sin covers this part of a head."""
-    return {"moved": functools.partial(_moved, covered=part), "draw": functools.partial(_draw, covered=part)}
 
 
 _Op = functools.partial(Op, axes="batch x tokens x heads x head_dim")
