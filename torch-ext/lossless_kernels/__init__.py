@@ -18,6 +18,7 @@ from .ops.group_norm import group_norm
 from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.linear_jsd_loss import linear_jsd_loss
+from .ops.masked_softmax import masked_softmax
 from .ops.rms_norm.add import fused_add_rms_norm
 from .ops.rms_norm.function import rms_norm
 from .ops.rotary import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
@@ -55,6 +56,7 @@ __all__ = [
     "layers",
     "linear_cross_entropy",
     "linear_jsd_loss",
+    "masked_softmax",
     "name_layers",
     "new_gelu",
     "poly_norm",

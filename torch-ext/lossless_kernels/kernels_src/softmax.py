@@ -88,6 +88,28 @@ def softmax_backward(
 # Rows of one block
 
 
+@triton.jit
+def _statistics_of_block(tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """The maximum of a row, and the sum of its exp(x - max). `tiles`: STEPS tiles of it, fp32 [THREADS * VECTOR]."""
+    of_tile = tiles[0]
+    for step in tl.static_range(1, STEPS):
+        of_tile = maximum(of_tile, tiles[step])
+    largest = tl.max(of_tile, axis=0)
+    total = tl.zeros([THREADS], tl.float32)
+    for step in tl.static_range(STEPS):
+        total = chain_of_vectors(total, tiles[step] - largest, THREADS, EXP=True, VECTOR=VECTOR)
+    return largest, tl.max(sum_of_block(total, THREADS), axis=0)
+
+
+@triton.jit
+def _sum_of_tiles(tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """The sum of a row."""
+    total = tl.zeros([THREADS], tl.float32)
+    for step in tl.static_range(STEPS):
+        total = chain_of_vectors(total, tiles[step], THREADS, VECTOR=VECTOR)
+    return tl.max(sum_of_block(total, THREADS), axis=0)
+
+
 @triton.jit(do_not_specialize=["size", "row_stride"])
 def softmax_forward_of_block(
     x_ptr,
@@ -113,14 +135,7 @@ def softmax_forward_of_block(
         element = step * TILE + tl.arange(0, TILE)
         x = tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=element < size * UNIT, other=float("-inf"))
         tiles = tiles + (x.to(tl.float32),)
-    of_tile = tiles[0]
-    for step in tl.static_range(1, STEPS):
-        of_tile = maximum(of_tile, tiles[step])
-    largest = tl.max(of_tile, axis=0)
-    total = tl.zeros([THREADS], tl.float32)
-    for step in tl.static_range(STEPS):
-        total = chain_of_vectors(total, tiles[step] - largest, THREADS, EXP=True, VECTOR=VECTOR)
-    total = tl.max(sum_of_block(total, THREADS), axis=0)
+    largest, total = _statistics_of_block(tiles, STEPS, THREADS, VECTOR)
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         y = divide(exp(tiles[step] - largest), tl.broadcast_to(total, [TILE]))
@@ -151,10 +166,7 @@ def softmax_backward_of_block(
         y = tl.load(y_ptr + row * (size * UNIT) + element, mask=mask, other=0.0)
         products = products + (_product(dy, y),)
         factors = factors + (y,)
-    total = tl.zeros([THREADS], tl.float32)
-    for step in tl.static_range(STEPS):
-        total = chain_of_vectors(total, products[step], THREADS, VECTOR=VECTOR)
-    total = tl.max(sum_of_block(total, THREADS), axis=0)
+    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR)
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         dx = _gradient(products[step], factors[step], total)

@@ -1,0 +1,373 @@
+"""Softmax of scaled and masked attention scores, forward and backward, in the orders of `softmax.py`.
+
+Programs take the rows that share a row of the mask one after the other, so that the L2 has it. A tensor's row has an
+offset of three levels (`core/layout.row_levels`); `inner` and `middle` are the lengths of two of them.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import divide, exp, exp_add, mask_if, maximum
+from .rms_norm_backward import _row_offset
+from .softmax import _gradient, _product, _statistics_of_block, _sum_of_tiles, _warp_sum
+from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
+
+# fmt: off
+_SCALARS = [
+    "rows", "size", "inner", "middle", "outer_stride", "middle_stride", "inner_stride",
+    "mask_outer_stride", "mask_middle_stride", "mask_inner_stride",
+]
+# fmt: on
+
+
+@triton.jit
+def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr):
+    """scores * scale + mask of a row's elements, each operation rounded to the scores' dtype, in fp32; -inf outside."""
+    scores = tl.load(scores_ptr + element, mask=inside, other=0.0)
+    scaled = (scores.to(tl.float32) * scale).to(scores.dtype).to(tl.float32)
+    if MASKED:
+        mask = tl.load(mask_ptr + element, mask=inside, other=float("-inf"))
+        return (scaled + mask.to(tl.float32)).to(scores.dtype).to(tl.float32)
+    else:
+        return tl.where(inside, scaled, float("-inf"))
+
+
+@triton.jit
+def _softmax(x, statistics):
+    """exp(x - max) / sum. A row's statistics are these two numbers."""
+    largest, total = statistics
+    return divide(exp(x - largest), tl.broadcast_to(total, x.shape))
+
+
+@triton.jit
+def _to_scores(dx, scale, dtype: tl.constexpr):
+    """The gradient of the scores from that of the fp32 softmax's input: rounded, multiplied, and rounded again."""
+    return (dx.to(dtype).to(tl.float32) * scale).to(dtype)
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "scale"])
+def masked_softmax_forward(
+    scores_ptr,
+    out_ptr,
+    statistics_ptr,
+    mask_ptr,
+    rows: tl.int32,
+    size: tl.int32,
+    inner: tl.int32,
+    middle: tl.int32,
+    outer_stride: tl.int64,
+    middle_stride: tl.int64,
+    inner_stride: tl.int64,
+    mask_outer_stride: tl.int64,
+    mask_middle_stride: tl.int64,
+    mask_inner_stride: tl.int64,
+    scale: tl.float32,
+    LOG2_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """softmax(scores * scale + mask) in fp32, rounded to the scores' dtype. Scores and output are dense.
+
+    Args:
+        statistics_ptr: gets each row's maximum and sum, in the programs' order.
+        mask_ptr: additive, of the scores' dtype; read if MASKED.
+        size: elements of a row, in UNITs, as the strides are; more than half of 2**LOG2_SIZE.
+        WIDTH: lanes of ATen's warp that share a row.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
+    inside = (row < rows) & (element < size * UNIT)
+    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
+    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
+    largest = tl.max(x, axis=1)[:, None]
+    terms = exp(x - largest)
+    total = _warp_sum(terms, ROWS, LOG2_SIZE, WIDTH)[:, None]
+    tl.store(out_ptr + offset + element, divide(terms, total).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(statistics_ptr + 2 * row.to(tl.int64), largest, mask=row < rows)
+    tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, total, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "scale"])
+def masked_softmax_backward(
+    dy_ptr,
+    scores_ptr,
+    statistics_ptr,
+    dx_ptr,
+    mask_ptr,
+    rows: tl.int32,
+    size: tl.int32,
+    inner: tl.int32,
+    middle: tl.int32,
+    outer_stride: tl.int64,
+    middle_stride: tl.int64,
+    inner_stride: tl.int64,
+    mask_outer_stride: tl.int64,
+    mask_middle_stride: tl.int64,
+    mask_inner_stride: tl.int64,
+    scale: tl.float32,
+    LOG2_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The gradient of the scores from that of the output, with y, the fp32 softmax, computed again from the statistics.
+
+    dy and dx are dense. The other arguments are those of `masked_softmax_forward`.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
+    inside = (row < rows) & (element < size * UNIT)
+    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
+    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    largest = tl.load(statistics_ptr + 2 * row.to(tl.int64), mask=row < rows, other=0.0)
+    total = tl.load(statistics_ptr + 2 * row.to(tl.int64) + 1, mask=row < rows, other=1.0)
+    x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
+    y = _softmax(x, (largest, total))
+    product = _product(tl.load(dy_ptr + offset + element, mask=inside, other=0.0).to(tl.float32), y)
+    dx = _gradient(product, y, _warp_sum(product, ROWS, LOG2_SIZE, WIDTH)[:, None])
+    tl.store(dx_ptr + offset + element, _to_scores(dx, scale, dx_ptr.dtype.element_ty), mask=inside)
+
+
+# Rows of one block
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "scale"])
+def masked_softmax_forward_of_block(
+    scores_ptr,
+    out_ptr,
+    statistics_ptr,
+    mask_ptr,
+    rows: tl.int32,
+    size: tl.int32,
+    inner: tl.int32,
+    middle: tl.int32,
+    outer_stride: tl.int64,
+    middle_stride: tl.int64,
+    inner_stride: tl.int64,
+    mask_outer_stride: tl.int64,
+    mask_middle_stride: tl.int64,
+    mask_inner_stride: tl.int64,
+    scale: tl.float32,
+    STEPS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """`masked_softmax_forward` of a row that a program reads once; STEPS, THREADS and VECTOR: `softmax_forward_of_block`."""
+    TILE: tl.constexpr = THREADS * VECTOR
+    row = tl.program_id(0)
+    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
+    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    tiles = ()
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        inside = element < size * UNIT
+        tiles = tiles + (_masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED),)
+    statistics = _statistics_of_block(tiles, STEPS, THREADS, VECTOR)
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        y = _softmax(tiles[step], statistics).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offset + element, y, mask=element < size * UNIT)
+    tl.store(statistics_ptr + 2 * row.to(tl.int64), statistics[0])
+    tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, statistics[1])
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "scale"])
+def masked_softmax_backward_of_block(
+    dy_ptr,
+    scores_ptr,
+    statistics_ptr,
+    dx_ptr,
+    mask_ptr,
+    rows: tl.int32,
+    size: tl.int32,
+    inner: tl.int32,
+    middle: tl.int32,
+    outer_stride: tl.int64,
+    middle_stride: tl.int64,
+    inner_stride: tl.int64,
+    mask_outer_stride: tl.int64,
+    mask_middle_stride: tl.int64,
+    mask_inner_stride: tl.int64,
+    scale: tl.float32,
+    STEPS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """`masked_softmax_backward` of a row that a program reads once."""
+    TILE: tl.constexpr = THREADS * VECTOR
+    row = tl.program_id(0)
+    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
+    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    statistics_ptr += 2 * row.to(tl.int64)
+    statistics = (tl.load(statistics_ptr), tl.load(statistics_ptr + 1))
+    products = ()
+    factors = ()
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        inside = element < size * UNIT
+        dy = tl.load(dy_ptr + offset + element, mask=inside, other=0.0).to(tl.float32)
+        x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
+        y = _softmax(x, statistics)
+        products = products + (_product(dy, y),)
+        factors = factors + (y,)
+    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR)
+    for step in tl.static_range(STEPS):
+        element = step * TILE + tl.arange(0, TILE)
+        dx = _to_scores(_gradient(products[step], factors[step], total), scale, dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + offset + element, dx, mask=element < size * UNIT)
+
+
+# Rows that a block reads several times
+
+
+@triton.jit
+def _single_elements(offset, HEAD: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """How many elements ATen's block takes before its vectors: eager's fp32 rows are dense and begin at `offset`."""
+    if HEAD:
+        before = (offset % VECTOR).to(tl.int32)
+        return tl.where(before > 0, THREADS - before, 0)
+    else:
+        return 0
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "scale"])
+def masked_softmax_forward_of_long_rows(
+    scores_ptr,
+    out_ptr,
+    statistics_ptr,
+    mask_ptr,
+    rows: tl.int32,
+    size: tl.int32,
+    inner: tl.int32,
+    middle: tl.int32,
+    outer_stride: tl.int64,
+    middle_stride: tl.int64,
+    inner_stride: tl.int64,
+    mask_outer_stride: tl.int64,
+    mask_middle_stride: tl.int64,
+    mask_inner_stride: tl.int64,
+    scale: tl.float32,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HEAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """`masked_softmax_forward` of a row of any length, which a program reads three times.
+
+    Args:
+        HEAD: rows do not begin at multiples of 16 bytes in eager's tensor.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
+    row = tl.program_id(0)
+    length = size * UNIT
+    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
+    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    scores_ptr += offset
+    mask_ptr += of_mask
+    in_tile = tl.arange(0, TILE)
+    of_tile = tl.full([TILE], float("-inf"), tl.float32)
+    for first in range(0, length, TILE):
+        element = first + in_tile
+        of_tile = maximum(of_tile, _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED))
+    largest = tl.max(of_tile, axis=0)
+
+    thread = tl.arange(0, THREADS)
+    total = tl.zeros([THREADS], tl.float32)
+    head = _single_elements(offset, HEAD, THREADS, VECTOR)
+    if HEAD:
+        element = thread - (THREADS - head)
+        inside = mask_if(element >= 0, head > 0)
+        total = exp_add(total, _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED) - largest)
+    end = head + (length - head) // TILE * TILE
+    for first in range(head, end, TILE):
+        element = first + in_tile
+        x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
+        total = chain_of_vectors(total, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
+    for single in tl.static_range(VECTOR):
+        element = end + single * THREADS + thread
+        x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
+        total = exp_add(total, x - largest)
+    statistics = (largest, tl.max(sum_of_block(total, THREADS), axis=0))
+
+    for first in range(0, length, TILE):
+        element = first + in_tile
+        x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
+        y = _softmax(x, statistics).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offset + element, y, mask=element < length)
+    tl.store(statistics_ptr + 2 * row.to(tl.int64), statistics[0])
+    tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, statistics[1])
+
+
+@triton.jit
+def _product_and_softmax(pointers, element, inside, scale, statistics, MASKED: tl.constexpr):
+    """dy * y and y of a row's elements; the product is 0 outside."""
+    dy_ptr, scores_ptr, mask_ptr = pointers
+    y = _softmax(_masked(scores_ptr, mask_ptr, element, inside, scale, MASKED), statistics)
+    return _product(tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32), y), y
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "scale"])
+def masked_softmax_backward_of_long_rows(
+    dy_ptr,
+    scores_ptr,
+    statistics_ptr,
+    dx_ptr,
+    mask_ptr,
+    rows: tl.int32,
+    size: tl.int32,
+    inner: tl.int32,
+    middle: tl.int32,
+    outer_stride: tl.int64,
+    middle_stride: tl.int64,
+    inner_stride: tl.int64,
+    mask_outer_stride: tl.int64,
+    mask_middle_stride: tl.int64,
+    mask_inner_stride: tl.int64,
+    scale: tl.float32,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HEAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """`masked_softmax_backward` of a row of any length, which a program reads twice; ATen adds its threads in sequence."""
+    TILE: tl.constexpr = THREADS * VECTOR
+    row = tl.program_id(0)
+    length = size * UNIT
+    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
+    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    statistics_ptr += 2 * row.to(tl.int64)
+    statistics = (tl.load(statistics_ptr), tl.load(statistics_ptr + 1))
+    pointers = (dy_ptr + offset, scores_ptr + offset, mask_ptr + of_mask)
+    in_tile = tl.arange(0, TILE)
+    thread = tl.arange(0, THREADS)
+    total = tl.zeros([THREADS], tl.float32)
+    head = _single_elements(offset, HEAD, THREADS, VECTOR)
+    if HEAD:
+        element = thread - (THREADS - head)
+        inside = mask_if(element >= 0, head > 0)
+        total += _product_and_softmax(pointers, element, inside, scale, statistics, MASKED)[0]
+    end = head + (length - head) // TILE * TILE
+    for first in range(head, end, TILE):
+        element = first + in_tile
+        product, _ = _product_and_softmax(pointers, element, element < length, scale, statistics, MASKED)
+        total = chain_of_vectors(total, product, THREADS, VECTOR=VECTOR)
+    for single in tl.static_range(VECTOR):
+        element = end + single * THREADS + thread
+        total += _product_and_softmax(pointers, element, element < length, scale, statistics, MASKED)[0]
+    total = tl.max(blocks_in_sequence(total, THREADS // 32), axis=0)
+
+    for first in range(0, length, TILE):
+        element = first + in_tile
+        product, y = _product_and_softmax(pointers, element, element < length, scale, statistics, MASKED)
+        dx = _to_scores(_gradient(product, y, total), scale, dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + offset + element, dx, mask=element < length)
