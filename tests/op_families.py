@@ -425,6 +425,41 @@ def _softmax_launches(kernel, machine):
         softmax.gradient(y, y, machine.dtype)
 
 
+# Softmax of attention scores
+
+
+def _masked_softmax_calls(module, chooser, given):
+    mask, scale = torch.randn(64).to(given.dtype), chooser.choice((0.5, 1.0))
+    return [module("ops.masked_softmax").replacement(given.x, chooser.choice((mask, mask.expand(2, 64).clone())), scale)]
+
+
+def _masked_softmax_timed(module, given):
+    replacement, mask = module("ops.masked_softmax").replacement, torch.zeros(1, 4, 64)
+    leaf = given.x.clone().requires_grad_()
+    return {
+        "masked softmax": lambda: replacement(given.x, mask, 0.5),
+        "masked softmax, with gradients": with_grad(lambda: replacement(leaf, mask, 0.5)),
+    }
+
+
+def _masked_softmax_operators(given):
+    tensors = given.x, torch.zeros(1, 4, 64)
+    return {"masked_softmax": (*tensors, 0.5), "masked_softmax_backward": (given.dy, *tensors, 0.5)}
+
+
+def _masked_softmax_launches(kernel, machine):
+    """A warp's rows and blocks, read once and several times; with a mask, whose rows begin anywhere, and without."""
+    family = machine.module("ops.masked_softmax")
+    sizes = (40, 128, 1000, 2048, 4096, 8192, 9224, 4095, 32768) if machine.every_case else (1000, 4096, 4095)
+    for size in sizes:
+        scores = machine.empty(2, 2, 3, size).requires_grad_()
+        masks = (machine.empty(2, 1, 3, size), machine.empty(2, 1, 3, size + 1)[..., :size], None)
+        for mask in masks if machine.every_case else masks[:1]:
+            tensors = (scores,) if mask is None else (scores, mask)
+            call = family._calls.find(family.eager_masked_softmax, (True, 0.5), tensors, True, 0.5)
+            call.gradient_alone(scores.detach(), *tensors)
+
+
 # Divergences
 
 
@@ -647,6 +682,14 @@ FAMILIES = (
     Family(("dyt",), _dyt_calls, _dyt_launches, rocm=False, timed=_dyt_timed, operators=_dyt_operators),
     Family(
         ("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed, operators=_softmax_operators
+    ),
+    Family(
+        ("masked_softmax",),
+        _masked_softmax_calls,
+        _masked_softmax_launches,
+        rocm=False,
+        timed=_masked_softmax_timed,
+        operators=_masked_softmax_operators,
     ),
     Family(
         ("divergences", "full_sum"),

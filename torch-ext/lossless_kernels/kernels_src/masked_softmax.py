@@ -123,10 +123,11 @@ def masked_softmax_backward(
     inside = (row < rows) & (element < size * UNIT)
     offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
     of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
-    largest = tl.load(statistics_ptr + 2 * row.to(tl.int64), mask=row < rows, other=0.0)
-    total = tl.load(statistics_ptr + 2 * row.to(tl.int64) + 1, mask=row < rows, other=1.0)
+    of_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    largest = tl.load(statistics_ptr + 2 * of_row.to(tl.int64), mask=of_row < rows, other=0.0)
+    total = tl.load(statistics_ptr + 2 * of_row.to(tl.int64) + 1, mask=of_row < rows, other=1.0)
     x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
-    y = _softmax(x, (largest, total))
+    y = _softmax(x, (largest[:, None], total[:, None]))
     product = _product(tl.load(dy_ptr + offset + element, mask=inside, other=0.0).to(tl.float32), y)
     dx = _gradient(product, y, _warp_sum(product, ROWS, LOG2_SIZE, WIDTH)[:, None])
     tl.store(dx_ptr + offset + element, _to_scores(dx, scale, dx_ptr.dtype.element_ty), mask=inside)
@@ -284,18 +285,18 @@ def masked_softmax_forward_of_long_rows(
     total = tl.zeros([THREADS], tl.float32)
     head = _single_elements(offset, HEAD, THREADS, VECTOR)
     if HEAD:
-        element = thread - (THREADS - head)
-        inside = mask_if(element >= 0, head > 0)
-        total = exp_add(total, _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED) - largest)
+        of_head = thread - (THREADS - head)
+        single_x = _masked(scores_ptr, mask_ptr, of_head, mask_if(of_head >= 0, head > 0), scale, MASKED)
+        total = exp_add(total, single_x - largest)
     end = head + (length - head) // TILE * TILE
     for first in range(head, end, TILE):
         element = first + in_tile
         x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
         total = chain_of_vectors(total, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
     for single in tl.static_range(VECTOR):
-        element = end + single * THREADS + thread
-        x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
-        total = exp_add(total, x - largest)
+        at = end + single * THREADS + thread
+        single_x = _masked(scores_ptr, mask_ptr, at, at < length, scale, MASKED)
+        total = exp_add(total, single_x - largest)
     statistics = (largest, tl.max(sum_of_block(total, THREADS), axis=0))
 
     for first in range(0, length, TILE):
@@ -353,17 +354,17 @@ def masked_softmax_backward_of_long_rows(
     total = tl.zeros([THREADS], tl.float32)
     head = _single_elements(offset, HEAD, THREADS, VECTOR)
     if HEAD:
-        element = thread - (THREADS - head)
-        inside = mask_if(element >= 0, head > 0)
-        total += _product_and_softmax(pointers, element, inside, scale, statistics, MASKED)[0]
+        of_head = thread - (THREADS - head)
+        of_row = mask_if(of_head >= 0, head > 0)
+        total += _product_and_softmax(pointers, of_head, of_row, scale, statistics, MASKED)[0]
     end = head + (length - head) // TILE * TILE
     for first in range(head, end, TILE):
         element = first + in_tile
         product, _ = _product_and_softmax(pointers, element, element < length, scale, statistics, MASKED)
         total = chain_of_vectors(total, product, THREADS, VECTOR=VECTOR)
     for single in tl.static_range(VECTOR):
-        element = end + single * THREADS + thread
-        total += _product_and_softmax(pointers, element, element < length, scale, statistics, MASKED)[0]
+        at = end + single * THREADS + thread
+        total += _product_and_softmax(pointers, at, at < length, scale, statistics, MASKED)[0]
     total = tl.max(blocks_in_sequence(total, THREADS // 32), axis=0)
 
     for first in range(0, length, TILE):
