@@ -430,7 +430,9 @@ def _softmax_launches(kernel, machine):
 
 def _masked_softmax_calls(module, chooser, given):
     mask, scale = torch.randn(64).to(given.dtype), chooser.choice((0.5, 1.0))
-    return [module("ops.masked_softmax").replacement(given.x, chooser.choice((mask, mask.expand(2, 64).clone())), scale)]
+    return [
+        module("ops.masked_softmax").replacement(given.x, chooser.choice((mask, mask.expand(2, 64).clone())), scale)
+    ]
 
 
 def _masked_softmax_timed(module, given):

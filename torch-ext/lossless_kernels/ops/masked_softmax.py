@@ -258,7 +258,7 @@ class MaskedSoftmax(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         out, statistics = call.launched(*tensors)
         if dispatch_modes():  # A mode sees the operations; what is saved is the same.
-            out = eager_masked_softmax(*tensors, **{"scale": call.scale})
+            out = eager_masked_softmax(*tensors, scale=call.scale)
         ctx.save_for_backward(statistics, *tensors)
         ctx.set_materialize_grads(False)
         ctx.call = call
@@ -369,7 +369,9 @@ def _comparisons(kind, device):
         expected = functional.softmax(x, dim=-1, dtype=torch.float32)
         yield "the output", out, expected.to(out.dtype)
         # Programs take the three rows of a mask's row one after the other.
-        largest, total = (each.view(2, -1, 3, 1).transpose(1, 2) if mask else each.view(2, 3, -1, 1) for each in statistics.t())
+        largest, total = (
+            each.view(2, -1, 3, 1).transpose(1, 2) if mask else each.view(2, 3, -1, 1) for each in statistics.t()
+        )
         yield "the fp32 softmax", torch.exp(x.float() - largest) / total, expected
 
 

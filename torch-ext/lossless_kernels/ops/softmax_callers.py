@@ -19,7 +19,7 @@ _torch_softmax = functional.softmax
 _ABSENT = object()
 
 
-class _Namespace:
+class Namespace:
     """A module of torch with other values for some names."""
 
     def __init__(self, module: ModuleType, **others):
@@ -29,16 +29,20 @@ class _Namespace:
         return getattr(self.source, name)
 
 
+def calls_torch_softmax() -> bool:
+    """Whether `torch.nn.functional.softmax` is torch's own."""
+    return functional.softmax is _torch_softmax
+
+
 def _softmax(input, dim=None, _stacklevel=3, dtype=None):
     """`torch.nn.functional.softmax`, from the kernel where one takes it."""
-    ours = dim is not None and functional.softmax is _torch_softmax
-    out = replacement(input, dim, dtype) if ours else None
+    out = replacement(input, dim, dtype) if dim is not None and calls_torch_softmax() else None
     return functional.softmax(input, dim, _stacklevel, dtype) if out is None else out
 
 
-_functional = _Namespace(functional, softmax=_softmax)
-_nn = _Namespace(torch.nn, functional=_functional)
-_NAMESPACES = {id(functional): _functional, id(torch.nn): _nn, id(torch): _Namespace(torch, nn=_nn)}
+_functional = Namespace(functional, softmax=_softmax)
+_nn = Namespace(torch.nn, functional=_functional)
+_NAMESPACES = {id(functional): _functional, id(torch.nn): _nn, id(torch): Namespace(torch, nn=_nn)}
 
 
 class _Copy(NamedTuple):
@@ -95,7 +99,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _ways_to_softmax(code: CodeType, values: dict) -> dict[str, _Namespace]:
+def _ways_to_softmax(code: CodeType, values: dict) -> dict[str, Namespace]:
     """The globals by which the code finds softmax, such as `F`; none if a copy of its globals would not do."""
     found = {}
     for each in _codes(code):
