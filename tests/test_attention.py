@@ -1,5 +1,6 @@
 """`register_attention`: eager attention of transformers' models, softmax from the kernels."""
 
+import functools
 import importlib
 import inspect
 
@@ -161,20 +162,129 @@ def test_models_have_eager_s_bits(kernel, monkeypatch, seed, name):
 
 @interpreted
 def test_models_call_it_also_from_whole_decoder_layers(kernel, module, monkeypatch, seed):
-    """In eager's own layers and in this package's, where a kernel has taken softmax."""
+    """In eager's own layers and in this package's, where a kernel has taken scale, mask and softmax."""
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     name, calls = kernel.register_attention(), []
-    ours = module("softmax_callers").replacement
-    monkeypatch.setattr(
-        module("softmax_callers"), "replacement", lambda *arguments: calls.append(arguments) or ours(*arguments)
-    )
+    ours = module("ops.masked_softmax").replacement
+
+    def spy(*arguments):
+        calls.append(ours(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(module("ops.masked_softmax"), "replacement", spy)
     model = make("llama", seed).eval()
     model.set_attn_implementation(name)
     for _ in range(2):
         model(torch.arange(9)[None])
-        assert [(dim, dtype) for _, dim, dtype in calls] == [(-1, torch.float32)]
+        (out,) = calls
+        assert out is not None
         calls.clear()
         kernel.apply(model)
+
+
+# Which functions compute Llama's formula
+
+WITH_THE_FORMULA = ("llama", "qwen3", "mistral", "clip", "siglip", "pixtral", "vit", "cohere2", "mixtral")
+WITHOUT = ("bert", "gemma2", "gpt_oss", "t5", "gpt2", "llama4", "vjepa2", "idefics2", "modernbert_decoder", "internvl")
+
+
+def is_formula(module, eager, scaling=0.5):
+    return module("eager_attention")._is_formula(eager, (torch.randn(1, 2, 3, 4),), scaling)
+
+
+@interpreted
+@pytest.mark.parametrize("name", WITH_THE_FORMULA + WITHOUT)
+def test_files_with_the_formula_are_recognised(module, monkeypatch, name):
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")  # A function that looks like Llama's and is another would raise.
+    try:
+        eager = modeling(name).eager_attention_forward
+    except ImportError:
+        pytest.skip(f"this transformers has no {name}")
+    assert is_formula(module, eager) == (name in WITH_THE_FORMULA)
+    if name in WITH_THE_FORMULA:
+        assert not is_formula(module, eager, None), "the function knows which scaling None stands for"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not is_formula(module, eager), "there the scores have another dtype than the query"
+
+
+LLAMA = """
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    key_states = repeat_kv(key, module.num_key_value_groups)
+    value_states = repeat_kv(value, module.num_key_value_groups)
+    attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        attn_weights = attn_weights + attention_mask
+    attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
+    attn_output = torch.matmul(attn_weights, value_states)
+    attn_output = attn_output.transpose(1, 2).contiguous()
+    return attn_output, attn_weights
+"""
+# Changes of Llama's function, each of which makes another of it.
+OTHERS = {
+    "the mask before the scale": ("* scaling\n", "\n", "+ attention_mask", "* 1.0 + attention_mask"),
+    "a scale of its own": ("* scaling", "* (scaling + 0.0 * dropout) * 2.0"),
+    "scaled queries": ("torch.matmul(query,", "torch.matmul(query * 0.5,"),
+    "no fp32": ("dtype=torch.float32).to(query.dtype)", "dtype=query.dtype).to(torch.float32).to(query.dtype)"),
+    "softmax over queries": ("dim=-1", "dim=-2"),
+    "dropout before softmax": (
+        "    attn_weights = nn.functional.softmax",
+        "    attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)\n"
+        "    attn_weights = nn.functional.softmax",
+    ),
+    "dropout always": ("training=module.training", "training=module.training or True"),
+    "the mask twice": ("+ attention_mask", "+ attention_mask + attention_mask"),
+    "a softcap": ("* scaling\n", "* scaling\n    attn_weights = torch.tanh(attn_weights)\n"),
+    "other arguments": ("* scaling\n", "* scaling\n    attn_weights = attn_weights + len(kwargs)\n"),
+    "a kwarg's value": ("* scaling\n", "* scaling\n    attn_weights = attn_weights + (kwargs and 0.0)\n"),
+    "weights that are not returned": ("return attn_output, attn_weights", "return attn_output, None"),
+    "no contiguous": (".contiguous()\n", "\n    attn_output.contiguous()\n"),
+    "a detached part": (
+        "torch.matmul(attn_weights, value_states)",
+        "torch.matmul(attn_weights.detach(), value_states)",
+    ),
+    "another argument": ("dropout=0.0,", "dropout=0.0, softcap=None,"),
+}
+
+
+def function_of(source):
+    namespace = {"torch": torch, "nn": nn, "repeat_kv": modeling("llama").repeat_kv, "__name__": "a_file"}
+    exec(source, namespace)
+    return namespace["eager_attention_forward"]
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["none", *OTHERS])
+def test_a_function_with_another_formula_is_told(module, name):
+    source = LLAMA
+    changes = OTHERS.get(name, ())
+    for old, new in zip(changes[::2], changes[1::2]):
+        assert old in source
+        source = source.replace(old, new)
+    assert is_formula(module, function_of(source)) == (name == "none")
+
+
+@interpreted
+def test_a_function_is_looked_at_again_when_it_changes(module):
+    eager = function_of(LLAMA)
+    assert is_formula(module, eager)
+    before, namespace = eager.__code__, eager.__globals__
+    eager.__code__ = function_of(LLAMA.replace("* scaling", "* (scaling * 2.0)")).__code__
+    assert not is_formula(module, eager)
+    eager.__code__ = before
+    assert is_formula(module, eager)
+    namespace["nn"] = type("Nn", (), {"functional": functional})
+    assert not is_formula(module, eager)
+    namespace["nn"] = nn
+    namespace["repeat_kv"] = functools.partial(namespace["repeat_kv"])
+    assert not is_formula(module, eager)
+
+
+@interpreted
+def test_the_proof_of_the_formula_draws_no_random_numbers(module):
+    before = torch.get_rng_state()
+    assert is_formula(module, function_of(LLAMA))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def doubled(module, query, key, value, *_, **__):

@@ -331,7 +331,7 @@ def _multiple(kind, size):
     return math.gcd(size, kind.rows.unit) if kind.masked else size
 
 
-def _sample(kind, device, rows, values, zero=None):
+def _sample(kind, device, source, values, zero=None):
     """Scores [2, 3, queries, size] and a mask for the three, whose sum is `values`; and how programs walk.
 
     Args:
@@ -341,10 +341,10 @@ def _sample(kind, device, rows, values, zero=None):
     values, mask = values.view(2, 3, count // 6, size), []
     if kind.masked:
         # No access can read more than a unit.
-        there = torch.randn(2, 1, count // 6, size + kind.rows.unit, device=device, generator=rows)
+        there = torch.randn(2, 1, count // 6, size + kind.rows.unit, device=device, generator=source)
         mask = [there.to(dtype)[..., :size]]
         if zero is not None:
-            mask[0].scatter_(3, zero.view(2, 3, 1, -1).transpose(1, 3), 0.0)
+            mask[0].scatter_(3, zero.view(2, 3, -1).transpose(1, 2)[:, None], 0.0)
         values = values - mask[0].float()
         mask[0][:, :, 0, size // 2] = torch.finfo(dtype).min
     scores = (values / _SCALE).to(dtype)
