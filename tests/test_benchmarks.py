@@ -697,7 +697,7 @@ def test_the_other_ops(kernel, module, monkeypatch, op):
     """Without kernels ours is eager's, and torch.compile has a function of the family."""
     import measure
 
-    names = ("ops.softmax", "ops.dyt", "ops.rotary", "ops.complex_rotary")
+    names = ("ops.softmax", "ops.masked_softmax", "ops.dyt", "ops.rotary", "ops.complex_rotary")
     for name in names:
         monkeypatch.setattr(module(name), "runs_kernels", lambda device: False)
         module(name)._calls.clear()

@@ -38,6 +38,11 @@ APPROXIMATE = {
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
     **dict.fromkeys(("softmax_forward_of_block", "softmax_forward_of_long_rows"), _EXP),
+    **{
+        f"masked_softmax_{direction}{rows}": _EXP
+        for direction in ("forward", "backward")
+        for rows in ("", "_of_block", "_of_long_rows")
+    },
     **dict.fromkeys(("divergence_blocks", "divergence_forward", "divergence_backward"), _EXP),
     "cross_entropy_forward": {"ex2.approx.ftz.f32"},
     "rotary_tables": _COS,
@@ -379,6 +384,38 @@ def test_softmax_of_blocks(compiled):
             assert entry.count(r"(?:fma|mad)\S*\.f32") == fmas * elements, str(entry)
             seen.add((entry["kernel"], entry["arch"]))
     assert {arch for _, arch in seen} == set(ARCHS) and len(seen) == 2 * len(ARCHS)
+
+
+def test_masked_softmax_reads_rows_once_and_rounds_each_operation(compiled):
+    """Scores, mask, and the output's gradient, 16 bytes at a time where a thread has as many of a tile.
+
+    FMAs are those of softmax: an exponential's four, and that of the gradient. The sum of scores and mask is rounded by
+    itself; of bf16 the compiler makes an FMA with one, or an addition, of 16 bits.
+    """
+    seen = set()
+    for entry in compiled:
+        constants, backward = entry["constants"], entry["kernel"].startswith("masked_softmax_backward")
+        if not entry["kernel"].startswith("masked_softmax") or entry["kernel"].endswith("long_rows"):
+            continue
+        tile = constants["THREADS"] * constants["VECTOR"] if "STEPS" in constants else constants["ROWS"]
+        tile, tiles = (tile, constants["STEPS"]) if "STEPS" in constants else (tile << constants["LOG2_SIZE"], 1)
+        elements = tiles * tile // entry.threads
+        assert entry.count(r"(?:fma|mad)\S*\.f32") == (5 if backward else 4) * elements, str(entry)
+        assert entry.count(r"\{? ?div\.rn\.f32") == entry.count(r"\{? ?(?:div|rcp)\S*\.f32") == elements, str(entry)
+        assert_only_trivial_fmas_of_bf16(entry)
+        read = (1 + backward + constants["MASKED"]) * elements * entry["itemsize"]
+        bytes_of_thread = min(tile // entry.threads * entry["itemsize"], 16) if constants["UNIT"] > 1 else 0
+        if bytes_of_thread == 16:
+            assert entry.count(r"ld\.global\S*\.v4\.b32") == read // 16, str(entry)
+            assert entry.count(r"st\.global\S*\.v4\.b32") == elements * entry["itemsize"] // 16, str(entry)
+            seen.add((entry["kernel"], entry["arch"]))
+        elif bytes_of_thread == 8:
+            assert entry.count(r"ld\.global\S*\.v2\.b32") == read // 8, str(entry)
+        # A row that is read once is not read again: beside its elements there are the statistics alone.
+        loads = len(re.findall(r"^\s*(?:@\S+ )?ld\.global", entry["assembly"], re.MULTILINE))
+        if bytes_of_thread and "STEPS" in constants:
+            assert loads == read // bytes_of_thread + 2 * backward, str(entry)
+    assert {arch for _, arch in seen} == set(ARCHS) and len(seen) == 4 * len(ARCHS)
 
 
 def divergences(compiled, kernel):

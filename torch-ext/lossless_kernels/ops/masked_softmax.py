@@ -121,16 +121,16 @@ class _Walk:
         """The launch for scores, output, statistics; or dy, scores, statistics, dx; and the mask, if there is one."""
         of_rows, (rows_per_program, warps) = kind.rows, kind.rows.program
         order, unit = of_rows.order, of_rows.unit
+        names = ["masked_softmax", "backward" if of_rows.of_gradient else "forward"]
         if order.kind == aten.WARP:
-            name, constants = "", {"LOG2_SIZE": of_rows.steps, "WIDTH": order.threads}
-            constants |= {"UNIT": unit, "ROWS": rows_per_program}
+            constants = {"LOG2_SIZE": of_rows.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
+        elif of_rows.steps:
+            names.append("of_block")
+            constants = {"STEPS": of_rows.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
         else:
-            name, constants = "_of_block", {"STEPS": of_rows.steps, "THREADS": order.threads, "VECTOR": order.vector}
-            if not of_rows.steps:
-                name, constants = "_of_long_rows", {**constants, "HEAD": of_rows.head}
-                del constants["STEPS"]
-            constants["UNIT"] = unit
-        kernel = getattr(kernels, f"masked_softmax_{'backward' if of_rows.of_gradient else 'forward'}{name}")
+            names.append("of_long_rows")
+            constants = {"THREADS": order.threads, "VECTOR": order.vector, "HEAD": of_rows.head, "UNIT": unit}
+        kernel = getattr(kernels, "_".join(names))
         dtype = of_rows.dtype
         dtypes = (dtype, dtype, torch.float32, dtype)[: 3 + of_rows.of_gradient] + (dtype,) * kind.masked
         strides = [stride // unit for stride in (*self.of_scores, *self.of_mask)]
