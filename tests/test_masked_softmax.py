@@ -694,6 +694,29 @@ def test_the_operators_for_torch_compile(kernel, family, seed):
 
 
 @interpreted
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_traces_the_operator(kernel, family, seed, dynamic):
+    generator, graphs = torch.Generator().manual_seed(seed), []
+
+    def backend(graph, example):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "softmax" in str(node.target)])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel.masked_softmax, dynamic=dynamic, fullgraph=True, backend=backend)
+    for size in (40, 41):
+        scores, mask = torch.randn(2, 2, 3, size, generator=generator), torch.randn(2, 1, 3, size, generator=generator)
+        assert_bits_equal(compiled(scores, mask, 0.5), kernel.masked_softmax(scores, mask, 0.5))
+    # A mask that needs a gradient gets it from the formula's operations.
+    torch._dynamo.reset()
+    compiled(scores, mask.requires_grad_(), 0.5)
+    torch._dynamo.reset()
+    assert all("masked_softmax" in name for (name,) in graphs[:-1]) and len(graphs) > 1
+    (name,) = graphs[-1]
+    assert "softmax" in name and "masked" not in name
+
+
+@interpreted
 def test_the_operators_without_a_kernel_compute_the_formula(family, monkeypatch, seed):
     """The backward operator's gradient is autograd's of the formula."""
     monkeypatch.setattr(family, "_proved", lambda *_: False)
@@ -710,6 +733,11 @@ def test_the_operators_without_a_kernel_compute_the_formula(family, monkeypatch,
 # On a GPU: eager itself
 
 
+def on_gpu(tensor):
+    """A copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(tensor)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", ["warp", "block", "long"])
 def test_output_and_gradient_are_those_of_eager(kernel, family, seed, monkeypatch, lengths):
@@ -719,7 +747,7 @@ def test_output_and_gradient_are_those_of_eager(kernel, family, seed, monkeypatc
     for case in range(200 if lengths == "warp" else 60):
         keys = choose.choice((choose.choice(sizes), choose.randint(sizes[0], sizes[-1])))
         given = case_at_random(choose, generator, keys, 40)
-        scores, mask, scale, dy = (each.cuda() if isinstance(each, torch.Tensor) else each for each in given)
+        scores, mask, scale, dy = (on_gpu(each) if isinstance(each, torch.Tensor) else each for each in given)
         label = f"case {case}, {tuple(scores.shape)} {scores.dtype}, mask {mask is not None and mask.stride()}, {scale}"
         assert family.replacement(scores, mask, scale) is not None, label
         found = results_of(kernel.masked_softmax, scores, mask, scale, dy)
