@@ -172,6 +172,11 @@ def test_special_rows(family, size, dtype):
             assert of_gradient.isfinite().all()
         else:
             assert of_row.isnan().all() and of_gradient.isnan().all(), value
+    # NaN reaches also what the mask makes zero.
+    mask[0, 0, 3:, 1:] = torch.finfo(dtype).min
+    scores[0, 0, 3:, 0] = math.nan
+    out, dx = results_of(family.replacement, scores, mask, 0.5, torch.ones_like(scores))
+    assert out[0, 0, 3:].isnan().all() and dx[0, 0, 3:].isnan().all()
     # Scores that are masked with the least number have the value 0, and so has their gradient.
     mask = torch.zeros(1, 1, 1, size + 1, dtype=dtype)
     mask[..., -1] = torch.finfo(dtype).min

@@ -33,10 +33,19 @@ def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _quotient(terms, total):
+    """terms / total, of which total is NaN or at least 1. Zeros, which masks make, are kept out of `div.rn`: ptxas divides
+    what is no normal number in a subroutine."""
+    is_zero = terms == 0.0
+    quotient = divide(tl.where(is_zero, 1.0, terms), tl.broadcast_to(total, terms.shape))
+    return tl.where(is_zero, total * 0.0, quotient)
+
+
+@triton.jit
 def _softmax(x, statistics):
     """exp(x - max) / sum. A row's statistics are these two numbers."""
     largest, total = statistics
-    return divide(exp(x - largest), tl.broadcast_to(total, x.shape))
+    return _quotient(exp(x - largest), total)
 
 
 @triton.jit
@@ -85,7 +94,7 @@ def masked_softmax_forward(
     largest = tl.max(x, axis=1)[:, None]
     terms = exp(x - largest)
     total = _warp_sum(terms, ROWS, LOG2_SIZE, WIDTH)[:, None]
-    tl.store(out_ptr + offset + element, divide(terms, total).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offset + element, _quotient(terms, total).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(statistics_ptr + 2 * row.to(tl.int64), largest, mask=row < rows)
     tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, total, mask=row < rows)
 
