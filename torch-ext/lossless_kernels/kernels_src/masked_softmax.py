@@ -7,7 +7,7 @@ offset of three levels (`core/layout.row_levels`); `inner` and `middle` are the 
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp, exp_add, mask_if, maximum
+from .primitives import INTERPRETED, divide, exp, exp_add, mask_if, maximum
 from .rms_norm_backward import _row_offset
 from .softmax import _gradient, _product, _statistics_of_block, _sum_of_tiles, _warp_sum
 from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
@@ -35,17 +35,26 @@ def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr):
 @triton.jit
 def _quotient(terms, total):
     """terms / total, of which total is NaN or at least 1. Zeros, which masks make, are kept out of `div.rn`: ptxas divides
-    what is no normal number in a subroutine."""
-    is_zero = terms == 0.0
-    quotient = divide(tl.where(is_zero, 1.0, terms), tl.broadcast_to(total, terms.shape))
-    return tl.where(is_zero, total * 0.0, quotient)
+    what is no normal number in a subroutine. Selections in Triton take more registers, and spill."""
+    if INTERPRETED:
+        return divide(terms, total)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .f32 t; setp.eq.f32 p, $1, 0f00000000; selp.f32 t, 0f3F800000, $1, p;"
+            " div.rn.f32 t, t, $2; selp.f32 $0, $3, t, p; }",
+            "=f,f,f,f",
+            [terms, total, total * 0.0],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
 def _softmax(x, statistics):
     """exp(x - max) / sum. A row's statistics are these two numbers."""
     largest, total = statistics
-    return _quotient(exp(x - largest), total)
+    return _quotient(exp(x - largest), tl.broadcast_to(total, x.shape))
 
 
 @triton.jit
