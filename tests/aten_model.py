@@ -13,6 +13,7 @@ parts of GELU as transformers writes it, tools/autograd/derivatives.yaml for the
 arguments, or their results are.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Union
@@ -1264,3 +1265,117 @@ def reduced(terms: Tensor, reduction: str, divisor: Optional[int], total: Tensor
     if reduction != "mean":
         total = cast(total, terms.dtype).float()
     return cast(total if divisor is None else total * mean_factor(1, divisor), terms.dtype)
+
+
+class JsdWeights(NamedTuple):
+    """Numbers that eager rounds to the logits' dtype: beta, 1 - beta, and the logarithms of 1 - beta and of beta."""
+
+    of_teacher: Tensor
+    of_student: Tensor
+    log_student: Tensor
+    log_teacher: Tensor
+
+    @classmethod
+    def of(cls, beta: float, dtype: torch.dtype) -> "JsdWeights":
+        beta = torch.full((), beta, dtype=dtype)
+        return cls(beta, 1 - beta, torch.log1p(-beta), torch.log(beta))
+
+
+def scaled_log_softmax(
+    x: Tensor,
+    temperature: float,
+    exp: Function = torch.exp,
+    log: Function = torch.log,
+    cast: Cast = Tensor.to,
+    row_sum: Optional[Callable[[Tensor], Tensor]] = None,
+) -> Tensor:
+    """`F.log_softmax(x / temperature, -1)` of [rows, size]."""
+    h = divided(x, temperature, cast).float()
+    shifted = h - h.amax(-1, keepdim=True)
+    terms = exp(shifted)
+    total = softmax_forward_sum(terms, x.element_size()) if row_sum is None else row_sum(terms)
+    return cast(shifted - log(total)[:, None], x.dtype)
+
+
+def log_softmax_backward(
+    dy: Tensor,
+    y: Tensor,
+    exp: Function = torch.exp,
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    cast: Cast = Tensor.to,
+    row_sum: Optional[Callable[[Tensor], Tensor]] = None,
+) -> Tensor:
+    """The gradient of x, from that of y = log_softmax(x): `dy - exp(y) * sum(dy)`, of which nvcc makes an FMA."""
+    total = softmax_backward_sum(dy.float(), dy.element_size()) if row_sum is None else row_sum(dy.float())
+    return cast(fma(-total[:, None].expand_as(dy), exp(y.float()), dy.float()), dy.dtype)
+
+
+def divided(x: Tensor, temperature: float, cast: Cast = Tensor.to) -> Tensor:
+    """`x / temperature`: CUDA multiplies by the reciprocal of a number."""
+    return cast(x.float() * (torch.tensor(1.0) / torch.tensor(temperature, dtype=torch.float32)), x.dtype)
+
+
+def log_sum_of_two(a: Tensor, b: Tensor, exp: Function = torch.exp, log: Function = torch.log, cast: Cast = Tensor.to):
+    """`torch.logsumexp(torch.stack([a, b]), 0)`: five operations, of which each rounds."""
+    dtype, (a, b) = a.dtype, (a.float(), b.float())
+    largest = torch.maximum(a, b)
+    finite = torch.where(largest.isinf(), 0.0, largest)
+    first, second = (cast(exp(cast(each - finite, dtype).float()), dtype).float() for each in (a, b))
+    return cast(cast(log(cast(first + second, dtype).float()), dtype).float() + finite, dtype)
+
+
+def jsd(
+    s: Tensor,
+    t: Tensor,
+    beta: float,
+    exp: Function = torch.exp,
+    log: Function = torch.log,
+    cast: Cast = Tensor.to,
+) -> Tensor:
+    """TRL's terms of the generalized Jensen-Shannon divergence, from log-probabilities of student and teacher."""
+    divergence = functools.partial(kl_div, log_target=True, exp=exp, log=log, cast=cast)
+    if beta == 0:
+        return divergence(s, t)
+    if beta == 1:
+        return divergence(t, s)
+    weights, dtype = JsdWeights.of(beta, s.dtype), s.dtype
+    a = cast(s.float() + weights.log_student.float(), dtype)
+    b = cast(t.float() + weights.log_teacher.float(), dtype)
+    m = log_sum_of_two(a, b, exp, log, cast)
+    of_teacher = cast(weights.of_teacher.float() * divergence(m, t).float(), dtype)
+    of_student = cast(weights.of_student.float() * divergence(m, s).float(), dtype)
+    return cast(of_teacher.float() + of_student.float(), dtype)
+
+
+def jsd_backward(
+    dy: Tensor,
+    s: Tensor,
+    t: Tensor,
+    beta: float,
+    exp: Function = torch.exp,
+    log: Function = torch.log,
+    cast: Cast = Tensor.to,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of s and t: each divergence's target gets its two first, then that from the mixture arrives."""
+    dtype = s.dtype
+
+    def plus(x, y):
+        return cast(x.float() + y.float(), dtype)
+
+    backward = functools.partial(kl_div_backward, log_target=True, exp=exp, log=log, cast=cast)
+    if beta in (0, 1):
+        d_input, first, second = backward(dy, s, t) if beta == 0 else backward(dy, t, s)
+        return (d_input, plus(first, second)) if beta == 0 else (plus(first, second), d_input)
+    weights = JsdWeights.of(beta, dtype)
+    a = cast(s.float() + weights.log_student.float(), dtype)
+    b = cast(t.float() + weights.log_teacher.float(), dtype)
+    m = log_sum_of_two(a, b, exp, log, cast)
+    found = []
+    dm = None
+    for weight, target in ((weights.of_student, s), (weights.of_teacher, t)):
+        d_input, first, second = backward(cast(dy.float() * weight.float(), dtype), m, target)
+        dm = d_input if dm is None else plus(dm, d_input)
+        found.append(plus(first, second))
+    shares = (cast(exp(cast(each.float() - m.float(), dtype).float()), dtype) for each in (a, b))
+    ds, dt = (plus(each, cast(dm.float() * share.float(), dtype)) for each, share in zip(found, shares))
+    return ds, dt

@@ -63,7 +63,9 @@ def test_every_class_is_kernelized_and_equal(kernel, found, seed, monkeypatch):
 
 def test_the_table_says_what_is_replaced_and_why_the_rest_is_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    problem = "bfloat16, weight bfloat16: lossless-kernels: B.forward keeps its original forward: it reads c no kernel ran"
+    problem = (
+        "bfloat16, weight bfloat16: lossless-kernels: B.forward keeps its original forward: it reads c no kernel ran"
+    )
     outcomes = [sweep.Outcome("RMSNorm", "B", "", "", problem, ""), sweep.Outcome("RMSNorm", "A", "", "f", "", "")]
     page = sweep.table(outcomes)
     assert "1 of 2 are replaced" in page and "| RMSNorm | A | `f` | lossless | lossless |" in page

@@ -57,17 +57,21 @@ def exp_add(total, x):
 
 
 @triton.jit
-def log(x):
+def log(x, NORMAL: tl.constexpr = False):
     """The natural logarithm, in the steps of CUDA's `logf`; `tl.log` is an approximation.
 
-    libdevice's has the same steps, but Triton builds it to flush subnormals to zero.
+    libdevice's has the same steps, but Triton builds it to flush subnormals to zero. NORMAL: x is a positive normal
+    number; for others the result is any number.
     """
     if INTERPRETED:
         return tl.log(x)
     elif PTX:
-        subnormal = x < 1.1754943508222875e-38
-        offset = tl.where(subnormal, -23.0, 0.0)
-        scaled = tl.where(subnormal, x * 8388608.0, x)
+        offset = 0.0
+        scaled = x
+        if not NORMAL:
+            subnormal = x < 1.1754943508222875e-38
+            offset = tl.where(subnormal, -23.0, 0.0)
+            scaled = tl.where(subnormal, x * 8388608.0, x)
         bits = scaled.to(tl.int32, bitcast=True)
         exponent = (bits - 0x3F2AAAAB) & -0x800000
         f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
@@ -81,10 +85,12 @@ def log(x):
         polynomial = tl.fma(polynomial, f, -0.5)
         of_f = tl.fma(f, f * polynomial, f)
         result = tl.fma(tl.fma(exponent.to(tl.float32), 1.1920928955078125e-07, offset), 0.69314718, of_f)
-        # Infinity and NaN return themselves; negative numbers return NaN.
-        result = tl.where(x < float("inf"), result, x)
-        result = tl.where(x < 0.0, float("nan"), result)
-        return tl.where(x == 0.0, float("-inf"), result)
+        if not NORMAL:
+            # Infinity and NaN return themselves; negative numbers return NaN.
+            result = tl.where(x < float("inf"), result, x)
+            result = tl.where(x < 0.0, float("nan"), result)
+            result = tl.where(x == 0.0, float("-inf"), result)
+        return result
     else:
         return libdevice.log(x)
 

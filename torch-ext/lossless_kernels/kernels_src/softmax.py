@@ -4,7 +4,7 @@ block (SoftMax.cu, both in ATen/native/cuda)."""
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp, exp_add, mask_if, maximum
+from .primitives import divide, exp, exp_add, mask_if, maximum, rounded
 from .summation import _sum_in_sequence, _sum_of_lanes, blocks_in_sequence, chain_of_vectors, sum_of_block
 
 
@@ -204,6 +204,72 @@ def _begin_of_vectors(
     return head, offset
 
 
+@triton.jit
+def maximum_of_row(row_ptr, length, TILE: tl.constexpr):
+    """The largest of `length` elements, in fp32. The last come first: the sum begins with those that are in the cache."""
+    element = tl.arange(0, TILE)
+    of_tile = tl.full([TILE], float("-inf"), tl.float32)
+    tiles = tl.cdiv(length, TILE)
+    for index in range(tiles):
+        tile = tiles - 1 - index
+        mask = element < length - tile * TILE
+        x = tl.load(row_ptr + tile * TILE + element, mask=mask, other=float("-inf")).to(tl.float32)
+        of_tile = maximum(of_tile, x)
+    return tl.max(of_tile, axis=0)
+
+
+@triton.jit
+def scaled(x, factor, SCALED: tl.constexpr):
+    """x in fp32; with SCALED times the factor, rounded to x's dtype."""
+    return rounded(x.to(tl.float32) * factor, x.dtype) if SCALED else x.to(tl.float32)
+
+
+@triton.jit
+def sum_of_exponentials(
+    row_ptr,
+    rest_ptr,
+    head,
+    length,
+    largest,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HEAD: tl.constexpr,
+    factor=1.0,
+    SCALED: tl.constexpr = False,
+    BY_VECTORS: tl.constexpr = False,
+):
+    """A row's sum of exp(x - largest) in the order of ATen's block.
+
+    Args:
+        rest_ptr: the start of its vectors, `head` elements after row_ptr.
+        factor: x is the element times the factor, if SCALED.
+        BY_VECTORS: threads take the elements after the last whole step by vectors, too.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
+    NOTHING: tl.constexpr = float("-inf")
+    element = tl.arange(0, TILE)
+    thread = tl.arange(0, THREADS)
+    total = tl.zeros([THREADS], tl.float32)
+    if HEAD:
+        # Thread t takes element t - k if the row begins k elements after a multiple of 16 bytes.
+        of_head = thread - (THREADS - head)
+        single_x = tl.load(row_ptr + of_head, mask=mask_if(of_head >= 0, head > 0), other=NOTHING)
+        total = exp_add(total, scaled(single_x, factor, SCALED) - largest)
+    steps = (length - head) // TILE
+    for step in range(steps):
+        x = scaled(tl.load(rest_ptr + step * TILE + element), factor, SCALED)
+        total = chain_of_vectors(total, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
+    if BY_VECTORS:
+        x = tl.load(rest_ptr + steps * TILE + element, mask=element < length - head - steps * TILE, other=NOTHING)
+        total = chain_of_vectors(total, scaled(x, factor, SCALED) - largest, THREADS, EXP=True, VECTOR=VECTOR)
+    else:
+        for single in tl.static_range(VECTOR):
+            at = steps * TILE + single * THREADS + thread
+            single_x = tl.load(rest_ptr + at, mask=at < length - head, other=NOTHING)
+            total = exp_add(total, scaled(single_x, factor, SCALED) - largest)
+    return tl.max(sum_of_block(total, THREADS), axis=0)
+
+
 @triton.jit(do_not_specialize=["size", "row_stride"])
 def softmax_forward_of_long_rows(
     x_ptr,
@@ -224,34 +290,13 @@ def softmax_forward_of_long_rows(
         SHIFT: elements between the last multiple of 16 bytes and eager's first row.
     """
     TILE: tl.constexpr = THREADS * VECTOR
-    NOTHING: tl.constexpr = float("-inf")
     row = tl.program_id(0).to(tl.int64)
     length = size * UNIT
     row_ptr = x_ptr + row * (row_stride * UNIT)
     element = tl.arange(0, TILE)
-    of_tile = tl.full([TILE], NOTHING, tl.float32)
-    for tile in range(tl.cdiv(length, TILE)):
-        x = tl.load(row_ptr + tile * TILE + element, mask=element < length - tile * TILE, other=NOTHING).to(tl.float32)
-        of_tile = maximum(of_tile, x)
-    largest = tl.max(of_tile, axis=0)
-
+    largest = maximum_of_row(row_ptr, length, TILE)
     head, offset = _begin_of_vectors(row, length, row_stride * UNIT, HEAD, DENSE, SHIFT, THREADS, VECTOR)
-    thread = tl.arange(0, THREADS)
-    total = tl.zeros([THREADS], tl.float32)
-    if HEAD:
-        # Thread t takes element t - k if the row begins k elements after a multiple of 16 bytes.
-        of_head = thread - (THREADS - head)
-        single_x = tl.load(row_ptr + of_head, mask=mask_if(of_head >= 0, head > 0), other=NOTHING)
-        total = exp_add(total, single_x.to(tl.float32) - largest)
-    steps = (length - head) // TILE
-    for step in range(steps):
-        x = tl.load(x_ptr + offset + step * TILE + element).to(tl.float32)
-        total = chain_of_vectors(total, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
-    for single in tl.static_range(VECTOR):
-        at = steps * TILE + single * THREADS + thread
-        single_x = tl.load(x_ptr + offset + at, mask=at < length - head, other=NOTHING)
-        total = exp_add(total, single_x.to(tl.float32) - largest)
-    total = tl.max(sum_of_block(total, THREADS), axis=0)
+    total = sum_of_exponentials(row_ptr, x_ptr + offset, head, length, largest, THREADS, VECTOR, HEAD)
 
     for tile in range(tl.cdiv(length, TILE)):
         mask = element < length - tile * TILE

@@ -52,7 +52,7 @@ def linear_jsd_loss(
         TypeError: hidden states or a weight is no tensor or not of a real floating dtype.
         ValueError: `reduction` is none of "batchmean", "sum", "mean" and "none".
 
-    There is no kernel: eager's operations run on some rows at a time, as in `generalized_jsd_loss`. The gradients take new
+    The products are eager's, and what follows runs as in `generalized_jsd_loss`. The gradients take new
     memory in these cases: the backward pass keeps the graph (`retain_graph`), saved tensors go through hooks
     (checkpointing, offloading), or `F.linear` was replaced.
     """

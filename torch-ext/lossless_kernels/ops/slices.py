@@ -16,6 +16,8 @@ from torch.nn import functional
 from ..core import proof
 from ..core.domain import PLAIN_TYPES, check_floating, gradients_apart, is_watched
 from ..core.torch_internals import keeps_graph
+from . import jsd
+from .jsd import divergence
 
 _REDUCTIONS = ("batchmean", "sum", "mean", "none")
 _IGNORED = -100
@@ -53,9 +55,11 @@ def generalized_jsd_loss(
         TypeError: `student_logits` or `teacher_logits` is no tensor or not of a real floating dtype.
         ValueError: `reduction` is none of the four.
 
-    There is no kernel: eager's operations run on some rows at a time, which are computed again in the backward pass. One
-    tensor of the terms exists until it is summed; the graph keeps the logits alone. Eager runs on all rows at once under
-    torch.compile and `torch.func`, for logits of different shapes, and where verification finds other bits.
+    The kernels run for fp32, fp16 and bf16 logits of one shape and dtype and of at least 2049 classes on CUDA. One tensor of
+    the terms exists until it is summed; the graph keeps the logits and 24 bytes a row, and the backward pass computes from
+    the logits again: do not write to them in between. Elsewhere eager's operations run on some rows at a time, in both
+    passes. Eager runs on all rows at once under torch.compile and `torch.func`, for logits of different shapes, and where
+    verification finds other bits.
     """
     check_floating("student_logits", student_logits)
     check_floating("teacher_logits", teacher_logits)
@@ -76,13 +80,15 @@ def divergence_loss(
 ) -> torch.Tensor:
     """`generalized_jsd_loss` of checked arguments. With `owned` no other code holds the logits: gradients overwrite them."""
     mask = None if labels is None else labels != _IGNORED
-    compute = functools.partial(_divergence, beta=beta, temperature=temperature)
-    if _slices_divergence(student_logits, teacher_logits, mask, beta):
+    terms = jsd.replacement(generalized_jsd_loss, student_logits, teacher_logits, mask, beta, temperature, owned)
+    compute = functools.partial(divergence, beta=beta, temperature=temperature)
+    if terms is not None:
+        terms = terms if mask is not None else terms.view(student_logits.shape)
+    elif _slices_divergence(student_logits, teacher_logits, mask, beta):
         size, rows = _rows_of_slice(student_logits), math.prod(student_logits.shape[:-1])
         count = rows if mask is None else int(mask.sum())
         terms = _by_slices(compute, student_logits.dim() - 1, size, count, owned, student_logits, teacher_logits, mask)
-        if mask is None:
-            terms = terms.view(student_logits.shape)
+        terms = terms if mask is not None else terms.view(student_logits.shape)
     else:
         terms = compute(student_logits, teacher_logits, mask)
     if num_items_in_batch is not None:
@@ -165,22 +171,6 @@ def entropy_from_logits(logits: torch.Tensor, chunk_size: int = 128) -> torch.Te
 
 
 # Eager
-
-
-def _divergence(student, teacher, mask, beta: float, temperature: float):
-    """The terms of the loss, of the rows in `mask`."""
-    student = functional.log_softmax(student / temperature, -1)
-    teacher = functional.log_softmax(teacher / temperature, -1)
-    kl_div = functools.partial(functional.kl_div, reduction="none", log_target=True)
-    if beta == 0:
-        terms = kl_div(student, teacher)
-    elif beta == 1:
-        terms = kl_div(teacher, student)
-    else:
-        beta = torch.full((), beta, dtype=student.dtype, device=student.device)
-        mixture = torch.logsumexp(torch.stack([student + torch.log1p(-beta), teacher + torch.log(beta)]), 0)
-        terms = beta * kl_div(mixture, teacher) + (1 - beta) * kl_div(mixture, student)
-    return terms if mask is None else terms[mask]
 
 
 def _selected(logits, index, temperature: float):
@@ -343,7 +333,7 @@ def _comparisons(vocabulary, dtypes, device, beta):
     logits = [torch.randn(rows, vocabulary, device=device, generator=source).mul_(3.0).to(dtype) for dtype in dtypes]
     logits[0][0, 0], logits[1][_ALIGNED_ROWS, -1] = -math.inf, math.inf
     mask = torch.arange(rows, device=device) % 5 > 0
-    compute = functools.partial(_divergence, beta=beta, temperature=0.9)
+    compute = functools.partial(divergence, beta=beta, temperature=0.9)
     results = []
     for function in (
         lambda s, t: _by_slices(compute, 1, _ALIGNED_ROWS, int(mask.sum()), False, s, t, mask),
