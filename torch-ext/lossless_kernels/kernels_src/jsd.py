@@ -38,10 +38,10 @@ def _statistics(
 
 
 @triton.jit
-def _log_probability(row_ptr, at, mask, factor, largest, log_sum, SCALED: tl.constexpr):
+def _log_probability(row_ptr, at, mask, factor, largest, log_sum, SCALED: tl.constexpr, MASKED: tl.constexpr = True):
     """log_softmax of these elements of a row."""
-    x = scaled(tl.load(row_ptr + at, mask=mask, other=0.0), factor, SCALED)
-    return rounded((x - largest) - log_sum, row_ptr.dtype.element_ty)
+    x = tl.load(row_ptr + at, mask=mask, other=0.0) if MASKED else tl.load(row_ptr + at)
+    return rounded((scaled(x, factor, SCALED) - largest) - log_sum, row_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -179,43 +179,48 @@ def _gradients(dy, s, t, weights, FORM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _gradients_at(
-    dy_ptr,
-    dy_of_all,
+def _add_gradients(
+    of_student,
+    of_teacher,
+    pointers,
+    dy,
     counts,
-    s_ptr,
-    t_ptr,
-    s_scratch_ptr,
-    t_scratch_ptr,
     weights,
     of_row,
     factor,
     at,
     mask,
     FORM: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    MASKED: tl.constexpr,
     SCALED: tl.constexpr,
     DENSE: tl.constexpr,
     LABELS: tl.constexpr,
     WITH_STUDENT: tl.constexpr,
     WITH_TEACHER: tl.constexpr,
 ):
-    """The gradients of the log-probabilities of these elements of a row, 0 where masked, which it also stores."""
+    """Stores the gradients of the log-probabilities of these elements of a row; each thread adds its own to its totals."""
+    dy_ptr, s_ptr, t_ptr, s_scratch_ptr, t_scratch_ptr = pointers
+    s_max, s_log, t_max, t_log = of_row
     DTYPE: tl.constexpr = s_ptr.dtype.element_ty
-    s = _log_probability(s_ptr, at, mask, factor, of_row[0], of_row[1], SCALED)
-    t = _log_probability(t_ptr, at, mask, factor, of_row[2], of_row[3], SCALED)
-    dy = dy_of_all
+    s = _log_probability(s_ptr, at, mask, factor, s_max, s_log, SCALED, MASKED)
+    t = _log_probability(t_ptr, at, mask, factor, t_max, t_log, SCALED, MASKED)
     if DENSE:
         dy = tl.load(dy_ptr + at, mask=mask_if(mask, counts), other=0.0).to(tl.float32)
     if LABELS:
         # The gradient of terms that were taken by a mask is added to zeros.
         dy = dy + 0.0
     ds, dt = _gradients(dy, s, t, weights, FORM, DTYPE)
-    ds, dt = tl.where(mask, ds, 0.0), tl.where(mask, dt, 0.0)
+    if MASKED:
+        ds, dt = tl.where(mask, ds, 0.0), tl.where(mask, dt, 0.0)
     if WITH_STUDENT:
         tl.store(s_scratch_ptr + at, ds.to(DTYPE), mask=mask)
+        of_student = chain_of_vectors(of_student, ds, THREADS, VECTOR=VECTOR)
     if WITH_TEACHER:
         tl.store(t_scratch_ptr + at, dt.to(DTYPE), mask=mask)
-    return ds, dt
+        of_teacher = chain_of_vectors(of_teacher, dt, THREADS, VECTOR=VECTOR)
+    return of_student, of_teacher
 
 
 @triton.jit
@@ -304,91 +309,86 @@ def jsd_backward(
         t_ptr = teacher_ptr + _row_offset(row, inner, t_outer, t_inner, UNIT)
         place = tl.load(place_ptr + row)
         counts = place >= 0
-        row_dy_ptr = dy_ptr + place * length if DENSE else dy_ptr
-        dy_of_all = 0.0 if DENSE else tl.where(counts, tl.load(dy_ptr).to(tl.float32), 0.0)
+        pointers = (dy_ptr + place * length if DENSE else dy_ptr, s_ptr, t_ptr, s_scratch_ptr, t_scratch_ptr)
+        dy = 0.0 if DENSE else tl.where(counts, tl.load(dy_ptr).to(tl.float32), 0.0)
         first = statistic_ptr + row * 4
         of_row = (tl.load(first), tl.load(first + 1), tl.load(first + 2), tl.load(first + 3))
         head, _ = _begin_of_vectors(row, length, length, HEAD, False, 0, THREADS, VECTOR)
         of_student = tl.zeros([THREADS], tl.float32)
         of_teacher = tl.zeros([THREADS], tl.float32)
         if HEAD:
-            at = thread - (THREADS - head)
-            ds, dt = _gradients_at(
-                row_dy_ptr,
-                dy_of_all,
+            before = thread - (THREADS - head)
+            of_student, of_teacher = _add_gradients(
+                of_student,
+                of_teacher,
+                pointers,
+                dy,
                 counts,
-                s_ptr,
-                t_ptr,
-                s_scratch_ptr,
-                t_scratch_ptr,
                 weights,
                 of_row,
                 factor,
-                at,
-                mask_if(at >= 0, head > 0),
+                before,
+                mask_if(before >= 0, head > 0),
                 FORM,
+                THREADS,
+                1,
+                True,
                 SCALED,
                 DENSE,
                 LABELS,
                 WITH_STUDENT,
                 WITH_TEACHER,
             )
-            of_student += ds
-            of_teacher += dt
         steps = (length - head) // TILE
         # The last step by vectors has fewer.
         for step in range(tl.cdiv(length - head, TILE) if BY_VECTORS else steps):
             at = head + step * TILE + element
-            ds, dt = _gradients_at(
-                row_dy_ptr,
-                dy_of_all,
+            of_student, of_teacher = _add_gradients(
+                of_student,
+                of_teacher,
+                pointers,
+                dy,
                 counts,
-                s_ptr,
-                t_ptr,
-                s_scratch_ptr,
-                t_scratch_ptr,
                 weights,
                 of_row,
                 factor,
                 at,
                 at < length,
                 FORM,
+                THREADS,
+                VECTOR,
+                BY_VECTORS,
                 SCALED,
                 DENSE,
                 LABELS,
                 WITH_STUDENT,
                 WITH_TEACHER,
             )
-            if WITH_STUDENT:
-                of_student = chain_of_vectors(of_student, ds, THREADS, VECTOR=VECTOR)
-            if WITH_TEACHER:
-                of_teacher = chain_of_vectors(of_teacher, dt, THREADS, VECTOR=VECTOR)
         if not BY_VECTORS:
             rest = head + steps * TILE
-            for single in range(tl.cdiv(length - rest, THREADS)):
-                at = rest + single * THREADS + thread
-                ds, dt = _gradients_at(
-                    row_dy_ptr,
-                    dy_of_all,
+            for step in range(tl.cdiv(length - rest, THREADS)):
+                single = rest + step * THREADS + thread
+                of_student, of_teacher = _add_gradients(
+                    of_student,
+                    of_teacher,
+                    pointers,
+                    dy,
                     counts,
-                    s_ptr,
-                    t_ptr,
-                    s_scratch_ptr,
-                    t_scratch_ptr,
                     weights,
                     of_row,
                     factor,
-                    at,
-                    at < length,
+                    single,
+                    single < length,
                     FORM,
+                    THREADS,
+                    1,
+                    True,
                     SCALED,
                     DENSE,
                     LABELS,
                     WITH_STUDENT,
                     WITH_TEACHER,
                 )
-                of_student += ds
-                of_teacher += dt
         # All threads' gradients are in the scratch memory before any thread reads them.
         tl.debug_barrier()
         if WITH_STUDENT:
