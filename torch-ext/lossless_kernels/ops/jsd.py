@@ -280,8 +280,9 @@ def _proved(original, kind: Kind, device) -> bool:
     )
 
 
-# Rows of a group, of which there are five; a multiple of 8, so that vectors begin at every place.
-_GROUP = 16
+# Elements of a group of rows, of which there are five. It has from 16 to 256 rows, a multiple of 8: vectors begin at every
+# place. A thread of short rows has few elements, which show the order inside it in one row of four or less.
+_GROUP = 1 << 20
 # Terms of a peaked row beside its peak, and the range of their logarithms: they add up to less than 2**-15.
 _FEW, _LEAST, _MOST = 64, -17.5, -14.0
 _FAR = -100.0
@@ -297,7 +298,8 @@ def proof_logits(kind: Kind, temperature: float, source: torch.Generator, device
     backward kernel: of a thousand threads one sum would hide the order inside a thread. The other tensor's row is one
     peak at the same place, or random; the last groups are random, and special values.
     """
-    vocabulary, rows = kind.vocabulary, _GROUP
+    vocabulary = kind.vocabulary
+    rows = min(max(_GROUP // vocabulary // 8 * 8, 16), 256)
     forward = aten.softmax_forward(vocabulary, kind.dtype)
     backward = aten.softmax_backward(vocabulary, kind.dtype)
     made = {"device": device, "generator": source}
