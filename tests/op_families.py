@@ -493,6 +493,38 @@ def _divergence_launches(kernel, machine):
         call.gradients(out, first, second, labels, -100, 5, True, True)
 
 
+# Jensen-Shannon divergence
+
+
+def _jsd_calls(module, chooser, given):
+    jsd, rows = module("ops.jsd"), chooser.choice((1, 2))
+    logits = [torch.randn(rows, 2049).to(given.dtype) for _ in range(2)]
+    mask = chooser.choice((None, torch.ones(rows, dtype=torch.bool)))
+    for each in logits:
+        each.requires_grad_(chooser.random() < 0.5)
+    given.leaves += logits
+    terms = jsd.replacement(
+        jsd.divergence, *logits, mask, chooser.choice((0, 0.5, 1)), chooser.choice((1.0, 2.0)), False
+    )
+    return [terms]
+
+
+def _jsd_launches(kernel, machine):
+    """Elements and vectors, vectors in both passes, loops, loops with a head; each form."""
+    jsd = machine.module("ops.jsd")
+    vocabularies = (4096, 9224, 128256, 50257) if machine.every_case else (128256,)
+    cases = [(vocabulary, 0.5, 1.0, False, (True, True)) for vocabulary in vocabularies]
+    cases += [(128256, beta, 0.9, True, (True, False)) for beta in (0, 0.5, 1)]
+    for vocabulary, beta, temperature, labels, wanted in cases:
+        student, teacher = (machine.empty(3, vocabulary).requires_grad_(need) for need in wanted)
+        mask = torch.empty(3, dtype=torch.bool) if labels else None
+        call = jsd._resolve(student, teacher, *([mask] if labels else []), jsd.divergence, beta, temperature, wanted)
+        place, d_logits = torch.empty(3, dtype=torch.int64), [machine.empty(3, vocabulary) for _ in range(2)]
+        terms, statistics = call(student, teacher, place, 3)
+        for dy in (terms, terms[:1, :1].expand(3, vocabulary)):
+            call.gradients(dy, student, teacher, place, statistics, *d_logits)
+
+
 # LayerNorm
 
 
@@ -700,4 +732,6 @@ FAMILIES = (
         rocm=False,
         operators=_divergence_operators,
     ),
+    # It is computed once a step and not timed, and traced as eager's operations.
+    Family(("jsd",), _jsd_calls, _jsd_launches, rocm=False),
 )

@@ -44,6 +44,7 @@ APPROXIMATE = {
         for rows in ("", "_of_block", "_of_long_rows")
     },
     **dict.fromkeys(("divergence_blocks", "divergence_forward", "divergence_backward"), _EXP),
+    **dict.fromkeys(("jsd_forward", "jsd_backward"), _EXP),
     "cross_entropy_forward": {"ex2.approx.ftz.f32"},
     "rotary_tables": _COS,
 }
@@ -61,6 +62,8 @@ SPILLED = {
     ("cross_entropy_forward", "float32", 128256): 4,
     ("rotary_tables", "bfloat16", None): 8,
     ("rotary_tables", "float32", None): 8,
+    # Of rows of 128256 with both gradients, from one for each term.
+    ("jsd_backward", "bfloat16", None): 8,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements.
@@ -417,6 +420,56 @@ def test_masked_softmax_reads_rows_once_and_rounds_each_operation(compiled):
         if bytes_of_thread and "STEPS" in constants:
             assert loads == read // bytes_of_thread + 2 * backward, str(entry)
     assert {arch for _, arch in seen} == set(ARCHS) and len(seen) == 4 * len(ARCHS)
+
+
+def jsds(compiled, direction):
+    """Every kernel of the Jensen-Shannon divergence whose rows begin at multiples of 16 bytes and are read by vectors; the
+    elements that a thread has of a step, and of a block of what has no order."""
+    for entry in compiled:
+        constants = entry["constants"]
+        if entry["kernel"] == f"jsd_{direction}" and constants["UNIT"] * entry["itemsize"] == 16:
+            if constants["VECTOR"] > 1:
+                step = constants["THREADS"] * constants["VECTOR"] // entry.threads
+                yield entry, step, constants["BLOCK"] // entry.threads
+
+
+def test_jsd_moves_16_bytes_at_a_time(compiled):
+    """Forward each row is read for its maximum, its sum and the terms, backward for the sum and the gradient."""
+    for direction in ("forward", "backward"):
+        found = list(jsds(compiled, direction))
+        assert {entry["arch"] for entry, _, _ in found} == set(ARCHS)
+        for entry, step, block in found:
+            constants = entry["constants"]
+            if direction == "forward":
+                read, written = 4 * step + 2 * block + 2 * constants["BY_VECTORS"] * step, block
+            else:
+                tensors = constants["WITH_STUDENT"] + constants["WITH_TEACHER"]
+                # The gradient of kl_div's input does not depend on the input.
+                of_one = constants["FORM"] == "teacher" and not constants["WITH_TEACHER"]
+                read = (2 - of_one + constants["DENSE"]) * step + 2 * tensors * block
+                written = tensors * (step + block)
+            for access, elements in (("ld", read), ("st", written)):
+                accesses = elements * entry["itemsize"] // 16
+                assert entry.count(rf"{access}\.global\S*\.v4\.b32") == accesses, str(entry)
+
+
+def test_jsd_has_cudas_fmas_and_no_others(compiled):
+    """Those of exponentials, of the mixture's logarithm, and one of each gradient of logits."""
+    for entry, step, block in jsds(compiled, "backward"):
+        constants = entry["constants"]
+        tensors, mixture = constants["WITH_STUDENT"] + constants["WITH_TEACHER"], constants["FORM"] == "mixture"
+        single = 0 if constants["BY_VECTORS"] else constants["THREADS"] // entry.threads
+        exponentials = (3 + tensors if mixture else 1) * (step + single) + tensors * block
+        assert entry.count(r"fma\.r[nm]\.ftz\.f32") == 4 * exponentials, str(entry)
+        fmas = 11 * mixture * (step + single) + tensors * block
+        assert entry.count(r"fma\.rn\.f32") == fmas, str(entry)
+        assert entry.count(r"(?:fma|mad)\S*\.f32") == fmas + 4 * exponentials, str(entry)
+        assert not entry.count(r"\{? ?(?:div|rcp)\S*\.f32"), str(entry)
+        assert_only_trivial_fmas_of_bf16(entry)
+    for entry, _, block in jsds(compiled, "forward"):
+        exponentials = 3 if entry["constants"]["FORM"] == "mixture" else 1
+        assert entry.count(r"fma\.r[nm]\.ftz\.f32") == 4 * exponentials * block, str(entry)
+        assert not entry.count(r"mad\S*\.f32") and not entry.count(r"\{? ?(?:div|rcp)\S*\.f32"), str(entry)
 
 
 def divergences(compiled, kernel):
