@@ -77,6 +77,9 @@ SPILLED_ELSEWHERE = {
     ("rms_norm_backward", "float32", 32768): 2400,
     ("rms_norm_backward_streamed", "bfloat16", 32768): 440,
     ("group_norm_forward", "float32", None): 16,
+    ("jsd_forward", "float32", None): 20,
+    ("jsd_backward", "bfloat16", None): 44,
+    ("jsd_backward", "float32", None): 36,
 }
 EVERY_SIZE = (64, 128, 4096, 8192, 16384, 32768)
 # `make test` compiles for the first, `make test-machines` for all. Two processes take about as long.

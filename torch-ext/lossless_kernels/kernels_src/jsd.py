@@ -292,14 +292,16 @@ def jsd_backward(
 
     Args:
         dy_ptr: the gradient of the terms: one number for all, with DENSE one for each.
-        scratch_ptr: [programs, 2, length rounded up to a multiple of 16].
+        scratch_ptr: [programs, gradients that are wanted, length rounded up to a multiple of 16].
         LABELS: the terms are those of the rows that count.
         THREADS, VECTOR, HEAD, BY_VECTORS: as in `sum_of_exponentials`, of ATen's kernel for the gradient.
     """
     TILE: tl.constexpr = THREADS * VECTOR
     length = size * UNIT
-    s_scratch_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * 2 * (tl.cdiv(length, 16) * 16)
-    t_scratch_ptr = s_scratch_ptr + tl.cdiv(length, 16) * 16
+    of_row_in_scratch = tl.cdiv(length, 16) * 16
+    TENSORS: tl.constexpr = 2 if WITH_STUDENT and WITH_TEACHER else 1
+    s_scratch_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * TENSORS * of_row_in_scratch
+    t_scratch_ptr = s_scratch_ptr + (of_row_in_scratch if WITH_STUDENT else 0)
     element = tl.arange(0, TILE)
     thread = tl.arange(0, THREADS)
     weights = _weights(weight_ptr)

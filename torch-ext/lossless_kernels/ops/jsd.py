@@ -107,7 +107,7 @@ class _Call:
         factor = float(1.0 / torch.tensor(temperature, dtype=torch.float32))
         self.scalars = kind.vocabulary // kind.unit, *levels, factor
         self.programs = min(rows, plans.gpu(device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR)
-        self.scratch = self.programs, 2, -(-kind.vocabulary // 16) * 16
+        self.scratch = self.programs, sum(kind.wanted), -(-kind.vocabulary // 16) * 16
         constants = kind.constants(aten.softmax_forward(kind.vocabulary, kind.dtype), _FORWARD_WARPS)
         constants["STATISTICS"] = True in kind.wanted
         dtypes = (kind.dtype, kind.dtype, torch.int64, torch.float32, torch.float32, kind.dtype)
@@ -207,7 +207,8 @@ def _resolve(student, teacher, *mask_and_arguments) -> Optional[_Call]:
     unit = math.gcd(vocabulary, *strides, 16 // dtype.itemsize)
     form = {0: "teacher", 1: "student"}.get(beta, "mixture")
     kind = Kind(form, dtype, vocabulary, unit, temperature != 1, bool(mask), wanted)
-    if not _proved(original, kind, device):
+    # What a call keeps is no part of a CUDA graph.
+    if not _proved(original, kind, device) or proof.is_capturing():
         return None
     return _Call(kind, rows, (inner, *(stride // unit for stride in strides)), beta, temperature, device)
 
