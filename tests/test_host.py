@@ -843,6 +843,7 @@ def every_kind_of_call(module, chooser, weights):
 FOUND_BY_KEY = {
     ("ops.cross_entropy", "_resolve"): "a loss is computed once a step, so that the shortcut would save nothing",
     ("ops.divergences", "_resolve"): "as the loss",
+    ("ops.jsd", "_resolve"): "as the loss",
     (
         "ops.complex_rotary",
         "_resolve_gradient",
