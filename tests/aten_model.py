@@ -1276,9 +1276,10 @@ class JsdWeights(NamedTuple):
     log_teacher: Tensor
 
     @classmethod
-    def of(cls, beta: float, dtype: torch.dtype) -> "JsdWeights":
-        beta = torch.full((), beta, dtype=dtype)
-        return cls(beta, 1 - beta, torch.log1p(-beta), torch.log(beta))
+    def of(cls, beta: float, dtype: torch.dtype, device: str = "cpu") -> "JsdWeights":
+        """The logarithms are those of the device."""
+        beta = torch.full((), beta, dtype=dtype, device=device)
+        return cls(*(each.cpu() for each in (beta, 1 - beta, torch.log1p(-beta), torch.log(beta))))
 
 
 def scaled_log_softmax(
@@ -1331,6 +1332,7 @@ def jsd(
     exp: Function = torch.exp,
     log: Function = torch.log,
     cast: Cast = Tensor.to,
+    device: str = "cpu",
 ) -> Tensor:
     """TRL's terms of the generalized Jensen-Shannon divergence, from log-probabilities of student and teacher."""
     divergence = functools.partial(kl_div, log_target=True, exp=exp, log=log, cast=cast)
@@ -1338,7 +1340,7 @@ def jsd(
         return divergence(s, t)
     if beta == 1:
         return divergence(t, s)
-    weights, dtype = JsdWeights.of(beta, s.dtype), s.dtype
+    weights, dtype = JsdWeights.of(beta, s.dtype, device), s.dtype
     a = cast(s.float() + weights.log_student.float(), dtype)
     b = cast(t.float() + weights.log_teacher.float(), dtype)
     m = log_sum_of_two(a, b, exp, log, cast)
@@ -1355,6 +1357,7 @@ def jsd_backward(
     exp: Function = torch.exp,
     log: Function = torch.log,
     cast: Cast = Tensor.to,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """The gradients of s and t: each divergence's target gets its two first, then that from the mixture arrives."""
     dtype = s.dtype
@@ -1366,7 +1369,7 @@ def jsd_backward(
     if beta in (0, 1):
         d_input, first, second = backward(dy, s, t) if beta == 0 else backward(dy, t, s)
         return (d_input, plus(first, second)) if beta == 0 else (plus(first, second), d_input)
-    weights = JsdWeights.of(beta, dtype)
+    weights = JsdWeights.of(beta, dtype, device)
     a = cast(s.float() + weights.log_student.float(), dtype)
     b = cast(t.float() + weights.log_teacher.float(), dtype)
     m = log_sum_of_two(a, b, exp, log, cast)

@@ -653,10 +653,10 @@ def test_the_transcription_is_what_eager_computes(seed, dtype):
             dy = torch.randn(16, vocabulary, generator=generator, device="cuda").to(dtype)
             expected = results(eager_jsd, *x, None, beta, 0.9, dy)
             s, t = (aten_model.scaled_log_softmax(each.cpu(), 0.9, **functions) for each in x)
-            gradients = aten_model.jsd_backward(dy.cpu(), s, t, beta, **functions)
+            gradients = aten_model.jsd_backward(dy.cpu(), s, t, beta, **functions, device="cuda")
             gradients = [
                 aten_model.divided(aten_model.log_softmax_backward(each, y, functions["exp"]), 0.9)
                 for each, y in zip(gradients, (s, t))
             ]
-            for mine, theirs in zip((aten_model.jsd(s, t, beta, **functions), *gradients), expected):
+            for mine, theirs in zip((aten_model.jsd(s, t, beta, **functions, device="cuda"), *gradients), expected):
                 assert_bits_equal(mine, theirs.cpu(), f"{vocabulary}, beta {beta}")

@@ -26,7 +26,7 @@ def eager_jsd(student, teacher, labels=None, beta=0.5, temperature=1.0, reductio
     if beta in (0, 1):
         terms = divergence(s, t) if beta == 0 else divergence(t, s)
     else:
-        beta = torch.tensor(beta, dtype=s.dtype)
+        beta = torch.tensor(beta, dtype=s.dtype, device=s.device)
         m = torch.stack([s + (-beta).log1p(), t + beta.log()]).logsumexp(0)
         terms = beta * divergence(m, t) + (1 - beta) * divergence(m, s)
     if labels is not None:
