@@ -223,13 +223,80 @@ def test_training_calls_the_operators_of_both_passes_directly(operators, kernel,
     assert called == {*norms, "gated_activation", "gated_activation_backward"}
 
 
-@pytest.mark.parametrize("name", ["lowerings", "make_fallback", "V", "FallbackKernel"])
+def added(residual, x):
+    return residual + x
+
+
+# How a sum is made, and whether one operator computes it together with the norm.
+SUMS = {
+    "dense": (added, True),
+    "one tensor twice": (lambda residual, x: x + x, True),
+    "scaled": (lambda residual, x: torch.add(residual, x, alpha=2), False),
+    "a number": (lambda residual, x: x + 1.5, False),
+    "broadcast": (lambda residual, x: residual[:1] + x, False),
+    "transposed": (lambda residual, x: residual.mT.contiguous().mT + x, False),
+    "a view between": (lambda residual, x: (residual + x).view(-1, x.shape[-1]), False),
+    "another dtype": (lambda residual, x: (residual.float() + x).to(x.dtype), False),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_operator_computes_a_sum_and_its_norm(operators, kernel, seed, case, dynamic):
+    sum_of, is_one = SUMS[case]
+    torch.manual_seed(seed)
+    # The interpreter truncates sums to bf16.
+    x, residual = torch.randn(2, 3, 5, 64).half().unbind()
+    weight = torch.rand(64).half()
+
+    def run(x, residual, weight):
+        total = sum_of(residual, x)
+        # A use before the norm, in the order of the graph, and one behind it.
+        before = total * 2
+        return kernel.rms_norm(total, weight, 1e-6), before, total - 1
+
+    with torch.no_grad():
+        compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+        found, (code,) = run_and_get_code(compiled, x, residual, weight)
+        shorter = [each[:, :4].contiguous() for each in (x, residual)] if dynamic else (x, residual)
+        results = [(found, run(x, residual, weight)), (compiled(*shorter, weight), run(*shorter, weight))]
+    for ours, eagers in results:
+        # Inductor does not round a sum that it computes itself before it uses it.
+        for one, other in list(zip(ours, eagers, strict=True))[: 3 if is_one else 1]:
+            assert_bits_equal(one, other, case)
+            assert one.stride() == other.stride()
+    assert (".add_rms_norm.default.sites[" in code) is is_one
+    assert (".rms_norm.default.sites[" in code) is not is_one
+
+
+def test_one_operator_computes_a_sum_and_its_norm_in_training(operators, kernel, seed):
+    """The gradient of the sum has both paths, as without it."""
+    torch.manual_seed(seed)
+    tensors = *torch.randn(2, 2, 3, 64).half().unbind(), torch.rand(64).half()
+    leaves = [each.requires_grad_() for each in tensors]
+    (dy, d_total) = torch.randn(2, 2, 3, 64).half().unbind()
+
+    def run(x, residual, weight):
+        total = residual + x
+        return kernel.rms_norm(total, weight, 1e-6), total
+
+    results = []
+    for function in (torch.compile(run, fullgraph=True), run):
+        normed, total = function(*leaves)
+        results.append((normed.detach(), total.detach(), *torch.autograd.grad((normed, total), leaves, (dy, d_total))))
+    for ours, eagers in zip(*results, strict=True):
+        assert_bits_equal(ours, eagers)
+    called = {name for name, (overload, _) in operators.items() if overload.sites}
+    assert called == {"add_rms_norm_with_rstd", "rms_norm_backward"}
+
+
+@pytest.mark.parametrize("name", ["lowerings", "make_fallback", "V", "FallbackKernel", "pass_patterns"])
 def test_without_a_private_name_of_inductor(operators, arguments, module, monkeypatch, name):
     """One warning, and the dispatcher's calls, with the same results."""
     from torch._inductor import lowering
 
     internals, overloads = module("core.torch_internals"), [overload for overload, _ in operators.values()]
-    assert set(internals.INDUCTOR) == {"lowerings", "make_fallback", "V", "FallbackKernel"}
+    assert set(internals.INDUCTOR) == {"lowerings", "make_fallback", "V", "FallbackKernel", "pass_patterns"}
     for overload in overloads:
         lowering.lowerings.pop(overload, None)
     internals.inductor.cache_clear()

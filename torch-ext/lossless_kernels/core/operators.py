@@ -4,10 +4,11 @@ An operator is opaque to Inductor, whose code calls it by `torch.ops.<namespace>
 Python kernel take 15 to 50 us of CPU time. `lower` has that code call `torch.ops.<namespace>.<name>.default.sites[...]`
 instead, a function of the same arguments for each call in the code. It recognises the call that it made last by a tensor
 guard, and launches. Inductor keeps code on disk for other processes; what this code calls exists wherever the operator
-does.
+does. `compute_sums` has one operator of Inductor's graph compute a sum and what another operator computes of it.
 """
 
 import functools
+import math
 import operator
 from typing import Any, Callable, Optional
 
@@ -20,6 +21,8 @@ from .torch_internals import inductor, inductor_is_loaded, tensor_guard
 
 # The Python functions behind the operators.
 DIRECT: dict[torch._ops.OpOverload, "Operator"] = {}
+# An operator -> the one that computes the sum of two tensors too, and the function of its other arguments.
+_WITH_SUMS: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, Callable]] = {}
 
 
 class Operator:
@@ -146,6 +149,10 @@ def _site(operator: Operator) -> Callable:
     return call
 
 
+def _overload(name: str) -> torch._ops.OpOverload:
+    return functools.reduce(getattr, (*add_op_namespace_prefix(name).split("::"), "default"), torch.ops)
+
+
 def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Callable:
     """Decorates the formula of an operator, from whose annotations torch takes the schema; the others: see `Operator`.
 
@@ -163,7 +170,7 @@ def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Call
             schema=torch.library.infer_schema(formula, mutates_args=()),
             tags=(torch.Tag.needs_exact_strides,),
         )
-        overload = functools.reduce(getattr, (*full_name.split("::"), "default"), torch.ops)
+        overload = _overload(name)
         overload.sites = function.calls.recent
         DIRECT[overload] = function
 
@@ -176,6 +183,89 @@ def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Call
         return made
 
     return registered
+
+
+def compute_sums(name: str, of_sum: str, others: Callable) -> None:
+    """Has Inductor replace the operator `name`, called with a sum, by `of_sum`, called with the two tensors that are added.
+
+    Its results are those of `name`, and the sum behind the first.
+
+    Args:
+        others: the other arguments of `of_sum`, given those of `name`; None where that cannot stand for it.
+    """
+    _WITH_SUMS[_overload(name)] = _overload(of_sum), others
+
+
+class _Sums:
+    """A pass of Inductor over its graph, for `compute_sums`."""
+
+    def apply(self, graph) -> None:
+        graph = getattr(graph, "graph", graph)
+        for node in [each for each in graph.nodes if each.target in _WITH_SUMS]:
+            of_sum, others = _WITH_SUMS[node.target]
+            total, *given = node.args
+            given = others(*given)
+            if given is not None and _adds_equals(total) and _are_inputs(given):
+                _replace(graph, node, total, of_sum, (*total.args, *given))
+
+
+def _adds_equals(total) -> bool:
+    """Whether the node adds two dense tensors of one shape, dtype and device."""
+    if total.target is not torch.ops.aten.add.Tensor or total.kwargs:
+        return False
+    if not all(isinstance(each, torch.fx.Node) for each in total.args):
+        return False
+    first, second = (each.meta["val"] for each in total.args)
+    if (first.dtype, first.device, first.dim()) != (second.dtype, second.device, second.dim()):
+        return False
+    return _are_known_as_equal(first.shape, second.shape) and _is_dense(first) and _is_dense(second)
+
+
+def _is_dense(tensor) -> bool:
+    expected = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
+    return _are_known_as_equal(tensor.stride(), expected)
+
+
+def _are_known_as_equal(numbers, others) -> bool:
+    """Whether numbers, among them symbolic ones, are equal without another guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # Takes a second.
+
+    return all(statically_known_true(each == other) for each, other in zip(numbers, others))
+
+
+def _are_inputs(arguments) -> bool:
+    """Whether the tensors among them are dense inputs of the graph, and so exist where the sum stands."""
+    nodes = [each for each in arguments if isinstance(each, torch.fx.Node)]
+    return all(each.op == "placeholder" and _is_dense(each.meta["val"]) for each in nodes)
+
+
+def _replace(graph, node, total, of_sum, arguments) -> None:
+    """Puts the operator `of_sum` in the place of the sum `total` and of `node`."""
+    is_one = isinstance(node.meta["val"], torch.Tensor)
+    out, *rest = (node.meta["val"],) if is_one else node.meta["val"]
+    results = out, total.meta["val"], *rest
+    with graph.inserting_after(total):
+        made = graph.call_function(of_sum, arguments)
+    values = tuple([each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in arguments])
+    # Inductor gives the operator these strides.
+    made.meta.update(val=results, eager_input_vals=(values, {}))
+    with graph.inserting_after(made):
+        found = [graph.call_function(operator.getitem, (made, number)) for number in range(len(results))]
+    for each, value in zip(found, results):
+        each.meta["val"] = value
+    if is_one:
+        node.replace_all_uses_with(found[0])
+    else:
+        for user in list(node.users):
+            number = user.args[1]
+            user.replace_all_uses_with(found[number + (number > 0)])
+            graph.erase_node(user)
+    graph.erase_node(node)
+    total.replace_all_uses_with(found[1])
+    graph.erase_node(total)
+
+
+_SUMS = _Sums()
 
 
 def differentiate(made: Callable, gradients: Callable) -> None:
@@ -199,6 +289,8 @@ def lower() -> None:
     private = inductor()
     if private is None:
         return
+    if _SUMS not in private.pass_patterns:
+        private.pass_patterns.append(_SUMS)
     for overload in DIRECT:
         if overload not in private.lowerings:
             private.make_fallback(overload)

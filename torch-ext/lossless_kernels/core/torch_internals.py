@@ -52,6 +52,7 @@ INDUCTOR = {
     "make_fallback": Internal("_inductor.lowering.make_fallback", "the code for an operator"),
     "V": Internal("_inductor.virtualized.V", "the graph for which code is generated"),
     "FallbackKernel": Internal("_inductor.ir.FallbackKernel", "the code for an operator"),
+    "pass_patterns": Internal("_inductor.fx_passes.post_grad.pass_patterns", "one operator for a sum and a norm"),
 }
 _ABSENT = object()
 # What `_private` was asked for.
@@ -199,7 +200,7 @@ def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]
 
 
 def inductor_is_loaded() -> bool:
-    return "torch._inductor.lowering" in sys.modules
+    return "torch._inductor.fx_passes.post_grad" in sys.modules
 
 
 @functools.cache

@@ -154,7 +154,9 @@ def _called_as_module(layer, name, hidden_states):
 
 def _called_by_name(layer, name, hidden_states):
     module = layer._modules[name]
-    return module.forward(hidden_states) if is_bare(module) else module(hidden_states)
+    # TorchDynamo has fewer guards for a module's call, and no call is left.
+    called = not is_dynamo_compiling() and is_bare(module)
+    return module.forward(hidden_states) if called else module(hidden_states)
 
 
 def _attended_by_module(layer, hidden_states, arguments):

@@ -287,6 +287,20 @@ def _add_rms_norm_with_rstd_op(
     return normed, total, eager_rstd(total.to(torch.float32), eps)
 
 
+def _in_place_of_two(weight, eps, variant) -> Optional[tuple]:
+    """The arguments behind the two tensors that are added, given those of the norm; None if it takes no sum."""
+    is_fused = BY_NAME[variant].fused or BY_NAME[variant].two_edges or weight.meta["val"].numel() == 0
+    return None if is_fused else (weight, eps, variant)
+
+
+def _in_place_of_two_in_training(weight, again, eps, variant) -> Optional[tuple]:
+    return _in_place_of_two(weight, eps, variant) if again is None else None
+
+
+operators.compute_sums("rms_norm", "add_rms_norm", _in_place_of_two)
+operators.compute_sums("rms_norm_with_rstd", "add_rms_norm_with_rstd", _in_place_of_two_in_training)
+
+
 def _find_gradients(d_normed, total, weight, rstd, d_total, needs_dx, needs_dweight, variant):
     formula, needs = BY_NAME[variant], (needs_dx, needs_dweight)
     subject = (formula, EAGER[formula], total.dtype, weight.dtype, total.shape[-1])
