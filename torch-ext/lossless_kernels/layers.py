@@ -93,7 +93,7 @@ class LlamaRMSNorm(_Layer):
         if owner is _SCRIPTED:
             return _scripted(self, hidden_states)
         state = self.__dict__
-        weight = state["_parameters"].get("weight")
+        weight = self._parameters.get("weight")
         if weight is None:
             weight = _own_weight(state)
         try:
@@ -359,7 +359,7 @@ def _gated_mlp(self, layer, x):
     product = product_replacement(gate, up, subject, activation)
     if product is None:
         product = act_fn(gate) * up
-    elif recompute.is_marked(self) and not is_dynamo_compiling():
+    elif not is_dynamo_compiling() and recompute.is_marked(self):
         compute = functools.partial(product_again, subject=subject, activation=activation)
         return recompute.project(down_proj, product, gate, up, compute)
     del gate, up  # Eager has freed both too when it projects.
@@ -408,7 +408,7 @@ class Phi3MLP(_Layer):
         product = product_replacement(gate, up, subject, activation)
         if product is None:
             product = up * act_fn(gate)
-        elif recompute.is_marked(self) and not is_dynamo_compiling():
+        elif not is_dynamo_compiling() and recompute.is_marked(self):
             compute = functools.partial(product_again, subject=subject, activation=activation)
             return recompute.project(down_proj, product, gate, up, compute)
         del gate, up

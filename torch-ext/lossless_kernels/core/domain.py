@@ -126,34 +126,44 @@ def has_global_hooks() -> bool:
 def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
     """Whether a call of the module runs only its class's forward or this package's: no hooks (`whatever_hooks` ignores
     them), no `compile()`, no other forward of its own."""
-    state = module.__dict__
+    if not whatever_hooks and (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ):
+        return False
+    if is_dynamo_compiling():
+        forward = module.forward
+        function = forward.__func__ if isinstance(forward, MethodType) else None
+        return _is_bare_for_compile(type(module), function, whatever_hooks)
     if (
         not whatever_hooks
-        and (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or global_hooks
-            or global_pre_hooks
-            or global_backward_hooks
-            or global_backward_pre_hooks
-        )
+        and (global_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks)
         or module._compiled_call_impl is not None
         or type(module).__call__ is not MODULE_CALL
     ):
         return False
-    bound = state.get("forward")
+    bound = module.__dict__.get("forward")
     if bound is None:
         return True
-    if not isinstance(bound, MethodType):
-        return False
-    function = bound.__func__
     # It may be another module's forward, or a wrapper with the name of what it wraps.
-    if not is_dynamo_compiling() and (bound.__self__ is not module or hasattr(function, "__wrapped__")):
+    if not isinstance(bound, MethodType) or bound.__self__ is not module or hasattr(bound.__func__, "__wrapped__"):
         return False
-    # `kernelize` binds the class's own forward where it has no kernel. TorchDynamo of torch 2.11 can trace this.
-    return function.__module__ == LAYERS_MODULE or function is type(module).forward
+    return _is_ours_or(type(module), bound.__func__)
+
+
+def _is_ours_or(owner, function) -> bool:
+    """Whether it is this package's forward, or the class's own, which `kernelize` binds where it has no kernel."""
+    return function.__module__ == LAYERS_MODULE or function is owner.forward
+
+
+@torch.compiler.assume_constant_result
+def _is_bare_for_compile(owner, function, whatever_hooks) -> bool:
+    """The rest of `is_bare` while torch.compile traces, where every name that is read becomes a guard.
+
+    `function` is that of the module's forward; None if this is no method.
+    """
+    if owner.__call__ is not MODULE_CALL or (not whatever_hooks and has_global_hooks()):
+        return False
+    return function is not None and _is_ours_or(owner, function)
 
 
 def keeps_its_saved_tensors(module: torch.nn.Module) -> bool:

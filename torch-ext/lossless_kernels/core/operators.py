@@ -180,7 +180,8 @@ def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Call
             return (fake or formula)(*arguments)
 
         made.register_fake(traced)
-        return made
+        # TorchDynamo has ten guards for what `custom_op` makes, and two for this.
+        return overload
 
     return registered
 
@@ -279,7 +280,7 @@ def differentiate(made: Callable, gradients: Callable) -> None:
         found = gradients(ctx.name, dy, *ctx.saved_tensors)
         return (None, found) if isinstance(found, torch.Tensor) else (None, *found)
 
-    made.register_autograd(backward, setup_context=setup_context)
+    torch.library.register_autograd(made, backward, setup_context=setup_context)
 
 
 def lower() -> None:

@@ -85,7 +85,7 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
     variant = formula_of(owner, hidden_states) if is_bare(module) else None
     if variant is None or not all(name in module._modules for name in variant.children):
         return module(hidden_states=hidden_states, **arguments)[0]
-    found = owner.forward.__globals__
+    found = module.forward.__globals__
     functions = Functions(
         found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"], found["apply_rotary_pos_emb"]
     )
@@ -222,8 +222,7 @@ _GLOBALS = ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_
 def formula_of(owner: type, hidden_states: torch.Tensor) -> Optional[AttentionFormula]:
     """The variant that `owner.forward` computes, proved on the device of `hidden_states`; None if it is none."""
     if is_dynamo_compiling():
-        number = _number_for_compile(owner.forward, hidden_states.device)
-        return None if number is None else _FORMULAS[number]
+        return _formula_for_compile(owner, hidden_states.device)
     known, key = inspection.code_of(owner).memo, ("attention", hidden_states.get_device())
     if key in known:
         return known[key]
@@ -248,11 +247,8 @@ def _match_formula(forward, device) -> tuple[Optional[AttentionFormula], bool]:
 
 
 @torch.compiler.assume_constant_result
-def _number_for_compile(forward, device) -> Optional[int]:
-    if not runs_kernels(device):
-        return None
-    variant, _ = _match_formula(forward, device)
-    return None if variant is None else _FORMULAS.index(variant)
+def _formula_for_compile(owner, device) -> Optional[AttentionFormula]:
+    return _match_formula(owner.forward, device)[0] if runs_kernels(device) else None
 
 
 def _looks_known(forward) -> bool:

@@ -174,12 +174,18 @@ def unfused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.
     return norm(residual), residual
 
 
+# TorchDynamo checks a module in one step while its guards name no attribute of its class.
+@torch.compiler.assume_constant_result
+def _eps_name(owner: type) -> Optional[str]:
+    return EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
+
+
 def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Module):
     """The same by one kernel, if it supports the norm."""
     owner = type(norm)
-    name = EPS_NAMES.get(getattr(owner, "kernel_layer_name", None))
+    name = _eps_name(owner)
     if name is not None and is_bare(norm) and keeps_its_saved_tensors(norm):
-        eps = norm.__dict__.get(name)
+        eps = getattr(norm, name, None)
         weight = norm._parameters.get("weight")
         added = add_rms_norm.replacement(hidden_states, residual, weight, eps, owner, name, norm.__dict__)
         if added is not None:
@@ -231,8 +237,7 @@ def formula_of(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> Op
     `state` is the layer's `__dict__`.
     """
     if is_dynamo_compiling():
-        number = _number_for_compile(owner, hidden_states.device)
-        return None if number is None else _FORMULAS[number]
+        return _formula_for_compile(owner, hidden_states.device)
     if not isinstance(hidden_states, torch.Tensor) or not runs_kernels(hidden_states.device):
         return None
     code = inspection.code_of(owner)
@@ -248,11 +253,9 @@ def formula_of(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> Op
 
 
 @torch.compiler.assume_constant_result
-def _number_for_compile(owner, device) -> Optional[int]:
-    if not runs_kernels(device):
-        return None
-    formula, _ = _match_formula(owner, device)
-    return None if formula is None else _FORMULAS.index(formula)
+def _formula_for_compile(owner, device) -> Optional[DecoderFormula]:
+    """TorchDynamo has no guards for the fields of a constant dataclass, and cannot read its properties."""
+    return _match_formula(owner, device)[0] if runs_kernels(device) else None
 
 
 def _candidates(owner) -> list[DecoderFormula]:

@@ -16,7 +16,7 @@ from ..core import inspection, proof
 from ..core.calls import UNSEEN, remember
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import FLOAT_DTYPES, NO_STATE, identity_hook, is_bare, runs_kernels, under_transform
-from ..ops.activation import Activation, by_value, forward_of, original_of, reads_only_attributes
+from ..ops.activation import Activation, by_value, forward_of, original_of, reads_only_attributes, with_forward
 from ..ops.gated_activation import ACTIVATIONS, product_is_ours, product_of
 
 # Attributes of activation layers that their forward reads.
@@ -43,19 +43,21 @@ def attributes_of(act_fn: nn.Module) -> list:
 
 
 def subject_of(act_fn: Optional[nn.Module], whatever_hooks: bool = False):
-    """The subject of an activation layer's calls: its forward, or `(forward, name, value)` if that reads an attribute.
+    """The subject of an activation layer's calls: its forward, or `(forward, name, value)` if that reads an attribute; its
+    class stands for the forward while torch.compile traces.
 
     None if a call does more than that, which a kernel would omit. `whatever_hooks`: ignore hooks.
     """
     if act_fn is None or not is_bare(act_fn, whatever_hooks):
         return None
-    owner = type(act_fn)
+    # TorchDynamo checks a module in one step while its guards name no attribute of its class.
+    forward = type(act_fn) if is_dynamo_compiling() else type(act_fn).forward
     for name, value in zip(_ATTRIBUTES, attributes_of(act_fn)):
         if value is not None:
             if name == "act" and not is_function(value) or name == "inplace" and value:
                 return None
-            return owner.forward, name, value
-    return owner.forward
+            return forward, name, value
+    return forward
 
 
 def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STATE) -> Optional[Activation]:
@@ -87,6 +89,7 @@ def _activation_for_compile(owner, subject, dtype, device) -> Optional[str]:
         return None
     # As `get_device` counts, in the key of calls that are not compiled.
     number = -1 if device.type == "cpu" else device.index or 0
+    subject = with_forward(subject)
     activation = _recognize((subject, dtype, number), owner, subject, dtype, device)
     return None if activation is None else activation.name
 

@@ -316,6 +316,13 @@ def replacement(input: torch.Tensor, subject, activation: Activation) -> Optiona
     return _calls.run(subject, call, facts, (input,))
 
 
+def with_forward(subject):
+    """The subject with the forward of the class that stands for it while torch.compile traces."""
+    if isinstance(subject, tuple):
+        return with_forward(subject[0]), *subject[1:]
+    return subject.forward if isinstance(subject, type) else subject
+
+
 def by_value(subject):
     """The subject with a `functools.partial`, of which every module has its own, replaced by what it holds."""
     if not isinstance(subject, tuple):

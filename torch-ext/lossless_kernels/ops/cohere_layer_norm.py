@@ -501,7 +501,7 @@ def _op_gradient(ctx, dy, d_mean, d_rstd):
     return *(gradient if need else None for need, gradient in needed), None
 
 
-_cohere_layer_norm_op.register_autograd(_op_gradient, setup_context=_setup_context)
+torch.library.register_autograd(_cohere_layer_norm_op, _op_gradient, setup_context=_setup_context)
 
 
 @torch.compiler.assume_constant_result

@@ -406,7 +406,7 @@ def _op_gradient(ctx, dy):
     return _complex_rotary_backward_op(dy, *ctx.saved_tensors, ctx.unsqueeze_dim), None, None
 
 
-_complex_rotary_op.register_autograd(_op_gradient, setup_context=_setup_context)
+torch.library.register_autograd(_complex_rotary_op, _op_gradient, setup_context=_setup_context)
 
 
 def _compiled(x, freqs_cis, unsqueeze_dim) -> Optional[torch.Tensor]:

@@ -552,7 +552,7 @@ def _op_gradient(ctx, dy):
     return None, _divergence_backward_op(ctx.form, dy, *ctx.saved_tensors, ctx.reduction), None, None
 
 
-_divergence_op.register_autograd(_op_gradient, setup_context=_setup_context)
+torch.library.register_autograd(_divergence_op, _op_gradient, setup_context=_setup_context)
 
 
 def _compiled(form, first, second, labels, reduction):

@@ -347,7 +347,7 @@ def _op_gradient(ctx, dy):
     return tuple(gradient if need else None for need, gradient in zip(needs, found))
 
 
-_dyt_op.register_autograd(_op_gradient, setup_context=_setup_context)
+torch.library.register_autograd(_dyt_op, _op_gradient, setup_context=_setup_context)
 
 
 def _compiled(input, alpha, weight, bias) -> Optional[torch.Tensor]:

@@ -38,6 +38,7 @@ from .activation import (
     by_value,
     forward_of,
     original_of,
+    with_forward,
 )
 from .activation_layout import NOTHING, Layout
 
@@ -580,11 +581,13 @@ operators.differentiate(_gated_activation_op, _gated_activation_backward_op)
 
 @torch.compiler.assume_constant_result
 def _proved_for_compile(subject, activation_name, dtype, device, training) -> bool:
-    if not runs_kernels(device) or under_transform():
+    if dtype not in FLOAT_DTYPES or not runs_kernels(device) or under_transform():
         return False
     units = [1 << power for power in range(4) if dtype.itemsize << power <= 16]
     return all(
-        _proved(by_value(subject), ACTIVATIONS[activation_name], dtype, (False, one_row, unit), device, what)
+        _proved(
+            by_value(with_forward(subject)), ACTIVATIONS[activation_name], dtype, (False, one_row, unit), device, what
+        )
         for what in (_OUTPUT, _BOTH)[: 1 + training]
         for one_row in (False, True)
         for unit in units
@@ -595,7 +598,7 @@ def _compiled(gate, up, subject, activation):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original formula."""
     if type(gate) is not torch.Tensor or type(up) is not torch.Tensor:
         return None
-    if gate.dtype not in FLOAT_DTYPES or (up.dtype, up.shape) != (gate.dtype, gate.shape):
+    if up.dtype != gate.dtype or up.shape != gate.shape:
         return None
     training = is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     if not _proved_for_compile(subject, activation.name, gate.dtype, gate.device, training):

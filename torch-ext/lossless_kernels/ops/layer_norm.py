@@ -484,7 +484,7 @@ def register_gradient(op, backward) -> None:
         dx, dweight, dbias = (each if need else None for each, need in zip(found, needs))
         return dx, None, dweight, dbias, None
 
-    op.register_autograd(gradient, setup_context=setup_context)
+    torch.library.register_autograd(op, gradient, setup_context=setup_context)
 
 
 register_gradient(_layer_norm_op, _layer_norm_backward_op)

@@ -594,7 +594,7 @@ def _op_gradient(ctx, *dys):
     return *dxs, None, None, None, None
 
 
-_rotary_op.register_autograd(_op_gradient, setup_context=_setup_context)
+torch.library.register_autograd(_rotary_op, _op_gradient, setup_context=_setup_context)
 
 
 # Sizes may be symbolic while torch.compile traces, so a proof for one size decides whether the graph gets the operator.
@@ -605,7 +605,7 @@ _USUAL = Sizes(128, 128, 8)
 @torch.compiler.assume_constant_result
 def _proved_for_compile(subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device, training) -> Optional[str]:
     """The name of the function's variant; None if no kernel is proved for it."""
-    if not runs_kernels(device) or under_transform():
+    if not {dtype, cos_dtype} <= {*FLOAT_DTYPES} or not runs_kernels(device) or under_transform():
         return None
     variant = _variant(function_behind(subject), unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
     if variant is None or not all(
@@ -618,8 +618,6 @@ def _proved_for_compile(subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype
 
 def _compiled(q, k, cos, sin, unsqueeze_dim, subject):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original function."""
-    if q.dtype not in FLOAT_DTYPES or cos.dtype not in FLOAT_DTYPES:
-        return None
     if k.dtype != q.dtype or sin.dtype != cos.dtype or q.dim() not in (3, 4) or k.dim() != q.dim():
         return None
     if cos.dim() >= q.dim() or cos.dim() < 2 or sin.dim() != cos.dim():

@@ -465,7 +465,7 @@ def _op_gradient(ctx, dy):
     return _softmax_backward_op(dy, *ctx.saved_tensors, ctx.dtype), None
 
 
-_softmax_op.register_autograd(_op_gradient, setup_context=_setup_context)
+torch.library.register_autograd(_softmax_op, _op_gradient, setup_context=_setup_context)
 
 
 def _compiled(input, dtype):

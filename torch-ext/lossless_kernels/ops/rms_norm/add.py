@@ -356,7 +356,7 @@ def _backward(ctx, d_normed, d_total, d_rstd):
     return dx if needs_x else None, dx if needs_residual else None, dweight, None, None
 
 
-_add_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(_add_rms_norm_with_rstd_op, _backward, setup_context=_setup_context)
 
 
 def _compiled(hidden_states, residual, weight, eps, owner, eps_name) -> Optional[tuple[torch.Tensor, torch.Tensor]]:

@@ -113,7 +113,7 @@ def _backward(ctx, dy, d_rstd):
     return *(gradient if need else None for need, gradient in needed), None, None
 
 
-_rms_norm_with_rstd_op.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(_rms_norm_with_rstd_op, _backward, setup_context=_setup_context)
 
 
 @torch.compiler.assume_constant_result
@@ -125,7 +125,9 @@ def _variant_for_compile(
     It is verified at trace time for all row classes and plans, since a graph with dynamic shapes meets them all. In
     training the operators verify more at their first call, like uncompiled calls, and fall back to the formula.
     """
-    if not runs_kernels(device) or under_transform() or functions_of(owner) is None:
+    if not in_domain(dtype, weight_dtype or dtype, hidden_size) or not runs_kernels(device):
+        return None
+    if under_transform() or functions_of(owner) is None:
         return None
     if calls_torch(owner) and not fused:
         return None
@@ -154,7 +156,7 @@ def variant_of_call(hidden_states, weight, eps, owner, eps_name, training, fused
         # A constant in the graph, even if every other size is symbolic; `int` would stay symbolic.
         hidden_size, weight_dtype = operator.index(weight.shape[0]), weight.dtype
     dtype, device = hidden_states.dtype, hidden_states.device
-    if hidden_states.shape[-1] != hidden_size or not in_domain(dtype, weight_dtype or dtype, hidden_size):
+    if hidden_states.shape[-1] != hidden_size:
         return None
     return _variant_for_compile(owner, eps_name, dtype, weight_dtype, hidden_size, device, training, fused, added)
 
