@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from types import MethodType
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 # Verification calls the kernels, and eager, many times more.
@@ -19,6 +20,7 @@ os.environ.setdefault("LOSSLESS_PROOF", "off")
 
 import torch
 from kernels import get_local_kernel
+from transformers.models.cohere import modeling_cohere as layers
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
 
@@ -42,9 +44,28 @@ def every_function(kernel, device):
                 yield f"rms_norm {rows}x{columns} {dtype}"
                 differentiated(*kernel.fused_add_rms_norm(x, residual, weight, 1e-6))
                 yield f"fused_add_rms_norm {rows}x{columns} {dtype}"
-        for rows, size in ((5, 40), (7, 1000), (300, 1024)):
+        for rows, size in ((5, 40), (7, 1000), (300, 1024), (9, 4096), (5, 9216), (3, 24000), (3, 50257)):
             differentiated(kernel.softmax(normal(rows, size, dtype=dtype)))
             yield f"softmax {rows}x{size} {dtype}"
+        for size in (40, 1000, 1025, 4096, 9216, 12001):
+            scores, mask = normal(1, 2, 3, size, dtype=dtype), normal(1, 1, 3, size, dtype=dtype).detach()
+            differentiated(kernel.masked_softmax(scores, mask, 0.25))
+            yield f"masked_softmax {size} {dtype}"
+        for rows, size in ((7, 64), (300, 4096), (5, 1000)):
+            x, weight, bias = normal(rows, size, dtype=dtype), normal(size, dtype=dtype), normal(size, dtype=dtype)
+            differentiated(kernel.layer_norm(x, (size,), weight, bias, 1e-5))
+            yield f"layer_norm {rows}x{size} {dtype}"
+            differentiated(kernel.dyt(x, normal(1, dtype=dtype), weight, bias))
+            yield f"dyt {rows}x{size} {dtype}"
+            norm = layers.CohereLayerNorm(size, eps=1e-5).to(device, dtype)
+            norm.forward = MethodType(kernel.layers.CohereLayerNorm.forward, norm)
+            differentiated(norm(x))
+            yield f"CohereLayerNorm {rows}x{size} {dtype}"
+        for shape in ((2, 64, 7, 9), (3, 320, 1000)):
+            channels = shape[1]
+            weight, bias = normal(channels, dtype=dtype), normal(channels, dtype=dtype)
+            differentiated(kernel.group_norm(normal(*shape, dtype=dtype), 32, weight, bias, 1e-5))
+            yield f"group_norm {shape} {dtype}"
         for name in ("silu", "gelu", "new_gelu", "fast_gelu", "quick_gelu"):
             differentiated(getattr(kernel, name)(normal(37, 1001, dtype=dtype)))
             yield f"{name} {dtype}"
@@ -56,6 +77,19 @@ def every_function(kernel, device):
         cos, sin = (normal(2, 13, 80, dtype=dtype).detach() for _ in range(2))
         differentiated(*kernel.apply_rotary_pos_emb(q, k, cos, sin))
         yield f"apply_rotary_pos_emb {dtype}"
+        frequencies = torch.polar(*torch.rand(2, 2, 13, 40, device=device).unbind())
+        differentiated(*kernel.apply_rotary_emb(q.transpose(1, 2), k.transpose(1, 2), frequencies))
+        yield f"apply_rotary_emb {dtype}"
+        for vocab in (300, 2050, 32000, 50257):
+            logits, target = normal(9, vocab, dtype=dtype), normal(9, vocab, dtype=dtype).detach().softmax(-1)
+            kernel.kl_div(logits.log_softmax(-1), target, reduction="batchmean").backward()
+            yield f"kl_div {vocab} {dtype}"
+            kernel.tvd(logits.softmax(-1), target).backward()
+            yield f"tvd {vocab} {dtype}"
+            for beta in (0.0, 0.5, 1.0):
+                teacher = normal(9, vocab, dtype=dtype).detach()
+                kernel.generalized_jsd_loss(logits, teacher, beta=beta, temperature=0.9).backward()
+                yield f"generalized_jsd_loss {vocab} {beta} {dtype}"
         for vocab in (300, 1000, 9220, 32000, 50257, 128256):
             target = torch.randint(vocab, (9,), device=device)
             kernel.cross_entropy(normal(9, vocab, dtype=dtype), target).backward()
