@@ -439,7 +439,7 @@ def _op_gradient(ctx, dy):
     return _masked_softmax_backward_op(dy, *ctx.saved_tensors, ctx.scale), None, None
 
 
-_masked_softmax_op.register_autograd(_op_gradient, setup_context=_setup_context)
+torch.library.register_autograd(_masked_softmax_op, _op_gradient, setup_context=_setup_context)
 
 
 def _compiled(scores, mask, scale) -> Optional[torch.Tensor]:
