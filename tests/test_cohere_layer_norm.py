@@ -411,7 +411,7 @@ def test_another_formula_is_not(kernel, family):
 @interpreted
 @pytest.mark.parametrize("dtype", BF16_FIRST)
 def test_the_operators_for_torch_compile(kernel, family, seed, dtype):
-    namespace = getattr(torch.ops, family._cohere_layer_norm_op._qualname.split("::")[0])
+    namespace = getattr(torch.ops, family._cohere_layer_norm_op.namespace)
     x, dy = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(seed)).to(dtype).unbind()
     layer = ours(kernel, layer_of((64,), dtype))
     fp32 = dtype == torch.float32

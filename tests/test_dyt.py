@@ -288,7 +288,7 @@ def test_without_proof_eager_runs(kernel, family, monkeypatch):
 
 @interpreted
 def test_the_operators_for_torch_compile(kernel, family, seed):
-    namespace = getattr(torch.ops, family._dyt_op._qualname.split("::")[0])
+    namespace = getattr(torch.ops, family._dyt_op.namespace)
     *tensors, dy = drawn(random.Random(seed), torch.Generator().manual_seed(seed), (64,), torch.float32)
     for found, expected in zip(*(gradients_of(each, tensors, dy) for each in (namespace.dyt, kernel.dyt))):
         assert_bits_equal(found, expected)
