@@ -326,7 +326,7 @@ def environment(options):
         "driver": driver_version() if on_gpu else None,
         **{name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers", "kernels")},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", os.path.relpath(__file__, ROOT), *sys.argv[1:]]),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     }
 
 
