@@ -633,7 +633,7 @@ def test_linear_layers_and_losses_are_those_of_eager(kernel, launched, seed, mon
             found = []
             for function in (kernel.linear_jsd_loss, eager_linear):
                 leaves = [each.clone().requires_grad_() for each in given]
-                loss = function(*leaves, labels_of(given[0]), beta=beta, temperature=0.9)
+                loss = function(*leaves, labels_of(given[0]).cuda(), beta=beta, temperature=0.9)
                 found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
             for mine, theirs in zip(*found, strict=True):
                 assert_bits_equal(mine, theirs, f"{vocabulary} {dtype} {beta}")

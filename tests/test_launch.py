@@ -8,6 +8,7 @@ import os
 import subprocess
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +226,17 @@ def launches(fake_driver, build, run_python, tmp_path_factory):
         DRIVER + LAUNCHES, FAKE_DRIVER=fake_driver, TRITON_LIBCUDA_PATH=fake_driver.parent, TRITON_CACHE_DIR=cache
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_constants_have_the_order_of_the_parameters(module):
+    """In which the short path sends them, however a family lists them."""
+    kernel, launcher = (
+        SimpleNamespace(arg_names=["x_ptr", "rows", "A", "B"], __name__="kernel"),
+        module("launch").Launcher,
+    )
+    assert list(launcher(kernel, {"B": 2, "A": 1}, 4, 0, ()).constants.items()) == [("A", 1), ("B", 2)]
+    with pytest.raises(TypeError, match=r"kernel: expected constants .*'B'\], found \['A', 'C'\]"):
+        launcher(kernel, {"A": 1, "C": 2}, 4, 0, ())
 
 
 def test_the_short_path_sends_what_triton_sends(launches):

@@ -84,7 +84,7 @@ class Launcher:
 
     Args:
         kernel: the `@triton.jit` function; its parameters are pointers, then scalars, then constants.
-        constants: the kernel's constexpr arguments by name, in the order of its parameters.
+        constants: the kernel's constexpr arguments by name, in any order.
         num_warps: warps per program.
         device: index of the CUDA device.
         dtypes: dtypes of the tensors.
@@ -95,7 +95,10 @@ class Launcher:
     def __init__(self, kernel, constants: dict, num_warps: int, device: int, dtypes: tuple):
         self.kernel = kernel
         self.dtypes = dtypes
-        self.constants = constants
+        # In the order of the parameters, in which the short path sends them.
+        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        if len(self.constants) < len(constants):
+            raise TypeError(f"{kernel.__name__}: expected constants {kernel.arg_names}, found {list(constants)}")
         self.num_warps = num_warps
         self.device = device
         self.one_of_several = torch.cuda.device_count() > 1
