@@ -123,7 +123,7 @@ def test_programs_take_several_groups(module, monkeypatch):
 
 
 def corrected(x, count, reciprocal):
-    """`divide_by_count` with FMAs that round once, as on a GPU."""
+    """`divide_by_reciprocal` with FMAs that round once, as on a GPU."""
     product = x * reciprocal
     return aten_model.fused_multiply_add(aten_model.fused_multiply_add(product, -count, x), reciprocal, product)
 

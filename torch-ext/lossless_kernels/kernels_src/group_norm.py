@@ -27,7 +27,7 @@ def _lanes(x_ptr, size, LANES: tl.constexpr, STEPS: tl.constexpr, DIVIDED: tl.co
     """The mean and M2 of each lane, which takes the elements lane, lane + LANES, ... in sequence.
 
     STEPS of them are read at once. Without DIVIDED, `least` below `_SMALLEST_NORMAL` or an M2 of NaN says that a quotient may
-    have been none of those that `divide_by_count` rounds correctly.
+    have been none of those that `divide_by_reciprocal` rounds correctly.
     """
     lane = tl.arange(0, LANES)
     mean = tl.zeros([LANES], tl.float32)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .primitives import INTERPRETED, divide, exp, exp_add, mask_if, maximum
 from .rms_norm_backward import _row_offset
-from .softmax import _gradient, _product, _statistics_of_block, _sum_of_tiles, _warp_sum
+from .softmax import _gradient, _masked, _product, _softmax_of_block, _sum_of_tiles, _warp_sum
 from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
 
 # fmt: off
@@ -18,18 +18,6 @@ _SCALARS = [
     "mask_outer_stride", "mask_middle_stride", "mask_inner_stride",
 ]
 # fmt: on
-
-
-@triton.jit
-def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr):
-    """scores * scale + mask of a row's elements, each operation rounded to the scores' dtype, in fp32; -inf outside."""
-    scores = tl.load(scores_ptr + element, mask=inside, other=0.0)
-    scaled = (scores.to(tl.float32) * scale).to(scores.dtype).to(tl.float32)
-    if MASKED:
-        mask = tl.load(mask_ptr + element, mask=inside, other=float("-inf"))
-        return (scaled + mask.to(tl.float32)).to(scores.dtype).to(tl.float32)
-    else:
-        return tl.where(inside, scaled, float("-inf"))
 
 
 @triton.jit
@@ -187,13 +175,14 @@ def masked_softmax_forward_of_block(
         element = step * TILE + tl.arange(0, TILE)
         inside = element < size * UNIT
         tiles = tiles + (_masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED),)
-    statistics = _statistics_of_block(tiles, STEPS, THREADS, VECTOR)
-    for step in tl.static_range(STEPS):
-        element = step * TILE + tl.arange(0, TILE)
-        y = _softmax(tiles[step], statistics).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + offset + element, y, mask=element < size * UNIT)
-    tl.store(statistics_ptr + 2 * row.to(tl.int64), statistics[0])
-    tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, statistics[1])
+    scores_ptr += offset
+    mask_ptr += of_mask
+    out_ptr += offset
+    largest, total = _softmax_of_block(
+        tiles, scores_ptr, mask_ptr, out_ptr, size * UNIT, scale, STEPS, THREADS, VECTOR, MASKED
+    )
+    tl.store(statistics_ptr + 2 * row.to(tl.int64), largest)
+    tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, total)
 
 
 @triton.jit(do_not_specialize=[*_SCALARS, "scale"])

@@ -192,20 +192,29 @@ def divide(x, y):
 
 
 @triton.jit
-def divide_by_count(x, count, reciprocal):
-    """x / count in fp32 by three instructions, correctly rounded if the result is zero or a normal number.
+def divide_by_reciprocal(x, y, reciprocal):
+    """x / y in fp32 by three instructions, correctly rounded in two cases. Let u be the unit in the last place of x / y.
 
-    `count` is a whole number up to 2**20, `reciprocal` is within a unit in the last place of 1 / count. Let u be the unit
-    in the last place of the result. The product is at most 3 u from x / count, and the remainder is exact. The last FMA
-    rounds a number that is less than 2**-21 u from x / count. A normal quotient by such a count is at least
-    u / (2 * count) from the middle between two numbers: both round alike. Subnormal quotients can be in the middle, and
-    of an infinite x the remainder is NaN: `divide` has these (`tests/test_group_norm.py` tries the hardest numbers).
+    y is a whole number up to 2**20, `reciprocal` is within a unit in the last place of 1 / y, and x / y is zero or a normal
+    number. The product is at most 3 u from x / y, and the remainder is exact. The last FMA rounds a number that is less
+    than 2**-21 u from x / y. A normal quotient by such a count is at least u / (2 * y) from the middle between two numbers:
+    both round alike. Subnormal quotients can be in the middle, and of an infinite x the remainder is NaN: `divide` has
+    these (`tests/test_group_norm.py` tries the hardest numbers).
+
+    y is from 1 to 2**20, `reciprocal` is correctly rounded, and x is zero or from 2**-100 to 1. The remainder is a multiple
+    of 2**-149 then, and everything else is zero or normal. Let b be y's significand, and c that of x, or twice that if it
+    is less than b. `reciprocal` is off by up to 2**-25 * b of it, the product by up to (1/2 + c/4) u, and the number that
+    the last FMA rounds by up to 2.5 * 2**-24 u, a rounding of the remainder included. The quotient is at least 2**-24 / b u
+    from a middle. If it is so near that both could round apart, the product is 1/2 u or 3/2 u off, up to that. If 1/2 u,
+    the remainder is exact, and the last FMA rounds a number that is 2**-26 * b u off, up to 2**-49 u: less than
+    2**-24 / b u, as b is at most 2 - 2**-23. If 3/2 u, c is at least 4 - 10 * 2**-24: x and y have the two largest
+    significands, and their quotient is near no middle (`tests/test_softmax_kernel.py` tries the hardest numbers).
     """
     if INTERPRETED:
-        return x / count
+        return x / y
     else:
         product = x * reciprocal
-        return tl.fma(tl.fma(product, -1.0 * count, x), reciprocal, product)
+        return tl.fma(tl.fma(product, -1.0 * y, x), reciprocal, product)
 
 
 @triton.jit

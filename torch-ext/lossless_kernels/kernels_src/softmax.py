@@ -4,8 +4,11 @@ block (SoftMax.cu, both in ATen/native/cuda)."""
 import triton
 import triton.language as tl
 
-from .primitives import divide, exp, exp_add, mask_if, maximum, rounded
+from .primitives import divide, divide_by_reciprocal, exp, exp_add, mask_if, maximum, reciprocal, rounded
 from .summation import _sum_in_sequence, _sum_of_lanes, blocks_in_sequence, chain_of_vectors, sum_of_block
+
+# The bits of 2**-100, less one: of zero they are the largest number.
+_LEAST_TERM = tl.constexpr(((127 - 100) << 23) - 1)
 
 
 @triton.jit
@@ -89,16 +92,84 @@ def softmax_backward(
 
 
 @triton.jit
-def _statistics_of_block(tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """The maximum of a row, and the sum of its exp(x - max). `tiles`: STEPS tiles of it, fp32 [THREADS * VECTOR]."""
+def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr):
+    """scores * scale + mask of a row's elements, each operation rounded to the scores' dtype, in fp32; -inf outside."""
+    scores = tl.load(scores_ptr + element, mask=inside, other=0.0)
+    scaled = (scores.to(tl.float32) * scale).to(scores.dtype).to(tl.float32)
+    if MASKED:
+        mask = tl.load(mask_ptr + element, mask=inside, other=float("-inf"))
+        return (scaled + mask.to(tl.float32)).to(scores.dtype).to(tl.float32)
+    else:
+        return tl.where(inside, scaled, float("-inf"))
+
+
+@triton.jit
+def _terms_of_block(tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """A row's maximum, the tiles of its exp(x - max), and their sum; NaN in its place if a term is between 0 and 2**-100.
+
+    Eager's FMA adds the product of a power of two and an fp32 number before it is rounded to a term. The product is exact
+    unless it is subnormal. If no term is between 0 and 2**-100, such a product is at most 2**-150, and neither 0 nor a sum
+    of 2**-100 or more changes by it: sums of the terms are those of the FMAs.
+    """
     of_tile = tiles[0]
     for step in tl.static_range(1, STEPS):
         of_tile = maximum(of_tile, tiles[step])
     largest = tl.max(of_tile, axis=0)
     total = tl.zeros([THREADS], tl.float32)
+    least = tl.full([THREADS * VECTOR], 0xFFFFFFFF, tl.uint32)
+    terms = ()
     for step in tl.static_range(STEPS):
-        total = chain_of_vectors(total, tiles[step] - largest, THREADS, EXP=True, VECTOR=VECTOR)
-    return largest, tl.max(sum_of_block(total, THREADS), axis=0)
+        term = exp(tiles[step] - largest)
+        total = chain_of_vectors(total, term, THREADS, VECTOR=VECTOR)
+        least = tl.minimum(least, term.to(tl.uint32, bitcast=True) - 1)
+        terms = terms + (term,)
+    if VECTOR > 1:
+        least = tl.min(tl.reshape(least, [THREADS, VECTOR]), axis=1)
+    # The lanes' sum tells all threads.
+    total = tl.where(least < _LEAST_TERM, float("nan"), total)
+    return largest, terms, tl.max(sum_of_block(total, THREADS), axis=0)
+
+
+@triton.jit
+def _softmax_of_block(
+    tiles,
+    scores_ptr,
+    mask_ptr,
+    out_ptr,
+    length,
+    scale,
+    STEPS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Stores exp(x - max) / sum of a row's tiles; returns the maximum and the sum.
+
+    Terms that `_terms_of_block` does not add, or NaN, are computed again, in loops, with eager's instructions.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
+    in_tile = tl.arange(0, TILE)
+    largest, terms, total = _terms_of_block(tiles, STEPS, THREADS, VECTOR)
+    if total == total:
+        inverse = reciprocal(total)
+        for tile in tl.static_range(STEPS):
+            y = divide_by_reciprocal(terms[tile], total, inverse)
+            tl.store(
+                out_ptr + tile * TILE + in_tile, y.to(out_ptr.dtype.element_ty), mask=tile * TILE + in_tile < length
+            )
+    else:
+        lanes = tl.zeros([THREADS], tl.float32)
+        for step in range(STEPS):
+            element = step * TILE + in_tile
+            x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
+            lanes = chain_of_vectors(lanes, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
+        total = tl.max(sum_of_block(lanes, THREADS), axis=0)
+        for step in range(STEPS):
+            element = step * TILE + in_tile
+            x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
+            y = divide(exp(x - largest), tl.broadcast_to(total, [TILE]))
+            tl.store(out_ptr + element, y.to(out_ptr.dtype.element_ty), mask=element < length)
+    return largest, total
 
 
 @triton.jit
@@ -135,11 +206,9 @@ def softmax_forward_of_block(
         element = step * TILE + tl.arange(0, TILE)
         x = tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=element < size * UNIT, other=float("-inf"))
         tiles = tiles + (x.to(tl.float32),)
-    largest, total = _statistics_of_block(tiles, STEPS, THREADS, VECTOR)
-    for step in tl.static_range(STEPS):
-        element = step * TILE + tl.arange(0, TILE)
-        y = divide(exp(tiles[step] - largest), tl.broadcast_to(total, [TILE]))
-        tl.store(y_ptr + row * (size * UNIT) + element, y.to(y_ptr.dtype.element_ty), mask=element < size * UNIT)
+    x_ptr += row * (row_stride * UNIT)
+    y_ptr += row * (size * UNIT)
+    _softmax_of_block(tiles, x_ptr, x_ptr, y_ptr, size * UNIT, 1.0, STEPS, THREADS, VECTOR, MASKED=False)
 
 
 @triton.jit(do_not_specialize=["size", "dy_row_stride"])

@@ -8,7 +8,7 @@ of length two. NEIGHBOURS is `RowReduction.neighbours`: ROCm's warps of so many 
 import triton
 import triton.language as tl
 
-from .primitives import divide, divide_by_count, exp_add, reciprocal
+from .primitives import divide, divide_by_reciprocal, exp_add, reciprocal
 
 
 @triton.jit
@@ -330,9 +330,9 @@ def welford_step(mean, m2, value, FACTOR: tl.constexpr):
 @triton.jit
 def welford_step_by_division(mean, m2, value, count, reciprocal, DIVIDED: tl.constexpr):
     """The mean and M2 with another value, the `count`-th, and what was added to the mean (`WelfordOps::reduce`,
-    SharedReduceOps.h). Eager divides; without DIVIDED `divide_by_count` does it, by a reciprocal of the count."""
+    SharedReduceOps.h). Eager divides; without DIVIDED `divide_by_reciprocal` does it, by a reciprocal of the count."""
     delta = value - mean
-    added = divide(delta, count) if DIVIDED else divide_by_count(delta, count, reciprocal)
+    added = divide(delta, count) if DIVIDED else divide_by_reciprocal(delta, count, reciprocal)
     mean = mean + added
     return mean, tl.fma(delta, value - mean, m2), added
 
