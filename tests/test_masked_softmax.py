@@ -24,9 +24,13 @@ from test_softmax_kernel import (
     WRONG_ORDERS,
     cast,
     changes_of,
+    is_added_by_fmas,
     numpy_exp,
     order_of_block,
     orders_of,
+    orders_of_block,
+    rows_with_tails,
+    terms_of,
 )
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -183,6 +187,33 @@ def test_special_rows(family, size, dtype):
     scores = torch.zeros(1, 2, 1, size + 1, dtype=dtype)
     out, dx = results_of(family.replacement, scores, mask, 0.5, torch.randn(1, 2, 1, size + 1).to(dtype))
     assert not out[..., -1].any() and not dx[..., -1].any() and out[..., 0].all()
+
+
+def scores_with_tails(choose, generator, size, dtype):
+    """Twice the rows of `rows_with_tails`, and a mask with the least number, of every row."""
+    rows = rows_with_tails(choose, generator, size, dtype)
+    mask = torch.zeros(1, 1, len(rows), size).masked_fill(
+        (torch.rand(len(rows), size, generator=generator) < 0.3) & (rows != 0), torch.finfo(dtype).min
+    )
+    return (2 * rows)[None, None], mask.to(dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_small_terms_are_divided_by_division(family, module, monkeypatch, seed, dtype):
+    """And no others. Each row has the transcription's bits."""
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    source = module("kernels_src.softmax")
+    for size in (choose.choice(BLOCK_SIZES[6:-1]) // 8 * 8, 9224):
+        scores, mask = scores_with_tails(choose, generator, size, dtype)
+        for each in (mask, None):
+            check(family, (scores, each, 0.5, torch.randn(scores.shape, generator=generator).to(dtype)), size)
+            by_division = is_added_by_fmas(terms_of(combined(scores, each, 0.5)[0, 0]))
+            assert 20 < int(by_division.sum()) < len(by_division) - 15
+            with monkeypatch.context() as patch:
+                patch.setattr(source, "divide_by_reciprocal", lambda x, y, reciprocal: x * 0.0 + 2.0)
+                out = family.replacement(scores, each, 0.5)
+            assert torch.equal((out[0, 0] != 2).all(-1), by_division), (size, each is None)
 
 
 @interpreted
@@ -380,7 +411,10 @@ def test_the_proof_tells_a_wrong_order_of_blocks(family, monkeypatch, seed, size
     assert not tells(family, monkeypatch, kind, seed, order_of_block(kind.rows))
     changes = changes_of(kind.rows)
     missed = [
-        change for change in changes if not tells(family, monkeypatch, kind, seed, order_of_block(kind.rows, change))
+        change
+        for change in changes
+        for order in orders_of_block(kind.rows, change)
+        if not tells(family, monkeypatch, kind, seed, order)
     ]
     assert not missed, kind
 
@@ -398,7 +432,7 @@ def test_1000_wrong_orders_are_told(family, monkeypatch, seed):
         else:
             kind = kind_of(family, of_gradient, dtype, choose.choice(BLOCKS), masked)
             name = choose.choice(changes_of(kind.rows))
-            order = order_of_block(kind.rows, name)
+            order = choose.choice(orders_of_block(kind.rows, name))
         assert tells(family, monkeypatch, kind, choose.randrange(1 << 30), order), (name, kind)
 
 
@@ -760,6 +794,21 @@ def test_output_and_gradient_are_those_of_eager(kernel, family, seed, monkeypatc
         for mine, theirs in zip(found, expected):
             assert_bits_equal(mine, theirs, label)
             assert mine.stride() == theirs.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_terms_are_those_of_eager(kernel, family, seed, monkeypatch, dtype):
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    for size in (2049, 4096, 9216, 9224):
+        scores, mask = (each.cuda() for each in scores_with_tails(choose, generator, size, dtype))
+        dy = torch.randn(scores.shape, generator=generator).to(dtype).cuda()
+        for each in (mask, None):
+            assert family.replacement(scores, each, 0.5) is not None
+            found = results_of(kernel.masked_softmax, scores, each, 0.5, dy)
+            for mine, theirs in zip(found, results_of(family.eager_masked_softmax, scores, each, 0.5, dy)):
+                assert_bits_equal(mine, theirs, f"{size}, {each is not None}")
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ The interpreter has numpy's exponentials, for the transcription too, rounds an F
 import math
 import os
 import random
+from fractions import Fraction
 from types import SimpleNamespace
 
 import aten_model
@@ -147,6 +148,154 @@ def test_special_rows(module, size, dtype):
     dy = torch.full((1, size), -0.0, dtype=dtype)
     # A sum that starts from +0 is never -0: -(+0) * y + -0 is -0.
     assert_bits_equal(backward_of(family, dy, torch.full((1, size), 0.5, dtype=dtype)), dy)
+
+
+# Rows of one block with small terms, which programs add and divide by other instructions
+
+
+LEAST_TERM = 2.0**-100
+# Logarithms of terms on both sides of 2**-100, of subnormal ones, of 2**-149, and of zero.
+TAILS = (
+    -69.0,
+    -69.25,
+    -69.3125,
+    -69.375,
+    -69.5,
+    -75.0,
+    -87.0,
+    -87.5,
+    -88.0,
+    -95.0,
+    -103.0,
+    -103.5,
+    -104.5,
+    -1e4,
+    -math.inf,
+)
+
+
+def is_added_by_fmas(terms):
+    """Which rows have a term between zero and 2**-100, or are NaN."""
+    return (((terms > 0) & (terms < LEAST_TERM)) | terms.isnan()).any(-1)
+
+
+def rows_with_tails(choose, generator, size, dtype):
+    """Rows whose largest number is 0: with one small term, or in all of a lane, or in half of the row; and special ones."""
+    x = -torch.randn(4 * len(TAILS) + len(SPECIAL), size, generator=generator).abs()
+    x[:, choose.randrange(size)] = 0.0
+    for row, (tail, where) in enumerate(
+        (tail, where) for tail in TAILS for where in ("one", "lane", "half", "but one")
+    ):
+        lane = choose.randrange(1024)
+        places = {"one": [choose.randrange(size)], "lane": slice(lane, None, 1024), "half": slice(None, size // 2)}
+        x[row, places.get(where, slice(1, None))] = tail
+        if where == "lane":  # Among others in the lane that add nothing.
+            x[row, lane + 1024 :: 1024] = choose.choice((tail, tail - 0.5, -math.inf))
+        if where == "but one":
+            x[row, 0] = 0.0
+    for row, value in enumerate(SPECIAL, 4 * len(TAILS)):
+        x[row, choose.randrange(size)] = value
+    return x.to(dtype)
+
+
+def terms_of(x):
+    return numpy_exp(x.float() - x.float().amax(-1, keepdim=True))
+
+
+def without_subnormals(y):
+    """The interpreter truncates what is subnormal in bf16 in a way of its own."""
+    return torch.where(y < 1e-36, 0.0, y) if y.dtype == torch.bfloat16 else y
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_small_terms_are_divided_by_division(module, monkeypatch, seed, dtype):
+    """And no others. Each row has the transcription's bits."""
+    family, source = module("ops.softmax"), module("kernels_src.softmax")
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    for size, result in ((choose.choice(BLOCK_SIZES[6:-1]), dtype), (9224, dtype), (2056, torch.float32)):
+        x = rows_with_tails(choose, generator, size, dtype)
+        expected = aten_model.softmax(x, numpy_exp, cast, dtype=result)
+        by_division = is_added_by_fmas(terms_of(x))
+        assert 20 < int(by_division.sum()) < len(x) - 15
+        found = forward_of(family, x, result)
+        assert_bits_equal(without_subnormals(found), without_subnormals(expected), f"{size} to {result}")
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "divide_by_reciprocal", lambda x, y, reciprocal: x * 0.0 + 2.0)
+            assert torch.equal((forward_of(family, x, result) != 2).all(-1), by_division), (size, result)
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "divide", lambda x, y: x * 0.0 + 2.0)
+            others = ~by_division & ~(terms_of(x).isnan().any(-1))
+            assert torch.equal((forward_of(family, x, result) <= 1).all(-1), others), (size, result)
+
+
+def test_sums_of_terms_are_those_of_fmas(seed):
+    """Where no term is between zero and 2**-100, as the kernel has it; elsewhere the two differ."""
+    generator, lanes = torch.Generator().manual_seed(seed), 1 << 16
+    total, by_fmas, small = torch.zeros(lanes), torch.zeros(lanes), torch.zeros(lanes, dtype=torch.bool)
+    # Zeros by any product, such as the middle between zero and 2**-149.
+    scale = torch.randint(-99, 1, (lanes,), generator=generator)
+    for _ in range(16):
+        power = torch.exp2((scale + torch.randint(-3, 1, (lanes,), generator=generator)).clamp(-99, 0).float())
+        product = 0.75 + torch.rand(lanes, generator=generator) / 2
+        tiny = torch.exp2(-torch.randint(20, 60, (lanes,), generator=generator).float())
+        of_zero = torch.rand(lanes, generator=generator) < 0.3
+        power, product = torch.where(of_zero, 2.0**-126, power), torch.where(of_zero, tiny, product)
+        term = power * product
+        small |= (term > 0) & (term < LEAST_TERM)
+        total, by_fmas = total + term, aten_model.fused_multiply_add(power, product, by_fmas)
+    assert_bits_equal(total[~small], by_fmas[~small])
+    assert int((~small).sum()) > 1000
+    # Subnormal products of all sizes.
+    total, by_fmas = torch.zeros(lanes), torch.zeros(lanes)
+    for _ in range(16):
+        product = torch.exp2(-24 * torch.rand(lanes, generator=generator))
+        total = total + 2.0**-126 * product
+        by_fmas = aten_model.fused_multiply_add(torch.full_like(product, 2.0**-126), product, by_fmas)
+    assert not torch.equal(total, by_fmas)
+
+
+def by_reciprocal(x, y, reciprocal=None):
+    """`divide_by_reciprocal` with FMAs that round once, as on a GPU."""
+    reciprocal = 1.0 / y if reciprocal is None else reciprocal
+    product, fma = x * reciprocal, aten_model.fused_multiply_add
+    return fma(fma(product, -y, x), reciprocal, product)
+
+
+def hardest_quotient(choose):
+    """x up to 1 and y from 1 on whose quotient is as near to the middle between two numbers as it can be."""
+    while True:
+        near_a_power = choose.choice((1 << 23, 1 << 24)) + choose.choice((-1, 1)) * choose.randrange(1, 1 << 10)
+        y = choose.choice((near_a_power, (1 << 24) - 1, choose.randrange(1 << 23, 1 << 24))) | 1
+        if not 1 << 23 < y < 1 << 24:
+            continue
+        # 2**shift * x = odd * y + rest, with an odd number of 25 bits.
+        shift, rest = choose.choice((24, 25)), choose.choice((-3, -1, 1, 3))
+        x = rest * pow(2**shift, -1, y) % y + y * choose.randrange(2)
+        if 1 << 23 <= x < 1 << 24 and (x < y) == (shift == 25):
+            return x, y
+
+
+def test_the_reciprocal_of_a_sum_divides_as_exactly_as_a_division(seed):
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    pairs = [hardest_quotient(choose) for _ in range(60_000)] + [((1 << 24) - 2, (1 << 24) - 1)]
+    x, y = torch.tensor(pairs, dtype=torch.float32).unbind(1)
+    middle = (x.double() / y.double()).frexp().mantissa * 2.0**24 % 1.0 - 0.5
+    assert (middle.abs() < 2.0**-21)[:-1].all(), "they are near the middle"
+    x *= torch.exp2(torch.randint(-76, 1, x.shape, generator=generator) - 24.0)
+    y *= torch.exp2(torch.randint(0, 20, y.shape, generator=generator) - 23.0)
+    found = by_reciprocal(x, y)
+    assert x.min() >= LEAST_TERM and y.min() >= 1
+    assert_bits_equal(found, x / y, "the hardest")
+    for dividend, divisor, quotient in zip(*(each[-3000:].tolist() for each in (x, y, found))):
+        exact, unit = Fraction(dividend) / Fraction(divisor), Fraction(2) ** (math.frexp(quotient)[1] - 24)
+        assert abs(Fraction(quotient) - exact) < unit / 2, (dividend, divisor)
+    # A reciprocal that is not rounded correctly would not do.
+    assert not torch.equal(by_reciprocal(x, y, torch.nextafter(1.0 / y, torch.zeros(()))), x / y)
+    x = torch.exp2(-100 * torch.rand(1 << 20, generator=generator))
+    x, y = torch.where(torch.rand(x.shape, generator=generator) < 0.1, 0.0, x), 1 + 9215 * torch.rand_like(x)
+    y = torch.where(torch.rand(x.shape, generator=generator) < 0.5, 1 + y / 9216, y)
+    assert_bits_equal(by_reciprocal(x, y), x / y, "at random")
 
 
 # Orders of a row sum of [rows, size], such as a kernel might have by mistake
@@ -296,6 +445,19 @@ def order_of_block(kind, change=None):
     return row_sum
 
 
+def orders_of_block(kind, change):
+    """That order in every row. Where a program keeps a row, in the rows with a small term alone, and in the others alone:
+    the kernel adds and divides each of the two by instructions of its own."""
+    wrong, right = order_of_block(kind, change), order_of_block(kind)
+    if not kind.steps:
+        return [wrong]
+
+    def in_some(with_small_term):
+        return lambda terms: torch.where(is_added_by_fmas(terms) == with_small_term, wrong(terms), right(terms))
+
+    return [in_some(False), in_some(True)]
+
+
 def changes_of(kind):
     """The changes that make a difference."""
     changes = ["the other tree", "half the threads", "two accumulators"]
@@ -321,7 +483,8 @@ def test_the_proof_tells_a_wrong_order_of_blocks(module, monkeypatch, seed, bloc
         missed = [
             change
             for change in changes_of(kind)
-            if not tells(family, monkeypatch, kind, seed, order_of_block(kind, change))
+            for order in orders_of_block(kind, change)
+            if not tells(family, monkeypatch, kind, seed, order)
         ]
         assert not missed, kind
 
@@ -346,7 +509,7 @@ def test_1000_wrong_orders_are_told(module, monkeypatch, seed):
         else:
             kind = of_block(family, of_gradient, dtype, choose.choice((dtype, torch.float32)), choose.choice([*BLOCKS]))
             name = choose.choice(changes_of(kind))
-            order = order_of_block(kind, name)
+            order = choose.choice(orders_of_block(kind, name))
         assert tells(family, monkeypatch, kind, choose.randrange(1 << 30), order), (name, kind)
 
 
@@ -679,6 +842,19 @@ def test_output_and_gradient_are_those_of_eager(kernel, module, seed, monkeypatc
         for mine, theirs in zip(found, expected):
             assert_bits_equal(mine, theirs, label)
             assert mine.stride() == theirs.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_terms_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    for size in (2049, 4096, 9216, 9224):
+        x = rows_with_tails(choose, generator, size, dtype).cuda()
+        for result in {dtype, torch.float32}:
+            assert module("ops.softmax").replacement(x, -1, result) is not None
+            expected = functional.softmax(x, -1, dtype=result)
+            assert_bits_equal(kernel.softmax(x, -1, result), expected, f"{size} to {result}")
 
 
 @pytest.mark.gpu

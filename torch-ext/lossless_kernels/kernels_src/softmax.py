@@ -155,7 +155,7 @@ def _softmax_of_block(
         for tile in tl.static_range(STEPS):
             y = divide_by_reciprocal(terms[tile], total, inverse)
             tl.store(
-                out_ptr + tile * TILE + in_tile, y.to(out_ptr.dtype.element_ty), mask=tile * TILE + in_tile < length
+                out_ptr + tile * TILE + in_tile, y.to(out_ptr.dtype.element_ty), mask=in_tile < length - tile * TILE
             )
     else:
         lanes = tl.zeros([THREADS], tl.float32)

@@ -300,7 +300,7 @@ def _proved(kind: Kind, device) -> bool:
 # Every product by it is rounded.
 _SCALE = 0.7
 # Of the fp32 softmax, in which another order of additions shows in many quotients of a row.
-_ELEMENTS, _ROWS_OF_BLOCKS = 1 << 16, 64
+_ELEMENTS, _ROWS_OF_BLOCKS = 1 << 16, 128
 # What a sum over 1024 threads adds up inside a thread hardly shows: in half of a block's rows the terms of one thread
 # are so far above the others.
 _APART = 12.0
@@ -360,6 +360,7 @@ def _comparisons(kind, device):
         if is_block:
             lane = aten.lanes(kind.rows.order, rows, size, 0, device)[::2]
             values[::2].add_(torch.where(lane == lane[:, size // 2, None], _APART, 0.0))
+            plain.with_small_terms(values)
         values[-1], values[-2], values[-3], values[-4, 0] = -math.inf, math.inf, -0.0, math.nan
         values[-5, -1], values[-6, 0] = math.inf, -math.inf
         scores, mask, walk = _sample(kind, device, source, values)
