@@ -372,22 +372,35 @@ def test_softmax_has_cudas_fmas_and_no_others(compiled):
         assert_only_trivial_fmas_of_bf16(entry)
 
 
+def of_small_terms(entry, elements):
+    """Elements that a thread adds, and that it divides, where a row has a small term: in loops, which may be unrolled."""
+    added, divided = (len(re.findall(rf"\b{each}\.f32", entry["assembly"])) for each in ("fma.rn.sat", "div.rn"))
+    of_tile = elements // entry["constants"]["STEPS"]
+    assert of_tile <= added <= elements and of_tile <= divided <= elements, str(entry)
+    # The other rows: an exponential's four FMAs and two of a quotient by the reciprocal, of which there is one.
+    assert entry.count(r"fma\.rn\.f32") == 2 * elements, str(entry)
+    assert entry.count(r"(?:fma|mad)\S*\.f32") == 2 * elements + 4 * (elements + divided), str(entry)
+    assert len(re.findall(r"\brcp\.rn\.f32", entry["assembly"])) == 1, str(entry)
+    assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == 1 + divided, str(entry)
+    return added, divided
+
+
 def test_softmax_of_blocks(compiled):
-    """Rows at multiples of 16 bytes are read and written once, 16 bytes at a time; FMAs are those of a warp's rows."""
+    """Rows at multiples of 16 bytes are read and written once, 16 bytes at a time, and again where they have small terms."""
     seen = set()
     for entry in compiled:
         constants, forward = entry["constants"], entry["kernel"] == "softmax_forward_of_block"
         if forward or entry["kernel"] == "softmax_backward_of_block":
             elements = constants["STEPS"] * constants["THREADS"] * constants["VECTOR"] // entry.threads
             sizes = [4 if dtype == "torch.float32" else 2 for dtype in entry["dtypes"]]
-            read = sum(elements * size // 16 for size in sizes[:-1])
+            added, divided = of_small_terms(entry, elements) if forward else (0, 0)
+            read = sum((elements + added + divided) * size // 16 for size in sizes[:-1])
             assert constants["UNIT"] * sizes[0] == 16
             assert entry.count(r"ld\.global\S*\.v4\.b32") == entry.count(r"ld\.global") == read, str(entry)
-            written = elements * sizes[-1] // 16
+            written = (elements + divided) * sizes[-1] // 16
             if sizes[-1] >= sizes[0]:
                 assert entry.count(r"st\.global\S*\.v4\.b32") == entry.count(r"st\.global") == written, str(entry)
-            fmas = 4 if forward else 1
-            assert entry.count(r"(?:fma|mad)\S*\.f32") == fmas * elements, str(entry)
+            assert forward or entry.count(r"(?:fma|mad)\S*\.f32") == elements, str(entry)
             seen.add((entry["kernel"], entry["arch"]))
     assert {arch for _, arch in seen} == set(ARCHS) and len(seen) == 2 * len(ARCHS)
 
@@ -395,7 +408,8 @@ def test_softmax_of_blocks(compiled):
 def test_masked_softmax_reads_rows_once_and_rounds_each_operation(compiled):
     """Scores, mask, and the output's gradient, 16 bytes at a time where a thread has as many of a tile.
 
-    FMAs are those of softmax: an exponential's four, and that of the gradient. The sum of scores and mask is rounded by
+    A forward kernel of blocks reads and divides rows with small terms again. FMAs are those of softmax: an exponential's
+    four, that of the gradient, and two of a quotient by a reciprocal. The sum of scores and mask is rounded by
     itself; of bf16 the compiler makes an FMA with one, or an addition, of 16 bits.
     """
     seen = set()
@@ -406,19 +420,24 @@ def test_masked_softmax_reads_rows_once_and_rounds_each_operation(compiled):
         tile = constants["THREADS"] * constants["VECTOR"] if "STEPS" in constants else constants["ROWS"]
         tile, tiles = (tile, constants["STEPS"]) if "STEPS" in constants else (tile << constants["LOG2_SIZE"], 1)
         elements = tiles * tile // entry.threads
-        assert entry.count(r"(?:fma|mad)\S*\.f32") == (5 if backward else 4) * elements, str(entry)
-        assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == elements, str(entry)
-        assert len(re.findall(r"\bdiv\.rn\.f32", entry["assembly"])) == elements, str(entry)
+        added = divided = 0
+        if entry["kernel"] == "masked_softmax_forward_of_block":
+            added, divided = of_small_terms(entry, elements)
+        else:
+            assert entry.count(r"(?:fma|mad)\S*\.f32") == (5 if backward else 4) * elements, str(entry)
+            assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == elements, str(entry)
+            assert len(re.findall(r"\bdiv\.rn\.f32", entry["assembly"])) == elements, str(entry)
         assert_only_trivial_fmas_of_bf16(entry)
-        read = (1 + backward + constants["MASKED"]) * elements * entry["itemsize"]
+        read = (1 + backward + constants["MASKED"]) * (elements + added + divided) * entry["itemsize"]
         bytes_of_thread = min(tile // entry.threads * entry["itemsize"], 16) if constants["UNIT"] > 1 else 0
         if bytes_of_thread == 16:
             assert entry.count(r"ld\.global\S*\.v4\.b32") == read // 16, str(entry)
-            assert entry.count(r"st\.global\S*\.v4\.b32") == elements * entry["itemsize"] // 16, str(entry)
+            written = (elements + divided) * entry["itemsize"]
+            assert entry.count(r"st\.global\S*\.v4\.b32") == written // 16, str(entry)
             seen.add((entry["kernel"], entry["arch"]))
         elif bytes_of_thread == 8:
             assert entry.count(r"ld\.global\S*\.v2\.b32") == read // 8, str(entry)
-        # A row that is read once is not read again: beside its elements there are the statistics alone.
+        # Beside its elements there are the statistics alone.
         loads = len(re.findall(r"^\s*(?:@\S+ )?ld\.global", entry["assembly"], re.MULTILINE))
         if bytes_of_thread and "STEPS" in constants:
             assert loads == read // bytes_of_thread + 2 * backward, str(entry)
