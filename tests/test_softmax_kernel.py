@@ -446,10 +446,10 @@ def order_of_block(kind, change=None):
 
 
 def orders_of_block(kind, change):
-    """That order in every row. Where a program keeps a row, in the rows with a small term alone, and in the others alone:
-    the kernel adds and divides each of the two by instructions of its own."""
+    """That order in every row. Where a forward program keeps a row, in the rows with a small term alone, and in the others
+    alone: the kernel adds and divides each of the two by instructions of its own."""
     wrong, right = order_of_block(kind, change), order_of_block(kind)
-    if not kind.steps:
+    if kind.of_gradient or not kind.steps:
         return [wrong]
 
     def in_some(with_small_term):

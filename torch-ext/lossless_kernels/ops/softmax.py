@@ -358,8 +358,8 @@ _PROOF_ELEMENTS = {torch.float32: 1 << 16, torch.float16: 1 << 19, torch.bfloat1
 _BLOCK_ROWS = 64
 _APART = {torch.float32: 40.0, torch.float16: 6.0, torch.bfloat16: 40.0}
 _MORE_OF_BLOCKS = {torch.float32: 1, torch.float16: 4, torch.bfloat16: 1}
-# How far the least term of every other pair of a block's rows is below the largest: the kernel divides those by other
-# instructions, and adds them by others.
+# How far one element of some rows of a block is below the largest: kernels that keep a row add and divide such rows by
+# other instructions. These kernels' rows are drawn twice as often.
 _SMALL = 80.0
 # How often a block's rows are drawn. Equal numbers of a row, of which 16 bits have many, show a difference together or not
 # at all: drawn once, rows of bf16 hid half the threads one time in eight.
