@@ -25,6 +25,7 @@ def cpu_kernels(package):
     rotary, variants, products = module("rotary_formulas"), module("variants").BY_NAME.values(), []
     divergences, cohere = module("ops.divergences")._DIVERGENCES, module("ops.cohere_layer_norm")
     dyt, complex_family = module("ops.dyt"), module("ops.complex_rotary")
+    masked = module("ops.masked_softmax")
     tables, softmax, cross_entropy = module("rotary_embedding"), module("ops.softmax"), module("cross_entropy")
 
     def variant_of(constants, x, weight, out):
@@ -213,6 +214,15 @@ def cpu_kernels(package):
     def softmax_backward(constants, scalars, dy, y, dx):
         write(dx, softmax._formula(dy, y, dx.dtype))
 
+    def masked_softmax_forward(constants, scalars, scores, y, statistics, mask=None):
+        write(y, masked.eager_masked_softmax(scores, mask, scalars[-1]))
+
+    def masked_softmax_backward(constants, scalars, dy, scores, statistics, dx, mask=None):
+        with torch.enable_grad():
+            leaf = scores.detach().requires_grad_()
+            y = masked.eager_masked_softmax(leaf, mask, scalars[-1])
+        write(dx, torch.autograd.grad(y, leaf, dy)[0])
+
     def cross_entropy_forward(constants, scalars, logits, target, maxima, log_sums, logp, checked):
         h, ignored, valid = logits.float(), target == scalars[2], (target >= 0) & (target < logits.shape[1])
         of_classes = functional.log_softmax(h, -1)
@@ -253,6 +263,7 @@ def cpu_kernels(package):
     kernels += (group_norm_forward, group_norm_statistics, group_norm_output)
     kernels += (complex_rotary, cohere_layer_norm_forward, cohere_layer_norm_backward, dyt_forward, dyt_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
+    kernels += (masked_softmax_forward, masked_softmax_backward)
     return {each.__name__: each for each in kernels} | {
         "rotary": rotate,
         "cross_entropy_forward_short": cross_entropy_forward,

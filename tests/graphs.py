@@ -61,6 +61,10 @@ def _rms_norm(h, weight, eps):
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(h.dtype)
 
 
+def masked_softmax(scores, mask, scale):
+    return F.softmax(scores * scale + mask, dim=-1, dtype=torch.float32).to(scores.dtype)
+
+
 def add_rms_norm(h, residual, weight, eps):
     total = residual + h
     return _rms_norm(total, weight, eps), total
@@ -188,6 +192,9 @@ GRAPHS = {
         }.items()
     },
     "softmax": (lambda: Around(F.softmax, lambda f, h: f(h, dim=-1) * h), "softmax"),
+    "masked_softmax": (
+        lambda: Around(masked_softmax, lambda f, h: f(h, torch.ones_like(h.detach()), 0.7) * h), "masked_softmax"
+    ),
     "cross_entropy": (
         lambda: Around(cross_entropy, _loss(lambda f, h, target: f(h, target, reduction="sum"))), "cross_entropy"
     ),

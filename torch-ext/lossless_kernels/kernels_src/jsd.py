@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .primitives import exp, log, mask_if, maximum, rounded
-from .softmax import _begin_of_vectors, maximum_of_row, scaled, sum_of_exponentials
+from .softmax import _begin_of_vectors, _maximum_of_row, _scaled, _sum_of_exponentials
 from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
 
 
@@ -27,11 +27,11 @@ def _statistics(
 ):
     """A row's maximum and the logarithm of its sum of exponentials. A positive factor does not change what is largest."""
     DTYPE: tl.constexpr = row_ptr.dtype.element_ty
-    largest = maximum_of_row(row_ptr, length, THREADS * VECTOR)
+    largest = _maximum_of_row(row_ptr, length, THREADS * VECTOR)
     if SCALED:
         largest = rounded(largest * factor, DTYPE)
     head, _ = _begin_of_vectors(row, length, length, HEAD, False, 0, THREADS, VECTOR)
-    total = sum_of_exponentials(
+    total = _sum_of_exponentials(
         row_ptr, row_ptr + head, head, length, largest, THREADS, VECTOR, HEAD, factor, SCALED, BY_VECTORS
     )
     return largest, log(total)
@@ -41,7 +41,7 @@ def _statistics(
 def _log_probability(row_ptr, at, mask, factor, largest, log_sum, SCALED: tl.constexpr, MASKED: tl.constexpr = True):
     """log_softmax of these elements of a row."""
     x = tl.load(row_ptr + at, mask=mask, other=0.0) if MASKED else tl.load(row_ptr + at)
-    return rounded((scaled(x, factor, SCALED) - largest) - log_sum, row_ptr.dtype.element_ty)
+    return rounded((_scaled(x, factor, SCALED) - largest) - log_sum, row_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def jsd_forward(
         size: elements of a row, in UNITs, as are the strides of rows.
         factor: what multiplies the logits, if SCALED.
         FORM: "mixture"; "teacher", kl_div of the student to the teacher, for beta 0; "student" for beta 1.
-        THREADS, VECTOR, HEAD, BY_VECTORS: as in `sum_of_exponentials`.
+        THREADS, VECTOR, HEAD, BY_VECTORS: as in `_sum_of_exponentials`.
     """
     DTYPE: tl.constexpr = term_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -294,7 +294,7 @@ def jsd_backward(
         dy_ptr: the gradient of the terms: one number for all, with DENSE one for each.
         scratch_ptr: [programs, gradients that are wanted, length rounded up to a multiple of 16].
         LABELS: the terms are those of the rows that count.
-        THREADS, VECTOR, HEAD, BY_VECTORS: as in `sum_of_exponentials`, of ATen's kernel for the gradient.
+        THREADS, VECTOR, HEAD, BY_VECTORS: as in `_sum_of_exponentials`, of ATen's kernel for the gradient.
     """
     TILE: tl.constexpr = THREADS * VECTOR
     length = size * UNIT

@@ -274,7 +274,7 @@ def _begin_of_vectors(
 
 
 @triton.jit
-def maximum_of_row(row_ptr, length, TILE: tl.constexpr):
+def _maximum_of_row(row_ptr, length, TILE: tl.constexpr):
     """The largest of `length` elements, in fp32. The last come first: the sum begins with those that are in the cache."""
     element = tl.arange(0, TILE)
     of_tile = tl.full([TILE], float("-inf"), tl.float32)
@@ -288,13 +288,13 @@ def maximum_of_row(row_ptr, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def scaled(x, factor, SCALED: tl.constexpr):
+def _scaled(x, factor, SCALED: tl.constexpr):
     """x in fp32; with SCALED times the factor, rounded to x's dtype."""
     return rounded(x.to(tl.float32) * factor, x.dtype) if SCALED else x.to(tl.float32)
 
 
 @triton.jit
-def sum_of_exponentials(
+def _sum_of_exponentials(
     row_ptr,
     rest_ptr,
     head,
@@ -323,19 +323,19 @@ def sum_of_exponentials(
         # Thread t takes element t - k if the row begins k elements after a multiple of 16 bytes.
         of_head = thread - (THREADS - head)
         single_x = tl.load(row_ptr + of_head, mask=mask_if(of_head >= 0, head > 0), other=NOTHING)
-        total = exp_add(total, scaled(single_x, factor, SCALED) - largest)
+        total = exp_add(total, _scaled(single_x, factor, SCALED) - largest)
     steps = (length - head) // TILE
     for step in range(steps):
-        x = scaled(tl.load(rest_ptr + step * TILE + element), factor, SCALED)
+        x = _scaled(tl.load(rest_ptr + step * TILE + element), factor, SCALED)
         total = chain_of_vectors(total, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
     if BY_VECTORS:
         x = tl.load(rest_ptr + steps * TILE + element, mask=element < length - head - steps * TILE, other=NOTHING)
-        total = chain_of_vectors(total, scaled(x, factor, SCALED) - largest, THREADS, EXP=True, VECTOR=VECTOR)
+        total = chain_of_vectors(total, _scaled(x, factor, SCALED) - largest, THREADS, EXP=True, VECTOR=VECTOR)
     else:
         for single in tl.static_range(VECTOR):
             at = steps * TILE + single * THREADS + thread
             single_x = tl.load(rest_ptr + at, mask=at < length - head, other=NOTHING)
-            total = exp_add(total, scaled(single_x, factor, SCALED) - largest)
+            total = exp_add(total, _scaled(single_x, factor, SCALED) - largest)
     return tl.max(sum_of_block(total, THREADS), axis=0)
 
 
@@ -363,9 +363,9 @@ def softmax_forward_of_long_rows(
     length = size * UNIT
     row_ptr = x_ptr + row * (row_stride * UNIT)
     element = tl.arange(0, TILE)
-    largest = maximum_of_row(row_ptr, length, TILE)
+    largest = _maximum_of_row(row_ptr, length, TILE)
     head, offset = _begin_of_vectors(row, length, row_stride * UNIT, HEAD, DENSE, SHIFT, THREADS, VECTOR)
-    total = sum_of_exponentials(row_ptr, x_ptr + offset, head, length, largest, THREADS, VECTOR, HEAD)
+    total = _sum_of_exponentials(row_ptr, x_ptr + offset, head, length, largest, THREADS, VECTOR, HEAD)
 
     for tile in range(tl.cdiv(length, TILE)):
         mask = element < length - tile * TILE

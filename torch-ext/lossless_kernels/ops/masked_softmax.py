@@ -27,7 +27,9 @@ from ..core.domain import (
 )
 from ..core.layout import contiguous_strides, row_levels
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from . import softmax as plain
+from .softmax import Kind as KindOfRows
+from .softmax import _formula as eager_gradient
+from .softmax import softmax, with_small_terms
 
 if launch.AVAILABLE:
     from ..kernels_src import masked_softmax as kernels
@@ -56,7 +58,7 @@ def masked_softmax(scores: torch.Tensor, mask: Optional[torch.Tensor] = None, sc
     """
     check_floating("scores", scores)
     out = replacement(scores, mask, scale)
-    return eager_masked_softmax(scores, mask, scale, plain.softmax) if out is None else out
+    return eager_masked_softmax(scores, mask, scale, softmax) if out is None else out
 
 
 def eager_masked_softmax(scores, mask=None, scale=1.0, softmax=functional.softmax) -> torch.Tensor:
@@ -82,13 +84,13 @@ class Kind:
         masked: there is a mask.
     """
 
-    rows: plain.Kind
+    rows: KindOfRows
     masked: bool
 
     @classmethod
     def of(cls, of_gradient: bool, dtype: torch.dtype, size: int, multiple: int, masked: bool) -> "Kind":
         """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
-        rows, unit = plain.Kind.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
+        rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
         return cls(replace(rows, unit=1 if multiple % unit else unit), masked)
 
 
@@ -360,7 +362,7 @@ def _comparisons(kind, device):
         if is_block:
             lane = aten.lanes(kind.rows.order, rows, size, 0, device)[::2]
             values[::2].add_(torch.where(lane == lane[:, size // 2, None], _APART, 0.0))
-            plain.with_small_terms(values)
+            with_small_terms(values)
         values[-1], values[-2], values[-3], values[-4, 0] = -math.inf, math.inf, -0.0, math.nan
         values[-5, -1], values[-6, 0] = math.inf, -math.inf
         scores, mask, walk = _sample(kind, device, source, values)
@@ -398,7 +400,7 @@ def _gradient_comparisons(kind, device):
         empty = functools.partial(torch.full_like, scores, math.nan)
         statistics = torch.tensor([0.0, 1.0], device=device).repeat(rows, 1)
         call = _Call(*(walk.bind(each, _SCALE, device) for each in kinds), _SCALE, empty, statistics.clone)
-        expected = plain._formula(dy.float(), torch.exp(x.float()), dtype) * _SCALE
+        expected = eager_gradient(dy.float(), torch.exp(x.float()), dtype) * _SCALE
         yield "the scores' gradient", call.gradient(dy, scores, statistics, *mask), expected
         expected = _formula_gradient(dy, scores, *mask or (None,), _SCALE)
         yield "the scores' gradient", call.gradient_alone(dy, scores, *mask), expected
@@ -427,7 +429,7 @@ def _masked_softmax_backward_op(
     dy: torch.Tensor, scores: torch.Tensor, mask: Optional[torch.Tensor], scale: float
 ) -> torch.Tensor:
     y = functional.softmax(_combined(scores, mask, scale), dim=-1, dtype=torch.float32)
-    dx = plain._formula(dy.float(), y, scores.dtype)
+    dx = eager_gradient(dy.float(), y, scores.dtype)
     return dx if scale == 1.0 else dx * scale
 
 
