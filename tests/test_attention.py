@@ -184,8 +184,8 @@ WITH_THE_FORMULA = ("llama", "qwen3", "mistral", "clip", "siglip", "pixtral", "v
 WITHOUT = ("bert", "gemma2", "gpt_oss", "t5", "gpt2", "llama4", "vjepa2", "idefics2", "modernbert_decoder", "internvl")
 
 
-def is_formula(module, eager, scaling=0.5):
-    return module("eager_attention")._is_formula(eager, (torch.randn(1, 2, 3, 4),), scaling)
+def is_formula(module, eager, scaling=0.5, mask=None):
+    return module("eager_attention")._is_formula(eager, (torch.randn(1, 2, 3, 4),) * 3, mask, scaling)
 
 
 @interpreted
@@ -239,6 +239,7 @@ OTHERS = {
         "torch.matmul(attn_weights, value_states)",
         "torch.matmul(attn_weights.detach(), value_states)",
     ),
+    "a mask that is cut": ("+ attention_mask", "+ attention_mask[:, :, :, : key.size(-2)]"),
     "another argument": ("dropout=0.0,", "dropout=0.0, softcap=None,"),
 }
 
@@ -261,6 +262,30 @@ def test_a_function_with_another_formula_is_told(module, name):
 
 
 @interpreted
+def test_masks_that_a_function_may_convert_or_cut_are_left_to_it(module):
+    eager = function_of(LLAMA.replace("+ attention_mask", "+ attention_mask.to(attn_weights.dtype)"))
+    assert is_formula(module, eager) and is_formula(module, eager, mask=torch.zeros(1, 1, 3, 3))
+    assert not is_formula(module, eager, mask=torch.zeros(1, 1, 3, 3).double())
+    assert not is_formula(module, eager, mask=torch.zeros(1, 1, 3, 5))
+
+
+@pytest.mark.usefixtures("proof_off")
+def test_a_mask_may_change_before_the_backward_pass(module, seed):
+    """Eager keeps none, so that a program may use its memory again."""
+    attention, _ = attention_of("llama")
+    found = []
+    for change in (False, True):
+        generator = torch.Generator().manual_seed(seed)
+        states = [torch.randn(2, 4, 3, HEAD_DIM, generator=generator).requires_grad_() for _ in range(3)]
+        attention.num_key_value_groups, mask = 1, torch.randn(2, 1, 3, 3, generator=generator)
+        out, _ = module("eager_attention").lossless_eager(attention, *states, mask, scaling=0.5)
+        mask.zero_() if change else None
+        found.append(torch.autograd.grad(out.sum(), states))
+    for one, other in zip(*found, strict=True):
+        assert_bits_equal(one, other)
+
+
+@interpreted
 def test_a_function_is_looked_at_again_when_it_changes(module):
     eager = function_of(LLAMA)
     assert is_formula(module, eager)
@@ -279,7 +304,7 @@ def test_a_function_is_looked_at_again_when_it_changes(module):
 @interpreted
 def test_the_proof_of_the_formula_draws_no_random_numbers(module):
     query, before = torch.randn(1, 2, 3, 4), torch.get_rng_state()
-    assert module("eager_attention")._is_formula(function_of(LLAMA), (query,), 0.5)
+    assert module("eager_attention")._is_formula(function_of(LLAMA), (query,) * 3, None, 0.5)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -669,6 +669,21 @@ def test_little_is_kept(kernel):
 
 
 @interpreted
+def test_a_hook_may_return_another_layout(kernel, seed):
+    """As `save_on_cpu` does with a mask that is a slice of another."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.randn(2, 1, 3, 80, generator=generator)[..., :40]
+    scores, dy, found = *torch.randn(2, 2, 4, 3, 40, generator=generator).unbind(), []
+    for pack in (lambda saved: saved, torch.clone):
+        leaf = scores.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            out = kernel.masked_softmax(leaf, mask, 0.5)
+        found.append(torch.autograd.grad(out, leaf, dy)[0])
+    # The other layout gets eager's operations, whose sums a CPU adds in another order.
+    assert (found[0] - found[1]).abs().max() < 1e-6 < found[0].abs().max()
+
+
+@interpreted
 def test_modes_checkpoints_and_hooks_get_eagers_gradients(kernel, family, seed):
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), named=None):

@@ -55,9 +55,16 @@ def lossless_eager(module: torch.nn.Module, *arguments, **named) -> tuple:
     Under torch.compile it is traced with its own softmax.
     """
     eager = _eager_of(type(module))
-    if not is_dynamo_compiling() and _is_formula(eager, arguments, named.get("scaling")):
-        return _attention(_repeat_of(eager), functional.dropout, masked_softmax, module, *arguments, **named)
+    mask = arguments[3] if len(arguments) > 3 else named.get("attention_mask")
+    if not is_dynamo_compiling() and _is_formula(eager, arguments, mask, named.get("scaling")):
+        return _attention(_repeat_of(eager), functional.dropout, _softmax, module, *arguments, **named)
     return with_our_softmax(eager)(module, *arguments, **named)
+
+
+def _softmax(scores, mask, scale):
+    """`masked_softmax`, which keeps a copy of the mask: eager keeps none, and a program may write to it."""
+    kept = torch.is_grad_enabled() and scores.requires_grad and isinstance(mask, torch.Tensor)
+    return masked_softmax(scores, mask.clone() if kept else mask, scale)
 
 
 def _eager_of(owner: type) -> Callable:
@@ -72,7 +79,7 @@ def _eager_of(owner: type) -> Callable:
 
 
 def _attention(
-    repeat_kv, drop, softmax, module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
+    repeat_kv, drop, softmax, module, /, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula of Llama's `eager_attention_forward`: the output, and the weights.
 
@@ -107,14 +114,22 @@ class _Known(NamedTuple):
 _known: MutableMapping[FunctionType, _Known] = weakref.WeakKeyDictionary()
 
 
-def _is_formula(eager, arguments, scaling) -> bool:
+def _is_formula(eager, arguments, mask, scaling) -> bool:
     """Whether `_attention` may stand for this call of the file's function.
 
-    A scaling that is None, and another dtype of the scores, which autocast makes, are left to the function.
+    A scaling that is None, another dtype of the scores, which autocast makes, and a mask of another dtype or number of
+    keys, which a function may convert or cut, are left to the function.
     """
-    if not arguments or not isinstance(arguments[0], torch.Tensor) or type(scaling) is not float:
+    if (
+        len(arguments) < 2
+        or not all(isinstance(each, torch.Tensor) for each in arguments[:2])
+        or type(scaling) is not float
+    ):
         return False
-    device = arguments[0].device
+    query, key = arguments[:2]
+    if isinstance(mask, torch.Tensor) and (mask.dtype != query.dtype or mask.shape[-1:] != key.shape[-2:-1]):
+        return False
+    device = query.device
     if not isinstance(eager, FunctionType) or not runs_kernels(device) or is_autocast(device):
         return False
     known = _known.get(eager)
@@ -158,6 +173,9 @@ def _looks_known(function, helpers) -> bool:
         return False
     read: set[str] = set()
     for instruction in dis.get_instructions(code):
+        # A mask or another argument that is cut may have the proof's size, and not that of a call.
+        if "SUBSCR" in instruction.opname or "SLICE" in instruction.opname or instruction.argrepr == "[]":
+            return False
         if "FAST" in instruction.opname and instruction.opname != "STORE_FAST":
             # From Python 3.13 on one instruction may load or store two variables.
             read.update(instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,))

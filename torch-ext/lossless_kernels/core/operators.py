@@ -205,8 +205,10 @@ class _Sums:
         for node in [each for each in graph.nodes if each.target in _WITH_SUMS]:
             of_sum, others = _WITH_SUMS[node.target]
             total, *given = node.args
-            given = others(*given)
-            if given is not None and _adds_equals(total) and _are_inputs(given):
+            if "val" in node.meta and _adds_equals(total) and _are_inputs(given):
+                given = others(*given)
+                if given is None:
+                    continue
                 _replace(graph, node, total, of_sum, (*total.args, *given))
 
 
@@ -214,12 +216,17 @@ def _adds_equals(total) -> bool:
     """Whether the node adds two dense tensors of one shape, dtype and device."""
     if total.target is not torch.ops.aten.add.Tensor or total.kwargs:
         return False
-    if not all(isinstance(each, torch.fx.Node) for each in total.args):
+    if not _are_tensors(total, *total.args):
         return False
     first, second = (each.meta["val"] for each in total.args)
     if (first.dtype, first.device, first.dim()) != (second.dtype, second.device, second.dim()):
         return False
     return _are_known_as_equal(first.shape, second.shape) and _is_dense(first) and _is_dense(second)
+
+
+def _are_tensors(*nodes) -> bool:
+    """Whether these are nodes of tensors. Another pass may leave nodes without values, and a sum's term may be a number."""
+    return all(isinstance(each, torch.fx.Node) and isinstance(each.meta.get("val"), torch.Tensor) for each in nodes)
 
 
 def _is_dense(tensor) -> bool:
@@ -237,7 +244,7 @@ def _are_known_as_equal(numbers, others) -> bool:
 def _are_inputs(arguments) -> bool:
     """Whether the tensors among them are dense inputs of the graph, and so exist where the sum stands."""
     nodes = [each for each in arguments if isinstance(each, torch.fx.Node)]
-    return all(each.op == "placeholder" and _is_dense(each.meta["val"]) for each in nodes)
+    return _are_tensors(*nodes) and all(each.op == "placeholder" and _is_dense(each.meta["val"]) for each in nodes)
 
 
 def _replace(graph, node, total, of_sum, arguments) -> None:

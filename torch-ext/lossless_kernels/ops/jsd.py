@@ -103,6 +103,8 @@ class _Call:
     def __init__(self, kind: Kind, rows: int, levels: tuple, beta: float, temperature: float, device: torch.device):
         self.kind, self.rows, self.device, self.shape = kind, rows, device, (rows, kind.vocabulary)
         self.weights = torch.stack(_weights(beta, kind.dtype, device)).float()
+        if device.type == "cuda":  # Calls on other streams read them, too.
+            torch.cuda.current_stream(device).synchronize()
         # As ATen divides by a number.
         factor = float(1.0 / torch.tensor(temperature, dtype=torch.float32))
         self.scalars = kind.vocabulary // kind.unit, *levels, factor

@@ -263,7 +263,7 @@ class MaskedSoftmax(torch.autograd.Function):
             out = eager_masked_softmax(*tensors, scale=call.scale)
         ctx.save_for_backward(statistics, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.strides = call, [each.stride() for each in tensors]
         return out
 
     @staticmethod
@@ -271,8 +271,9 @@ class MaskedSoftmax(torch.autograd.Function):
         statistics, scores, *mask = ctx.saved_tensors
         dx = None
         if dy is not None:  # If the output was unused, its gradient is undefined.
-            # With create_graph the gradient is differentiated in turn.
-            if not is_grad_enabled() and are_plain(dy, scores):
+            # With create_graph the gradient is differentiated in turn. A saved-tensor hook may return another layout.
+            same = [each.stride() for each in (scores, *mask)] == ctx.strides and all(are_plain(dy, e) for e in mask)
+            if not is_grad_enabled() and are_plain(dy, scores) and same:
                 dx = ctx.call.gradient(dy, scores, statistics, *mask)
             else:
                 dx = _formula_gradient(dy, scores, mask[0] if mask else None, ctx.call.scale)
