@@ -143,8 +143,13 @@ def test_kernels_equal_the_transcription(kernel, launched, seed, cases):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("beta", [0, 1, 0.3])
+@pytest.mark.parametrize(
+    "beta, dtype",
+    [
+        *zip((0.3, 0, 1), DTYPES),
+        *(pytest.param(beta, dtype, marks=pytest.mark.long) for beta in (0, 1, 0.3) for dtype in DTYPES),
+    ],
+)
 def test_special_rows(kernel, launched, seed, dtype, beta):
     """Of infinities, NaNs and equal numbers, alone and among others, counted and not."""
     vocabulary = 2056
