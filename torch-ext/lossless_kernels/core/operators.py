@@ -207,9 +207,8 @@ class _Sums:
             total, *given = node.args
             if "val" in node.meta and _adds_equals(total) and _are_inputs(given):
                 given = others(*given)
-                if given is None:
-                    continue
-                _replace(graph, node, total, of_sum, (*total.args, *given))
+                if given is not None:
+                    _replace(graph, node, total, of_sum, (*total.args, *given))
 
 
 def _adds_equals(total) -> bool:
