@@ -33,7 +33,7 @@ def register_attention() -> str:
     it. If the `eager_attention_forward` of the model's own file computes Llama's formula, scale, mask and softmax are one
     kernel, that of `kernel.masked_softmax`. The other files' functions run operation by operation, and take softmax alone
     from the kernels of `kernel.softmax`. Outputs, gradients and random numbers of dropout are eager's. Masks are those of
-    "eager". The backward pass keeps the scores in their dtype, where eager keeps the fp32 softmax.
+    "eager". The backward pass keeps the scores and a copy of the mask, where eager keeps the fp32 softmax.
 
     Returns:
         The name, "lossless_eager".
