@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import pytest
 import torch
-from places import python_module
+from places import forget_all, forget_calls, python_module
 
 # The tests' Hub is on this machine, whatever the shell says about the real one, and no proxy leads to it.
 os.environ.update(HF_HUB_OFFLINE="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
@@ -118,6 +118,14 @@ def chooser(seed):
 def module(kernel):
     """The kernel's Python modules, by name."""
     return lambda name: python_module(kernel, name)
+
+
+@pytest.fixture
+def nothing_known(module, monkeypatch):
+    """What other tests have taught the package, warnings that come once included, is not known in this test."""
+    forget_all(module, monkeypatch)
+    yield
+    forget_calls(module)
 
 
 @pytest.fixture

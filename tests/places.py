@@ -4,6 +4,8 @@ import importlib
 from types import ModuleType
 from typing import Callable, Union
 
+import pytest
+
 PLACES = {
     **{name: f"core.{name}" for name in ("calls", "domain", "inspection", "launch", "layout", "plans", "proof")},
     "reduce_config": "core.reduction",
@@ -35,6 +37,26 @@ def forget_calls(module: Callable[[str], ModuleType]) -> None:
     """
     for calls in module("calls").Calls.every:
         calls.clear()
+
+
+# What the package learns while it runs, beside its calls.
+_LEARNT = {
+    "proof": ("_verdicts", "_refusals", "_warned", "_dependencies"),
+    "inspection": ("_codes",),
+    "softmax_callers": ("_copies",),
+}
+
+
+def forget_all(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the end of a test the package knows no verdicts, classes and callers, and has warned of nothing.
+
+    Args:
+        module, monkeypatch: the fixtures of these names.
+    """
+    for owner, tables in _LEARNT.items():
+        for table in tables:
+            monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
+    forget_calls(module)
 
 
 def resolved(module: Callable[[str], ModuleType], name: str) -> list:

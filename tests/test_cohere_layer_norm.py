@@ -361,7 +361,7 @@ def test_gradients_can_be_differentiated(kernel, seed):
 
 
 @interpreted
-def test_without_proof_eager_runs(kernel, monkeypatch):
+def test_without_proof_eager_runs(kernel, nothing_known, monkeypatch):
     """A CPU adds in another order than CUDA."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     x, layer = torch.randn(16, 260), layer_of((260,), torch.float32)
@@ -395,7 +395,7 @@ def test_transformers_classes_get_the_layer_name(kernel, folder):
     assert kernel.name_layers(torch.nn.Sequential(layer_class(64))) == {layer_class.__name__: "CohereLayerNorm"}
 
 
-def test_another_formula_is_not(kernel, family):
+def test_another_formula_is_not(kernel, family, nothing_known):
     class Other(CohereLayerNorm):
         def forward(self, hidden_states):
             h = hidden_states.to(torch.float32)

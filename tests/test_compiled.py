@@ -6,7 +6,6 @@ eager's operations (`aot_eager`).
 
 import collections
 import copy
-import functools
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ from bits import assert_bits_equal
 from conftest import ROOT
 from cpu_kernels import cpu_arithmetic
 from kernels import Mode, get_local_kernel
-from places import forget_calls, python_module
+from places import python_module
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,17 +38,12 @@ OF_BACKWARD = {"rms_norm_backward": 1, "rotary_backward": 2, "add_rms_norm_backw
 
 
 @pytest.fixture
-def launched(kernel, monkeypatch, proof_off):
+def launched(kernel, nothing_known, proof_off):
     """How often each kernel ran; verdicts, what is known of classes, and calls are those of this test alone."""
-    module = functools.partial(python_module, kernel)
-    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
-        monkeypatch.setattr(module(owner), table, {})
-    forget_calls(module)
     torch._dynamo.reset()
     with cpu_arithmetic(kernel) as launched:
         yield launched
     torch._dynamo.reset()
-    forget_calls(module)
 
 
 @pytest.fixture

@@ -421,7 +421,7 @@ def test_bad_input(kernel):
         kernel.kernel_mapping(level="all")
 
 
-def test_attentions_that_depend_on_what_may_be_absent(kernel, monkeypatch):
+def test_attentions_that_depend_on_what_may_be_absent(kernel, nothing_known):
     """Cohere2's layers without a window have no rotary embedding; GraniteMoeHybrid's have none if none is given."""
     from transformers.models.cohere2.modeling_cohere2 import Cohere2Attention
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridAttention
@@ -429,10 +429,6 @@ def test_attentions_that_depend_on_what_may_be_absent(kernel, monkeypatch):
     from transformers.models.mistral.modeling_mistral import MistralAttention
 
     attention, x = python_module(kernel, "attention"), torch.zeros(1)
-    # Whoever was refused before is not warned of again.
-    monkeypatch.setattr(attention.proof, "_verdicts", {})
-    monkeypatch.setattr(attention.proof, "_warned", set())
-    monkeypatch.setattr(attention.inspection, "_codes", {})
     assert attention.formula_of(LlamaAttention, x).window == "" and attention.formula_of(MistralAttention, x).window
     with pytest.warns(RuntimeWarning, match="lossless-kernels: .* none of the known formulas"):
         assert attention.formula_of(Cohere2Attention, x) is None
@@ -593,9 +589,7 @@ class AnotherKernel(torch.nn.Module):
         return x
 
 
-def test_hooks_on_all_modules_see_none_of_a_proof(kernel, seed, monkeypatch):
-    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
-        monkeypatch.setattr(python_module(kernel, owner), table, {})
+def test_hooks_on_all_modules_see_none_of_a_proof(kernel, nothing_known, seed):
     ours, called = kernelized(kernel, make("Llama", seed), "decoder"), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
     attention = python_module(kernel, "attention")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bits import assert_bits_equal
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import forget_calls, python_module
+from places import forget_all, python_module
 from test_decoder import MODELS, VARIANTS, make, replaced, tokens
 from test_replay import with_other_weights
 from training import DEVICE_TYPE, assert_same, llama, random_batches, train
@@ -181,17 +181,9 @@ def test_training_is_the_same(kernel, seed, case):
     assert_same(found, expected, case)
 
 
-def forget_everything(kernel, monkeypatch):
-    """Verdicts, what is known of classes, and calls."""
-    module = functools.partial(python_module, kernel)
-    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
-        monkeypatch.setattr(module(owner), table, {})
-    forget_calls(module)
-
-
-def test_compiled(kernel, seed, monkeypatch):
+def test_compiled(kernel, module, seed, monkeypatch):
     """From nothing: whatever is proved is proved while TorchDynamo traces."""
-    forget_everything(kernel, monkeypatch)
+    forget_all(module, monkeypatch)
     # Not Inductor: its arithmetic around the layers is not eager's.
     model = make("Llama", seed, attn_implementation="eager").to("cuda", torch.bfloat16)
     ours = kernelized(kernel, model, Mode.TRAINING | Mode.TORCH_COMPILE)
@@ -212,12 +204,12 @@ def test_compiled(kernel, seed, monkeypatch):
 @pytest.mark.alone
 @pytest.mark.usefixtures("no_garbage_collected")
 @pytest.mark.parametrize("name", MODELS)
-def test_no_verdict_costs_50_ms_or_64_mb(kernel, seed, monkeypatch, name):
+def test_no_verdict_costs_50_ms_or_64_mb(kernel, module, seed, monkeypatch, name):
     """All that a model's inference and training need, proved a second time: what CUDA loads once for all is loaded."""
     model = make(name, seed, attn_implementation="eager").to("cuda", torch.bfloat16)
     ours, ids = kernelized(kernel, model, Mode.TRAINING), tokens(seed).cuda()
     for _ in range(2):
-        forget_everything(kernel, monkeypatch)
+        forget_all(module, monkeypatch)
         with torch.no_grad():
             ours(ids, use_cache=False)
         ours(ids, labels=ids, use_cache=False).loss.backward()

@@ -496,7 +496,7 @@ def test_modes_checkpoints_and_hooks_get_eagers_gradients(kernel, family, form):
 
 
 @interpreted
-def test_without_proof_eager_runs(kernel, family, monkeypatch):
+def test_without_proof_eager_runs(kernel, family, nothing_known, monkeypatch):
     """A CPU adds in another order than CUDA."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(family, "_MOST_ELEMENTS", 1 << 14)

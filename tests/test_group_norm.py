@@ -668,7 +668,7 @@ def test_modes_checkpoints_and_transforms_get_eagers_results(kernel, seed):
 
 
 @interpreted
-def test_without_proof_eager_runs(kernel, module, monkeypatch):
+def test_without_proof_eager_runs(kernel, module, nothing_known, monkeypatch):
     """A CPU adds in another order than CUDA."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(module("ops.group_norm"), "_PROOF_ELEMENTS", dict.fromkeys(DTYPES, 1))

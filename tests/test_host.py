@@ -927,10 +927,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def proof(module, monkeypatch):
+def proof(module, nothing_known, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
-    monkeypatch.setattr(module("proof"), "_verdicts", {})
-    monkeypatch.setattr(module("proof"), "_warned", set())
     return module("proof")
 
 
@@ -1172,13 +1170,9 @@ def test_another_forward_of_a_class_is_another_subject(module):
     assert functions_of(Layer) == (Layer.forward,) != before
 
 
-def test_without_proof_the_formula_runs(kernel, module, monkeypatch):
+def test_without_proof_the_formula_runs(kernel, nothing_known, monkeypatch):
     """CPU eager sums in another order than the kernel: in the interpreter the real proof refuses, and nothing is lost."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
-    proof = module("proof")
-    forget_calls(module)
-    monkeypatch.setattr(proof, "_verdicts", {})
-    monkeypatch.setattr(proof, "_warned", set())
     x, weight = torch.randn(16, 1024), torch.randn(1024)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -1676,12 +1670,9 @@ def test_a_mode_may_watch_half_of_a_checkpoint(kernel, module, proof_off, watche
 
 
 @pytest.fixture
-def full_memory(module, monkeypatch):
+def full_memory(module, nothing_known, monkeypatch):
     """A switch: while it is on, every proof finds the memory full."""
     proof = module("proof")
-    for owner, table in (("proof", "_verdicts"), ("inspection", "_codes")):
-        monkeypatch.setattr(module(owner), table, {})
-    forget_calls(module)
     found, full = proof._disproof, []
 
     def disproof(*arguments):

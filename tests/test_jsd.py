@@ -402,8 +402,7 @@ def test_a_proof_is_of_the_kernels_that_will_run(module, monkeypatch, labels, wa
 
 
 @interpreted
-def test_without_proof_the_slices_run(kernel, module, launched, monkeypatch, seed):
-    module("proof")._verdicts.clear()
+def test_without_proof_the_slices_run(kernel, module, launched, nothing_known, monkeypatch, seed):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     in_few_rows(module("ops.jsd"), monkeypatch)
     monkeypatch.setattr(module("ops.slices"), "_SLICE_ELEMENTS", 1)
@@ -415,8 +414,6 @@ def test_without_proof_the_slices_run(kernel, module, launched, monkeypatch, see
     assert_bits_equal(found, kernel.generalized_jsd_loss(*x))
     assert_bits_equal(found, eager_jsd(*x))
     assert not launched
-    module("proof")._verdicts.clear()
-    module("ops.jsd")._calls.clear()
 
 
 # What surrounds the kernels

@@ -472,7 +472,7 @@ def test_modes_checkpoints_and_transforms_get_eagers_results(kernel, seed):
 
 
 @interpreted
-def test_without_proof_eager_runs(kernel, module, monkeypatch):
+def test_without_proof_eager_runs(kernel, nothing_known, monkeypatch):
     """A CPU adds in another order than CUDA."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     x = torch.randn(6, 772)

@@ -74,10 +74,7 @@ def transcribed_loss(logits, labels, vocab_size, **_):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
-def test_training_in_the_interpreter_is_that_of_the_transcription(kernel, module, monkeypatch, proof_off, seed):
-    # Another test's proof has refused the kernels: a CPU's eager adds in another order.
-    module("proof")._verdicts.clear()
-    module("cross_entropy")._calls.clear()
+def test_training_in_the_interpreter_is_that_of_the_transcription(kernel, nothing_known, proof_off, seed):
     expected_model, model = make(seed), make(seed)
     expected_model.loss_function = transcribed_loss
     kernel.attach_loss(model)
@@ -85,8 +82,6 @@ def test_training_in_the_interpreter_is_that_of_the_transcription(kernel, module
     assert len({float(loss) for loss in found[:20]}) > 10  # They change from step to step.
     for ours, theirs in zip(found, expected, strict=True):
         assert_bits_equal(ours, theirs)
-    module("proof")._verdicts.clear()
-    module("cross_entropy")._calls.clear()
 
 
 def test_the_report_shows_the_loss(kernel, monkeypatch, seed):

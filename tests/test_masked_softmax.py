@@ -718,7 +718,7 @@ def test_modes_checkpoints_and_hooks_get_eagers_gradients(kernel, family, seed):
 
 
 @interpreted
-def test_without_proof_eager_runs(kernel, family, module, monkeypatch):
+def test_without_proof_eager_runs(kernel, family, module, nothing_known, monkeypatch):
     """A CPU adds in another order than CUDA."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(family, "_ELEMENTS", 4096)

@@ -109,14 +109,6 @@ def products(module, monkeypatch):
     forget_calls(module)
 
 
-@pytest.fixture
-def fresh(module, monkeypatch):
-    forget_calls(module)
-    tables = {"inspection": ["_codes"], "proof": ["_verdicts", "_warned", "_refusals"]}
-    for owner, table in ((owner, table) for owner, names in tables.items() for table in names):
-        monkeypatch.setattr(module(owner), table, type(getattr(module(owner), table))())
-
-
 def mlp(seed, layer_class=LlamaMLP, act="silu", dtype=torch.float32):
     config = LlamaConfig(hidden_size=HIDDEN_SIZE, intermediate_size=INTERMEDIATE_SIZE, hidden_act=act)
     with torch.random.fork_rng():
@@ -161,7 +153,7 @@ def backward(out, inputs):
 
 
 @each_act
-def test_formula_and_activation_are_recognised(module, fresh, act, formula):
+def test_formula_and_activation_are_recognised(module, nothing_known, act, formula):
     """In torch operations, on any device."""
     family = module("mlp")
     subject = family.subject_of(act)
@@ -224,7 +216,7 @@ OTHERS = UpFirst, Sliced, Dropout, Scaled, WidensTheGate, GateLast, Interleaved
 
 
 @pytest.mark.parametrize("layer_class", OTHERS, ids=lambda c: c.__name__)
-def test_other_formulas_keep_their_forward(kernel, fresh, products, monkeypatch, seed, layer_class):
+def test_other_formulas_keep_their_forward(kernel, nothing_known, products, monkeypatch, seed, layer_class):
     name_layer(monkeypatch, layer_class, "Phi3MLP" if issubclass(layer_class, Phi3MLP) else "SwiGLUMLP")
     original = mlp(seed, layer_class).eval()
     original.config.pretraining_tp = 1
@@ -241,7 +233,7 @@ def test_other_formulas_keep_their_forward(kernel, fresh, products, monkeypatch,
 
 
 @pytest.mark.parametrize("act", ("relu", "gelu_new", "gelu_python"))
-def test_other_activations_keep_the_forward(kernel, fresh, products, seed, act):
+def test_other_activations_keep_the_forward(kernel, nothing_known, products, seed, act):
     original = mlp(seed, act=act)
     replaced, x = kernelized(original, kernel), normal(seed, 3, HIDDEN_SIZE)
     unbind(replaced.act_fn)
@@ -465,7 +457,7 @@ def test_torch_compile_traces_all_of_it(kernel, seed, layer_class):
         assert_bits_equal(ours, eagers)
 
 
-def test_report_tells_of_the_layer_and_of_its_activation(kernel, fresh, seed):
+def test_report_tells_of_the_layer_and_of_its_activation(kernel, nothing_known, seed):
     layer = kernelized(mlp(seed), kernel)
     if DEVICE == "cuda":
         layer(normal(seed, 5, HIDDEN_SIZE).requires_grad_())

@@ -1,12 +1,11 @@
 """What `replacement_report` tells about a model's layers."""
 
-import functools
 from types import FunctionType, MethodType
 
 import pytest
 import torch
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import forget_calls, python_module
+from places import python_module
 from transformers import LlamaConfig
 from transformers.activations import SiLUActivation
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -20,12 +19,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
-def fresh(kernel, monkeypatch):
+def fresh(kernel, nothing_known):
     """The kernel, with no verdicts yet."""
-    proof = python_module(kernel, "proof")
-    for table in ("_verdicts", "_refusals", "_warned"):
-        monkeypatch.setattr(proof, table, type(getattr(proof, table))())
-    forget_calls(functools.partial(python_module, kernel))
     return kernel
 
 

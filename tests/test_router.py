@@ -12,7 +12,7 @@ import torch
 from bits import assert_bits_equal, bits_equal
 from cpu_kernels import cpu_arithmetic
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import forget_calls, modeling
+from places import modeling
 from sweep import router
 from torch import nn
 from torch.nn import functional
@@ -32,17 +32,11 @@ each_router = pytest.mark.parametrize("owner", ROUTERS)
 
 
 @pytest.fixture(autouse=True)
-def launched(kernel, module, monkeypatch):
+def launched(kernel, nothing_known, monkeypatch):
     """Verification decides, and begins anew; on a CPU, how often each kernel ran."""
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
-    for table in ("_verdicts", "_refusals", "_dependencies"):
-        monkeypatch.setattr(module("proof"), table, type(getattr(module("proof"), table))())
-    monkeypatch.setattr(module("inspection"), "_codes", {})
-    monkeypatch.setattr(module("softmax_callers"), "_copies", weakref.WeakKeyDictionary())
-    forget_calls(module)
     with cpu_arithmetic(kernel) if DEVICE == "cpu" else contextlib.nullcontext() as launched:
         yield launched
-    forget_calls(module)
 
 
 def make(owner, seed, dtype=torch.float32):

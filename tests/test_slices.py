@@ -298,7 +298,7 @@ def test_logits_must_not_change_before_the_backward_pass(ours, slices, pair):
             out.sum().backward()
 
 
-def test_verification_tells_rows_that_depend_on_their_slice(ours, slices, module, monkeypatch, pair):
+def test_verification_tells_rows_that_depend_on_their_slice(ours, slices, nothing_known, monkeypatch, pair):
     """An ATen that adds otherwise in a tensor of fewer rows."""
     divergence = slices.divergence
 
@@ -307,13 +307,11 @@ def test_verification_tells_rows_that_depend_on_their_slice(ours, slices, module
         step = terms.detach().nextafter(torch.tensor(torch.inf)) - terms.detach()
         return terms if len(student) > 8 else terms + step
 
-    module("proof")._verdicts.clear()
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(slices, "divergence", another)
     with pytest.warns(RuntimeWarning, match="generalized_jsd_loss .*rows in slices, keeps .*the terms differ"):
         found = ours.jsd(*pair)
     assert_bits_equal(found, slices.divergence(*pair, None, beta=0.5, temperature=1.0).sum() / 2)
-    module("proof")._verdicts.clear()
 
 
 def test_memory_is_the_gradient(ours, slices, monkeypatch, seed):

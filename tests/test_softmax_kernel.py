@@ -789,12 +789,9 @@ def test_modes_checkpoints_and_hooks_get_eagers_gradients(kernel, seed):
 
 
 @interpreted
-def test_without_proof_eager_runs(kernel, module, monkeypatch):
+def test_without_proof_eager_runs(kernel, nothing_known, monkeypatch):
     """A CPU adds in another order than CUDA."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
-    # Another test may have learnt of it, and a warning comes once.
-    monkeypatch.setattr(module("proof"), "_verdicts", {})
-    module("ops.softmax")._calls.clear()
     x = torch.randn(6, 777)
     with pytest.warns(
         RuntimeWarning, match="softmax on cpu, torch.float32, rows of up to 1024 elements, output, keeps"

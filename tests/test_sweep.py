@@ -13,7 +13,7 @@ import torch
 import training
 from bits import assert_bits_equal
 from kernels import Mode, replace_kernel_forward_from_hub
-from places import forget_calls, python_module
+from places import forget_all, python_module
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -229,9 +229,7 @@ def test_a_broken_order_keeps_every_original(kernel, found, seed, monkeypatch):
 
     for family in ("rms_norm_plan", "rms_norm_backward"):
         monkeypatch.setattr(module(family), "row_reduction", wrong)
-    for table in ("_verdicts", "_warned"):
-        monkeypatch.setattr(module("proof"), table, type(getattr(module("proof"), table))())
-    forget_calls(module)
+    forget_all(module, monkeypatch)
     monkeypatch.setattr(sweep, "DTYPES", sweep.DTYPES[:1])
     norms = {layer_class.forward: entry for entry in found for layer_class in entry[1:] if "RMSNorm" in entry[0]}
     for layer_name, layer_class in list(norms.values())[:20]:

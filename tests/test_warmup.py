@@ -9,7 +9,6 @@ import threading
 import pytest
 import torch
 from kernels import Mode, kernelize, use_kernel_mapping
-from places import forget_calls
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -19,14 +18,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
-def fresh(kernel, module, monkeypatch):
+def fresh(kernel, nothing_known):
     """The kernel, with no verdicts and no calls yet."""
-    for name, tables in (("proof", ("_verdicts", "_refusals", "_warned")),):
-        for table in tables:
-            monkeypatch.setattr(module(name), table, type(getattr(module(name), table))())
-    forget_calls(module)
-    yield kernel
-    forget_calls(module)
+    return kernel
 
 
 def model(kernel, hidden_size=64, dtype=torch.float32):
