@@ -245,6 +245,14 @@ def test_the_cpu_time_of_operators(compiled, kernel, proof_off):
     assert before == {name: dict(each.sites) for name, each in direct.items()}
 
 
+def test_the_functions_of_a_call(compiled):
+    found = compiled.functions_of(
+        lambda: [sum(range(200_000)), len("a")], compiled.parse(["--device", "cpu", "--profile", "1"])
+    )
+    (first,) = found
+    assert "sum" in first["function"] and first["calls"] == 1 and first["us"] > 10
+
+
 def test_eager_of_a_benchmark_has_functions_of_its_own(monkeypatch):
     """`apply` replaces the rotary function of the other model's file; weights are shared."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -262,7 +270,7 @@ def test_eager_of_a_benchmark_has_functions_of_its_own(monkeypatch):
 def test_the_benchmark_on_a_cpu(tmp_path, build):
     path = tmp_path / "compiled.json"
     command = [sys.executable, ROOT / "benchmarks/compiled.py", "--device", "cpu", "--backend", "aot_eager"]
-    command += ["--model", "tiny", "--rounds", "1", "--tokens", "9", "--json", path]
+    command += ["--model", "tiny", "--rounds", "1", "--tokens", "9", "--profile", "2", "--json", path]
     clean = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "LOSSLESS_PROOF")}
     done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -273,4 +281,4 @@ def test_the_benchmark_on_a_cpu(tmp_path, build):
         ("Inductor, our layers", "default"),
     ]
     assert all(each["bits_equal"] for each in rows)
-    assert all(each["graphs"] == 1 for each in rows[1:])
+    assert all(each["graphs"] == 1 and len(each["functions"]) == 2 for each in rows[1:])
