@@ -449,6 +449,10 @@ def test_wrong_arguments_are_named(kernel):
         kernel.cross_entropy(torch.ones(1, 2, dtype=torch.int64), torch.tensor([0]))
     with pytest.raises(ValueError, match="reduction: .* found 'max'"):
         kernel.cross_entropy(torch.ones(1, 2), torch.tensor([0]), reduction="max")
+    with pytest.raises(TypeError, match="labels: expected a torch.Tensor, found NoneType"):
+        kernel.causal_lm_loss(torch.ones(1, 2, 3), None, 3)
+    loss = kernel.causal_lm_loss(torch.ones(1, 1, 3), None, 3, shift_labels=torch.tensor([[2]]))
+    assert_bits_equal(loss, functional.cross_entropy(torch.ones(1, 3), torch.tensor([2])))
 
 
 @pytest.mark.parametrize("shift_labels", [False, True])

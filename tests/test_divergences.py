@@ -424,6 +424,8 @@ def test_what_is_wrong_is_refused(kernel):
             function(x, x, reduction="average")
     with pytest.raises(RuntimeError, match="must match"):
         kernel.kl_div(x, torch.rand(2, 4))
+    with pytest.raises(ValueError, match=r"p: expected \[rows, classes\], found shape \[3\]"):
+        kernel.tvd(x[0], x[1])
 
 
 @interpreted

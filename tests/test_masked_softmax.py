@@ -606,6 +606,17 @@ def test_what_eager_refuses_is_refused(kernel):
         kernel.masked_softmax([1.0])
     with pytest.raises(TypeError, match=r"scores: .* found torch.int64"):
         kernel.masked_softmax(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"scale: expected a number, found '2'"):
+        kernel.masked_softmax(torch.ones(2, 3), None, "2")
+
+
+def test_a_boolean_mask_is_refused_but_where_eager_adds_it(kernel, family):
+    """Eager attention adds True as 1; whoever calls the function means something else."""
+    scores, mask = torch.zeros(1, 2), torch.tensor([[True, False]])
+    with pytest.raises(TypeError, match=r"mask: .* found torch.bool"):
+        kernel.masked_softmax(scores, mask)
+    expected = family.eager_masked_softmax(scores, mask, softmax=kernel.softmax)
+    assert_bits_equal(family.softmax_of_scores(scores, mask, 1.0), expected)
 
 
 @interpreted

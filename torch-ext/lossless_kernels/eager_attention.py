@@ -18,7 +18,7 @@ from torch.nn import functional
 from .core import proof
 from .core.domain import is_autocast, runs_kernels
 from .core.inspection import Helper, are_current, helpers_of, owns_nothing
-from .ops.masked_softmax import eager_masked_softmax, masked_softmax
+from .ops.masked_softmax import eager_masked_softmax, softmax_of_scores
 from .ops.softmax_callers import Namespace, calls_torch_softmax, with_our_softmax
 
 NAME = "lossless_eager"
@@ -62,9 +62,9 @@ def lossless_eager(module: torch.nn.Module, *arguments, **named) -> tuple:
 
 
 def _softmax(scores, mask, scale):
-    """`masked_softmax`, which keeps a copy of the mask: eager keeps none, and a program may write to it."""
+    """The masked softmax, which keeps a copy of the mask: eager keeps none, and a program may write to it."""
     kept = torch.is_grad_enabled() and scores.requires_grad and isinstance(mask, torch.Tensor)
-    return masked_softmax(scores, mask.clone() if kept else mask, scale)
+    return softmax_of_scores(scores, mask.clone() if kept else mask, scale)
 
 
 def _eager_of(owner: type) -> Callable:

@@ -397,8 +397,9 @@ def kernel_mapping(
         local_path: a folder that holds `build/`, or a build itself.
         devices: kernels' device types, or `kernels.Device`: "cuda", "rocm", and "cpu" for Triton's interpreter.
         trust_remote_code: passed on with `repo_id`; a list names the repositories to trust (kernels 0.17 and later).
-        level: "layer" for norms, activations, routers and rotary functions; "decoder" for whole decoder layers and their rotary
-            embedding's tables too (call `name_layers` first; a RuntimeWarning says if no class has their names).
+        level: "layer" for norms, activations, gated MLPs, routers and rotary functions; "decoder" for whole decoder layers and
+            their rotary embedding's tables too (call `name_layers` first; a RuntimeWarning says if no class has their names).
+            `apply(level="layer")` gives gated MLPs no names, and so leaves them.
 
     Returns:
         A dictionary layer name -> device type -> `kernels.Mode` -> repository, with INFERENCE and TRAINING, each with and

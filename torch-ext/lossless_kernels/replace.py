@@ -43,8 +43,8 @@ def apply(
 
     The original layers run where the device has no kernels, and where no weight has a dtype of the kernels (float64). In a model
     that is split over a GPU and a CPU the layers on the GPU run kernels and those on the CPU compute their original operations.
-    Modules of torch.jit, traced or scripted, stay as they are. If nothing can be replaced, one RuntimeWarning gives the reason and the next step. A second call replaces the first, with its
-    own mode and level. If `apply` raises, the original forwards run.
+    Modules of torch.jit, traced or scripted, stay as they are. If nothing can be replaced, one RuntimeWarning gives the reason and
+    the next step. A second call replaces the first, with its own mode and level. If `apply` raises, the original forwards run.
 
     Args:
         model: a module on its devices; several devices, accelerate's offloading and PEFT's wrappers included.

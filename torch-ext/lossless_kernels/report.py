@@ -41,7 +41,7 @@ _STEPS = {
     NOT_KERNELIZED: "kernel.apply(model)",
     OWN_FORWARD: "delete the module's own `forward`, then kernel.apply(model), if this layer shall be replaced",
     OTHER_KERNEL: "kernel.apply(model) takes the layer back",
-    NOT_CALLED: "call the model once, or kernel.warmup(model), and ask again",
+    NOT_CALLED: "call the model once, and ask again; kernel.warmup(model) calls layers, and no functions",
     OTHER_FORMULA: "nothing: the class computes something that no kernel of this package does",
     FAILED: "the original layers run; LOSSLESS_PROOF=strict raises with a traceback, kernel.doctor() lists the versions",
     NOT_VERIFIED: "unset LOSSLESS_PROOF to verify kernels before they run",

@@ -87,9 +87,9 @@ def warmup(
         RuntimeError: a CUDA graph is being captured.
         LosslessProofError: verification failed under `LOSSLESS_PROOF=strict`.
 
-    A RuntimeWarning says why nothing could be warmed up. Three kinds of kernels still wait for their first call: those of
-    gradients whose rows lie in another order than the activations' (Qwen3's q_norm), of the rotary embedding of queries and keys,
-    and of models under torch.compile.
+    A RuntimeWarning says why nothing could be warmed up. These kernels still wait for their first call: those of functions (the
+    loss, the rotary embedding of queries and keys, the softmax of `lossless_eager`, what a program calls itself), of gradients whose
+    rows lie in another order than the activations' (Qwen3's q_norm), and of models under torch.compile.
     """
     rows, dtypes = _checked(model, rows, dtypes)
     if progress is None or progress is True:

@@ -84,7 +84,11 @@ _lock = threading.RLock()
 
 
 class LosslessProofError(RuntimeError):
-    """Raised under `LOSSLESS_PROOF=strict` if a kernel does not return the bits of the original forward."""
+    """Raised under `LOSSLESS_PROOF=strict` if a verification fails.
+
+    The kernel returned other bits than the original forward, the forward has none of the known formulas, the kernel did not
+    compile, or the memory was full.
+    """
 
 
 def policy() -> str:

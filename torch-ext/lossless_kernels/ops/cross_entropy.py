@@ -89,9 +89,12 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """The loss of a causal language model: bit for bit what transformers' `ForCausalLMLoss` returns, in fp32.
 
+    `-log_softmax(logits.float())[target]`, the mean over the targets that count; a token is the target of the position before.
+
     Args:
         logits: [..., vocab_size], any real floating dtype.
-        labels: the tokens, [...]; each is the previous position's target.
+        labels: the tokens, [...], int64. They may be None beside `shift_labels`.
+        vocab_size: how many classes the logits have.
         num_items_in_batch: divides the sum of the losses; without it the loss is their mean.
         ignore_index: a label that does not count.
         shift_labels: the targets themselves, used instead of `labels`.
@@ -101,10 +104,13 @@ def causal_lm_loss(
         The loss, fp32, 0-dimensional.
 
     Raises:
-        TypeError: `logits` is no tensor or not of a real floating dtype.
+        TypeError: `logits` is no tensor or not of a real floating dtype, or there are neither `labels` nor `shift_labels`.
+        RuntimeError: `vocab_size` does not divide the logits.
 
     The kernels run where those of `cross_entropy` do.
     """
+    if shift_labels is None and not isinstance(labels, torch.Tensor):
+        raise TypeError(f"labels: expected a torch.Tensor, found {type(labels).__name__}")
     return _causal_lm_loss(cross_entropy, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
 
 

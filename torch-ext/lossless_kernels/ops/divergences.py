@@ -53,6 +53,7 @@ def kl_div(
     Raises:
         TypeError: `input` or `target` is no tensor or not of a real floating dtype.
         ValueError: `reduction` is none of the four.
+        RuntimeError: the shapes cannot be broadcast to each other.
 
     The kernels run for fp32, fp16 and bf16 on CUDA if both tensors are contiguous and have one shape. Eager computes
     everything else, and 16 bits under autocast, which computes in fp32.
@@ -94,13 +95,16 @@ def tvd(
 
     Raises:
         TypeError: `p` or `q` is no tensor or not of a real floating dtype.
-        ValueError: `reduction` is none of the four.
+        ValueError: `reduction` is none of the four, or `p` has fewer than two dimensions.
+        RuntimeError: the shapes cannot be broadcast to each other.
 
     The kernels run where those of `kl_div` do, for tensors of two dimensions.
     """
     check_floating("p", p)
     check_floating("q", q)
     _check_reduction(reduction)
+    if p.dim() < 2:
+        raise ValueError(f"p: expected [rows, classes], found shape {list(p.shape)}")
     count = None if labels is None else int((labels != ignore_index).sum())
     if count == 0:
         return torch.zeros((), device=p.device)

@@ -36,8 +36,8 @@ def linear_cross_entropy(
     logits a second time.
 
     Args:
-        hidden_states: [tokens, hidden], or [..., hidden].
-        weight: [vocabulary, hidden].
+        hidden_states: [tokens, hidden], or [..., hidden], any real floating dtype.
+        weight: [vocabulary, hidden], in the dtype of the hidden states, or any under autocast.
         target: [tokens] or [...], int64, classes; or probabilities of the logits' shape, which eager computes with.
         bias: [vocabulary], or None.
         ignore_index: rows with this target do not count, and their gradient is zero.

@@ -38,8 +38,8 @@ def linear_jsd_loss(
     in the weights' gradients, and cuBLAS may choose another kernel for fewer rows.
 
     Args:
-        student_hidden_states: [..., student's hidden size].
-        student_weight: [vocabulary, student's hidden size].
+        student_hidden_states: [..., student's hidden size], any real floating dtype.
+        student_weight: [vocabulary, student's hidden size], in the dtype of the hidden states, or any under autocast.
         teacher_hidden_states: [..., teacher's hidden size].
         teacher_weight: [vocabulary, teacher's hidden size].
         labels, beta, temperature, reduction, num_items_in_batch: as in `generalized_jsd_loss`.
@@ -51,6 +51,7 @@ def linear_jsd_loss(
     Raises:
         TypeError: hidden states or a weight is no tensor or not of a real floating dtype.
         ValueError: `reduction` is none of "batchmean", "sum", "mean" and "none".
+        RuntimeError: the shapes do not fit.
 
     The products are eager's, and what follows runs as in `generalized_jsd_loss`. The gradients take new
     memory in these cases: the backward pass keeps the graph (`retain_graph`), saved tensors go through hooks

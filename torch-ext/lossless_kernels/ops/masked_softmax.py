@@ -43,20 +43,30 @@ def masked_softmax(scores: torch.Tensor, mask: Optional[torch.Tensor] = None, sc
 
     Args:
         scores: `[batch, heads, queries, keys]`, or any other shape, of a real floating dtype.
-        mask: additive, such as `[batch, 1, queries, keys]`; it is broadcast to the scores.
+        mask: additive, such as `[batch, 1, queries, keys]`, of a real floating dtype; it is broadcast to the scores.
         scale: a number.
 
     Returns:
         A tensor of the shape and dtype of scores, with the strides that eager returns.
 
     Raises:
-        TypeError: `scores` is no tensor or not of a real floating dtype.
+        TypeError: `scores` or `mask` is no tensor or not of a real floating dtype, or `scale` is no number.
+        RuntimeError: the mask cannot be broadcast to the scores.
 
     The kernels run for contiguous fp32, fp16 and bf16 scores on CUDA. The mask has their dtype, contiguous rows of as many
     keys, and needs no gradient. Two numbers a row, scores and mask are kept for the backward pass, and may not be changed
     before it. Everything else is computed by the operations of the formula, their softmax by `softmax`.
     """
     check_floating("scores", scores)
+    if mask is not None:
+        check_floating("mask", mask)
+    if not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a number, found {scale!r}")
+    return softmax_of_scores(scores, mask, scale)
+
+
+def softmax_of_scores(scores, mask, scale) -> torch.Tensor:
+    """`masked_softmax` of what an attention function passes: eager adds a mask of any dtype."""
     out = replacement(scores, mask, scale)
     return eager_masked_softmax(scores, mask, scale, softmax) if out is None else out
 

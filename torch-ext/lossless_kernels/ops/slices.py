@@ -41,8 +41,8 @@ def generalized_jsd_loss(
     Args:
         student_logits, teacher_logits: [..., vocabulary], any real floating dtype.
         labels: [...]; tokens with the label -100 do not count.
-        beta: from 0 to 1.
-        temperature: divides the logits.
+        beta: the teacher's weight in the mixture, from 0 to 1. TRL does not check it, and neither does this function.
+        temperature: divides the logits; not checked either.
         reduction: "batchmean" (the mean over the tokens that count, or without labels over the first dimension), "sum",
             "mean" or "none".
         num_items_in_batch: divides the sum, whatever `reduction` says.
@@ -54,6 +54,7 @@ def generalized_jsd_loss(
     Raises:
         TypeError: `student_logits` or `teacher_logits` is no tensor or not of a real floating dtype.
         ValueError: `reduction` is none of the four.
+        RuntimeError: the logits' shapes do not fit.
 
     The kernels run for fp32, fp16 and bf16 logits of one shape and dtype and of at least 2049 classes on CUDA. One tensor of
     the terms exists until it is summed; the graph keeps the logits and 24 bytes a row, and the backward pass computes from
@@ -123,7 +124,8 @@ def selective_log_softmax(
 
     Raises:
         TypeError: `logits` is no tensor or not of a real floating dtype.
-        ValueError: `temperature` is not positive.
+        ValueError: `temperature` is not positive, or `index` has another number of sequences than 16-bit logits.
+        RuntimeError: the shapes do not fit otherwise.
 
     There is no kernel. Nothing but the logits is kept for the backward pass, which computes each sequence again and writes
     its gradient into one tensor. TRL 1.16 calls a Triton kernel instead of its operations on a GPU: that has other bits.
@@ -151,20 +153,24 @@ def entropy_from_logits(logits: torch.Tensor, chunk_size: int = 128) -> torch.Te
 
     Args:
         logits: [..., vocabulary], any real floating dtype.
-        chunk_size: rows computed at once. It can decide the bits: ATen's order of additions depends on the number of rows.
+        chunk_size: rows computed at once, from 1 on. It can decide the bits: ATen's order of additions depends on the number
+            of rows.
 
     Returns:
         [...], in the dtype of logits.
 
     Raises:
         TypeError: `logits` is no tensor or not of a real floating dtype.
+        ValueError: `chunk_size` is not positive.
 
     There is no kernel. Nothing but the logits is kept for the backward pass, which computes each chunk again and writes its
     gradient into one tensor. TRL 1.16 calls a Triton kernel instead of its operations on a GPU: that has other bits.
     """
     check_floating("logits", logits)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected a positive number, found {chunk_size!r}")
     rows = math.prod(logits.shape[:-1])
-    if logits.dim() > 1 and rows > chunk_size > 0 and _sees_all(logits):
+    if logits.dim() > 1 and rows > chunk_size and _sees_all(logits):
         return _by_slices(_entropy, logits.dim() - 1, chunk_size, rows, False, logits).view(logits.shape[:-1])
     chunks = logits.reshape(-1, logits.shape[-1]).split(chunk_size)
     return torch.cat([_entropy(chunk) for chunk in chunks]).reshape(logits.shape[:-1])

@@ -47,6 +47,7 @@ def softmax(input: torch.Tensor, dim: int = -1, dtype: Optional[torch.dtype] = N
 
     Raises:
         TypeError: `input` is no tensor or not of a real floating dtype.
+        IndexError: input has no dimension `dim`.
 
     The kernels run for fp32, fp16 and bf16 on CUDA if `dim` is the last dimension, rows are contiguous and equally
     spaced, and `dtype` is None, input's own or fp32. Eager computes everything else, and 16 bits under autocast, which
