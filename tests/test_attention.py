@@ -3,6 +3,8 @@
 import functools
 import importlib
 import inspect
+import warnings
+import weakref
 
 import aten_model
 import pytest
@@ -176,6 +178,25 @@ def test_models_call_it_also_from_whole_decoder_layers(kernel, module, monkeypat
         assert [scale for _, _, scale in calls] == [0.25]
         calls.clear()
         kernel.apply(model)
+
+
+@interpreted
+def test_the_report_shows_attention(kernel, module, nothing_known, monkeypatch, seed):
+    def entries():
+        report = kernel.replacement_report(model, verbose=False)
+        return [each for each in report.layers if each.layer == "eager_attention_forward"]
+
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    monkeypatch.setattr(module("eager_attention"), "_known", weakref.WeakKeyDictionary())
+    model = make("llama", seed).eval()
+    assert not entries()
+    model.set_attn_implementation(kernel.register_attention())
+    assert [(each.count, each.path) for each in entries()] == [(1, "not called yet")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A CPU adds in another order than CUDA.
+        model(torch.arange(9)[None])
+    (entry,) = entries()
+    assert entry.path == "original" and "elements of the output differ" in entry.reasons[0], entry
 
 
 # Which functions compute Llama's formula

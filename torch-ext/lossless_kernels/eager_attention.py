@@ -6,6 +6,7 @@ import inspect
 import itertools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import NamedTuple, Optional
@@ -65,6 +66,17 @@ def _softmax(scores, mask, scale):
     """The masked softmax, which keeps a copy of the mask: eager keeps none, and a program may write to it."""
     kept = torch.is_grad_enabled() and scores.requires_grad and isinstance(mask, torch.Tensor)
     return softmax_of_scores(scores, mask.clone() if kept else mask, scale)
+
+
+def functions_called(model: nn.Module) -> Counter:
+    """By `eager_attention_forward` that "lossless_eager" stands for, how many modules of the model call it."""
+    calling = (
+        type(module)
+        for module in model.modules()
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
+        and _EAGER in getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
+    )
+    return Counter(map(_eager_of, calling))
 
 
 def _eager_of(owner: type) -> Callable:
@@ -138,7 +150,7 @@ def _is_formula(eager, arguments, mask, scaling) -> bool:
     if not calls_torch_softmax() or not _has_torch(eager):
         return False
     if device not in known.on:
-        subject = proof.Subject(eager, device, "any dtype", "attention with masked_softmax")
+        subject = proof.Subject(eager, device, "any dtype")
         key = ("eager attention", eager, known.code, tuple(helper.function for helper in known.helpers), device)
         candidates = {"the formula": functools.partial(_comparisons, eager, device)}
         found = _looks_known(eager, known.helpers) and proof.match_formula(key, subject, candidates)

@@ -13,6 +13,7 @@ import torch
 
 from .core import ROOT_PACKAGE, inspection, launch, proof, warn
 from .core.domain import FLOAT_DTYPES, MISSING, runs_kernels
+from .eager_attention import functions_called as functions_with_our_attention
 from .loss import has_our_loss
 from .mapping import (
     LEVELS,
@@ -204,6 +205,8 @@ def report_of(model: torch.nn.Module) -> ReplacementReport:
         for function, name in unnamed_functions(module).items():
             counts[function, "", False, name] += 1
     layers = [_layer_report(*key, count, found) for key, count in counts.items()]
+    for function, count in functions_with_our_attention(model).items():
+        layers.append(_with_verdicts(LayerReport(function.__name__, count, "original"), function))
     losses = sum(map(has_our_loss, model.modules()))
     if losses:
         entry = LayerReport("loss_function", losses, "original")
