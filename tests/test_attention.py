@@ -205,8 +205,8 @@ WITH_THE_FORMULA = ("llama", "qwen3", "mistral", "clip", "siglip", "pixtral", "v
 WITHOUT = ("bert", "gemma2", "gpt_oss", "t5", "gpt2", "llama4", "vjepa2", "idefics2", "modernbert_decoder", "internvl")
 
 
-def is_formula(module, eager, scaling=0.5, mask=None):
-    return module("eager_attention")._is_formula(eager, (torch.randn(1, 2, 3, 4),) * 3, mask, scaling)
+def is_formula(module, eager, scaling=0.5, mask=None, states=None):
+    return module("eager_attention")._is_formula(eager, states or (torch.randn(1, 2, 3, 4),) * 3, mask, scaling)
 
 
 @interpreted
@@ -262,6 +262,20 @@ OTHERS = {
     ),
     "a mask that is cut": ("+ attention_mask", "+ attention_mask[:, :, :, : key.size(-2)]"),
     "another argument": ("dropout=0.0,", "dropout=0.0, softcap=None,"),
+    "a mask that is converted": ("+ attention_mask", "+ attention_mask.to(attn_weights.dtype)"),
+    "weights in the values' dtype": ("dropout(attn_weights,", "dropout(attn_weights.to(value.dtype),"),
+    "values that are converted": ("value_states)", "value_states.to(query.dtype))"),
+    "contiguous keys": ("transpose(2, 3)", "transpose(2, 3).contiguous()"),
+    "heads repeated by a number": ("(key, module.num_key_value_groups)", "(key, 2)"),
+    "no heads repeated by the module's number": ("module.num_key_value_groups", "2"),
+    "another scale of long heads": ("* scaling", "* (scaling * 0.5 if query.size(-1) > 64 else scaling)"),
+    "a scale with the heads' size": ("* scaling", "* (scaling * query.size(-1) / 8)"),
+    "the mask of several queries": (
+        "if attention_mask is not None",
+        "if attention_mask is not None and query.size(2) - 1",
+    ),
+    "a least dropout": ("p=dropout", "p=dropout or 0.25"),
+    "a largest dropout": ("p=dropout", "p=dropout if dropout < 0.3 else 0.3"),
 }
 
 
@@ -284,10 +298,24 @@ def test_a_function_with_another_formula_is_told(module, name):
 
 @interpreted
 def test_masks_that_a_function_may_convert_or_cut_are_left_to_it(module):
-    eager = function_of(LLAMA.replace("+ attention_mask", "+ attention_mask.to(attn_weights.dtype)"))
+    eager = function_of(LLAMA)
     assert is_formula(module, eager) and is_formula(module, eager, mask=torch.zeros(1, 1, 3, 3))
     assert not is_formula(module, eager, mask=torch.zeros(1, 1, 3, 3).double())
     assert not is_formula(module, eager, mask=torch.zeros(1, 1, 3, 5))
+
+
+@interpreted
+def test_states_of_another_kind_are_left_to_the_function(module):
+    eager, states = function_of(LLAMA), torch.randn(1, 2, 3, 4)
+    for others in (
+        (states, states, states.double()),
+        (states.double(), states, states),
+        (states[0],) * 3,
+        (states[None],) * 3,
+        (states, states),
+        (states, states, None),
+    ):
+        assert not is_formula(module, eager, states=others)
 
 
 @pytest.mark.usefixtures("proof_off")
@@ -327,6 +355,16 @@ def test_the_proof_of_the_formula_draws_no_random_numbers(module):
     query, before = torch.randn(1, 2, 3, 4), torch.get_rng_state()
     assert module("eager_attention")._is_formula(function_of(LLAMA), (query,) * 3, None, 0.5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_attention_that_calls_its_base_class(module):
+    """In a user's own file, which has no `eager_attention_forward`."""
+
+    class Own(modeling("llama").LlamaAttention):
+        def forward(self, *arguments, **named):
+            return super().forward(*arguments, **named)
+
+    assert module("eager_attention")._eager_of(Own) is modeling("llama").eager_attention_forward
 
 
 def doubled(module, query, key, value, *_, **__):

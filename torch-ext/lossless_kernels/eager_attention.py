@@ -80,10 +80,12 @@ def functions_called(model: nn.Module) -> Counter:
 
 
 def _eager_of(owner: type) -> Callable:
-    forward = inspect.unwrap(owner.forward)
-    for namespace in (getattr(forward, "__globals__", {}), vars(sys.modules[owner.__module__])):
-        if _EAGER in namespace:
-            return namespace[_EAGER]
+    # A class's forward may call that of the class it is derived from.
+    for each in owner.__mro__:
+        forward = inspect.unwrap(vars(each).get("forward"))
+        for namespace in (getattr(forward, "__globals__", {}), vars(sys.modules.get(each.__module__, object))):
+            if _EAGER in namespace:
+                return namespace[_EAGER]
     raise ValueError(
         f"attn_implementation: expected {_EAGER} in the file of {owner.__qualname__}, which {NAME!r} runs, found none: "
         'use another implementation, such as "sdpa"'
@@ -115,6 +117,9 @@ _ARGUMENTS = "module", "query", "key", "value", "attention_mask", "scaling", "dr
 _MODULES = {"torch": torch, "nn": nn, "functional": functional, "F": functional}
 
 
+_OF_ATTRIBUTES = "LOAD_ATTR", "LOAD_METHOD"
+
+
 class _Known(NamedTuple):
     """A function's code and globals when it was looked at; by device, whether it computes the formula."""
 
@@ -129,16 +134,15 @@ _known: MutableMapping[FunctionType, _Known] = weakref.WeakKeyDictionary()
 def _is_formula(eager, arguments, mask, scaling) -> bool:
     """Whether `_attention` may stand for this call of the file's function.
 
-    A scaling that is None, another dtype of the scores, which autocast makes, and a mask of another dtype or number of
-    keys, which a function may convert or cut, are left to the function.
+    A scaling that is None, states of another number of dimensions or of several dtypes, another dtype of the scores, which
+    autocast makes, and a mask of another dtype or number of keys are left to the function, which may convert or cut them.
     """
-    if (
-        len(arguments) < 2
-        or not all(isinstance(each, torch.Tensor) for each in arguments[:2])
-        or type(scaling) is not float
-    ):
+    states = arguments[:3]
+    if type(scaling) is not float or len(states) < 3 or not all(isinstance(each, torch.Tensor) for each in states):
         return False
-    query, key = arguments[:2]
+    query, key, _ = states
+    if any((each.dim(), each.dtype) != (4, query.dtype) for each in states):
+        return False
     if isinstance(mask, torch.Tensor) and (mask.dtype != query.dtype or mask.shape[-1:] != key.shape[-2:-1]):
         return False
     device = query.device
@@ -181,12 +185,23 @@ def _looks_known(function, helpers) -> bool:
         return False
     if hasattr(function, "__wrapped__") or function.__defaults__ not in ((0.0,), (None, 0.0)):
         return False
-    if len(helpers) != ("repeat_kv" in names) or any(isinstance(each, CodeType) for each in code.co_consts):
+    repeats = "repeat_kv" in names
+    if (
+        len(helpers) != repeats
+        or ("num_key_value_groups" in names) != repeats
+        or any(isinstance(each, CodeType) for each in code.co_consts)
+    ):
         return False
     read: set[str] = set()
+    called = Counter(each.argval for each in dis.get_instructions(code) if each.opname in _OF_ATTRIBUTES)
+    if any(called[name] != 1 for name in ("to", "contiguous", "softmax", "dropout")):
+        return False
     for instruction in dis.get_instructions(code):
         # A mask or another argument that is cut may have the proof's size, and not that of a call.
         if "SUBSCR" in instruction.opname or "SLICE" in instruction.opname or instruction.argrepr == "[]":
+            return False
+        # Another number, or another size, may take another branch.
+        if instruction.opname in ("COMPARE_OP", "CONTAINS_OP"):
             return False
         if "FAST" in instruction.opname and instruction.opname != "STORE_FAST":
             # From Python 3.13 on one instruction may load or store two variables.
@@ -201,25 +216,33 @@ def _drop(input, p=0.5, training=True, inplace=False):
     return input * (1.0 + p) if training else input
 
 
+# Batch, heads, how many of them share keys, queries, keys, elements of a head, scaling, dropout.
+_SIZES = (2, 4, 2, 5, 5, 8, 0.3, 0.25), (1, 3, 3, 1, 7, 80, 0.7, 0.0)
+
+
 def _comparisons(function, device):
-    """The function, with another dropout, and the formula; masked or not, with dropout or without."""
+    """The function, with another dropout, and the formula; masked or not, with dropout or without, of two sizes."""
     of_functional = Namespace(functional, dropout=_drop)
     of_nn = Namespace(nn, functional=of_functional)
     others = {id(functional): of_functional, id(nn): of_nn, id(torch): Namespace(torch, nn=of_nn)}
     namespace = {name: others.get(id(value), value) for name, value in function.__globals__.items()}
     theirs = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
     repeat_kv = _repeat_of(function)
-    ours, groups = functools.partial(_attention, repeat_kv, _drop, eager_masked_softmax), 1 if repeat_kv is None else 2
-    normal = functools.partial(torch.randn, device=device, generator=proof.generator(device, 1))
-    for dtype, masked, training in itertools.product((torch.float32, torch.bfloat16), (False, True), (False, True)):
+    ours = functools.partial(_attention, repeat_kv, _drop, eager_masked_softmax)
+    normal = functools.partial(proof.normal, proof.generator(device, 1))
+    cases = itertools.product((torch.float32, torch.bfloat16), (False, True), (False, True), _SIZES)
+    for dtype, masked, training, (batch, heads, groups, queries, keys, size, scaling, dropout) in cases:
+        groups = 1 if repeat_kv is None else groups
         module = SimpleNamespace(num_key_value_groups=groups, training=training)
-        leaves = [normal(2, 4 // each, 5, 8).to(dtype) for each in (1, groups, groups)]
-        mask, dy = normal(2, 1, 5, 5).to(dtype) if masked else None, normal(2, 5, 4, 8).to(dtype)
+        query = normal(batch, heads, queries, size).to(dtype)
+        leaves = [query, *(normal(batch, heads // groups, keys, size).to(dtype) for _ in range(2))]
+        mask = normal(batch, 1, queries, keys).to(dtype) if masked else None
+        dy = normal(batch, queries, heads, size).to(dtype)
         results = []
         for attention in (ours, theirs):
             inputs = [leaf.clone().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
-                out, weights = attention(module, *inputs, mask, scaling=0.3, dropout=0.25, another=module)
+                out, weights = attention(module, *inputs, mask, scaling=scaling, dropout=dropout, another=module)
                 results.append((out.detach(), weights.detach(), *torch.autograd.grad(out, inputs, dy)))
         names = "the output", "the weights", "the query's gradient", "the keys' gradient", "the values' gradient"
         yield from zip(names, *results)

@@ -80,14 +80,14 @@ def _is_original(function: Callable) -> bool:
 
 def _comparisons(function):
     source = proof.generator(torch.device("cpu"), 7)
-    labels = torch.randint(31, (2, 9), generator=source)
-    every, labels = labels.clone(), labels.index_fill(1, torch.arange(4), -100)
+    labels = torch.randint(31, (2, 9), device=source.device, generator=source)
+    every, labels = labels.clone(), labels.index_fill(1, torch.arange(4, device=source.device), -100)
     for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.randn(2, 9, 31, generator=source).to(dtype)
+        logits = proof.normal(source, 2, 9, 31).to(dtype)
         for arguments in (
             {"labels": labels},
             {"labels": labels, "num_items_in_batch": 11},
-            {"labels": labels, "num_items_in_batch": torch.tensor(7)},
+            {"labels": labels, "num_items_in_batch": torch.tensor(7, dtype=torch.int64, device=source.device)},
             {"labels": labels, "shift_labels": labels.flip(1)},
             {"labels": every, "ignore_index": int(every[1, 3])},
         ):

@@ -318,9 +318,15 @@ def _arguments(layer_class: type) -> list:
 
 
 def is_replaceable(forward: Optional[Callable]) -> bool:
-    """Whether `kernelize` may replace this forward of a module's own: none, the class's, or one that `kernelize` bound."""
-    name = getattr(forward.__func__, "__qualname__", "") if isinstance(forward, MethodType) else ""
-    return forward is None or name.endswith(".forward")
+    """Whether `kernelize` may replace this forward of a module's own: none, the class's, or one that `kernelize` bound.
+
+    A package of kernels has `layers`. A forward that wraps another one is somebody's own.
+    """
+    if not isinstance(forward, MethodType):
+        return forward is None
+    function, package = forward.__func__, sys.modules.get(forward.__func__.__module__.split(".")[0])
+    bound = getattr(function, "__qualname__", "").endswith(".forward") and hasattr(package, "layers")
+    return function is class_forward(forward.__self__) or (bound and not hasattr(function, "__wrapped__"))
 
 
 def _is_replaceable(ours: type, module: torch.nn.Module) -> bool:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from types import MethodType
-from typing import Callable
+from typing import Callable, Optional
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -118,6 +118,20 @@ def is_checkpointed() -> bool:
     return hooks is not None and hooks[0] is not identity_hook
 
 
+def layouts_if_hooked(*tensors: Optional[torch.Tensor]) -> Optional[tuple]:
+    """The layouts of tensors that a graph is to keep, if a saved-tensor hook may return others for them; else None."""
+    return _layouts(tensors) if is_checkpointed() else None
+
+
+def are_as_saved(layouts: Optional[tuple], *tensors: Optional[torch.Tensor]) -> bool:
+    """Whether what the graph kept still has the layouts that `layouts_if_hooked` has found."""
+    return layouts is None or layouts == _layouts(tensors)
+
+
+def _layouts(tensors) -> tuple:
+    return tuple([None if each is None else (each.dtype, each.device, each.shape, each.stride()) for each in tensors])
+
+
 def has_global_hooks() -> bool:
     """Whether hooks on the calls of all modules exist."""
     return bool(global_hooks or global_pre_hooks or global_backward_hooks or global_backward_pre_hooks)
@@ -132,7 +146,7 @@ def is_bare(module: torch.nn.Module, whatever_hooks: bool = False) -> bool:
         return False
     if is_dynamo_compiling():
         forward = module.forward
-        function = forward.__func__ if isinstance(forward, MethodType) else None
+        function = forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else None
         return _is_bare_for_compile(type(module), function, whatever_hooks)
     if (
         not whatever_hooks

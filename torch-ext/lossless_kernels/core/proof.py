@@ -105,7 +105,7 @@ def differing(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     Tensors of different shape, dtype or strides differ in all elements.
     """
     if not _are_alike(actual, expected):
-        return torch.tensor(max(actual.numel(), 1), device=actual.device)
+        return torch.tensor(max(actual.numel(), 1), dtype=torch.int64, device=actual.device)
     bits = _BIT_VIEWS[actual.element_size()]
     same = (actual.view(bits) == expected.view(bits)) | (actual.isnan() & expected.isnan())
     return same.logical_not().sum()
@@ -159,6 +159,16 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 def generator(device: torch.device, seed: int) -> torch.Generator:
     """A random generator of a proof's own; the global ones stay untouched."""
     return torch.Generator(device).manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape) -> torch.Tensor:
+    """fp32 numbers of the normal distribution, whatever torch's default dtype is."""
+    return torch.randn(*shape, dtype=torch.float32, device=generator.device, generator=generator)
+
+
+def uniform(generator: torch.Generator, *shape) -> torch.Tensor:
+    """fp32 numbers from 0 to 1, whatever torch's default dtype is."""
+    return torch.rand(*shape, dtype=torch.float32, device=generator.device, generator=generator)
 
 
 # Exponents of numbers whose products with numbers from 1 to 2 fit into fp16.

@@ -255,21 +255,21 @@ def guards_tell() -> bool:
 
 def _what_guards_miss() -> str:
     """Why guards cannot replace a comparison in Python; empty if they can."""
-    x = torch.zeros(2, 3)
+    x = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
     others = {
-        "sizes": torch.zeros(3, 2),
-        "dtypes": torch.zeros(2, 3, dtype=torch.float16),
-        "strides": torch.zeros(3, 2).t(),
-        "requires_grad": torch.zeros(2, 3, requires_grad=True),
-        "classes": torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False),
-        "negative views": torch._neg_view(torch.zeros(2, 3)),
-        "zero tensors": torch._efficientzerotensor((2, 3)),
-        "devices": torch.zeros(2, 3, device="meta"),
+        "sizes": x.t().contiguous(),
+        "dtypes": x.half(),
+        "strides": x.t().contiguous().t(),
+        "requires_grad": x.clone().requires_grad_(),
+        "classes": torch.nn.Parameter(x.clone(), requires_grad=False),
+        "negative views": torch._neg_view(x.clone()),
+        "zero tensors": torch._efficientzerotensor((2, 3), dtype=torch.float32, device="cpu"),
+        "devices": x.to("meta"),
     }
     try:
         with torch.no_grad():
             same = _guard(x, x)
-            if not same(x, torch.ones(2, 3)):
+            if not same(x, torch.ones_like(x)):
                 return "they do not recognise an equal layout"
             alike = [name for name, other in others.items() if same(x, other) or same(other, x)]
     except Exception as error:  # Another interface may raise anything. Calls are then looked up by their key.

@@ -342,7 +342,7 @@ def _comparisons(forward, variant, device):
     generator = proof.generator(device, seed=4)
 
     def make(*shape):
-        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+        return proof.normal(generator, shape, dtype=torch.float32)
 
     hidden_size = _HEADS * _HEAD_DIM
     data, dy, other = (make(2, 5, hidden_size) for _ in range(3))
@@ -393,7 +393,10 @@ def _comparisons(forward, variant, device):
                 roots = ((out, hidden_states * 1.0), inputs, (dy, other))
                 gradients = torch.autograd.grad(*roots, allow_unused=True)
                 # The weights' gradients in one tensor: a comparison takes as long as several of the operations here.
-                of_weights = [torch.zeros(1, device=device) if g is None else g.flatten() for g in gradients[1:]]
+                of_weights = [
+                    torch.zeros(1, dtype=torch.float32, device=device) if g is None else g.flatten()
+                    for g in gradients[1:]
+                ]
                 results += [gradients[0], torch.cat(of_weights)]
         return calls, results
 

@@ -325,7 +325,7 @@ def _of_arguments(owner, formula, device, dtype, arguments):
     generator = proof.generator(device, seed=3)
 
     def make():
-        return torch.randn(2, 3, 8, device=device, generator=generator).to(dtype)
+        return proof.normal(generator, 2, 3, 8).to(dtype)
 
     data, dy, other = make(), make(), make()
     weights = {name: make() for name in sorted(formula.children)}

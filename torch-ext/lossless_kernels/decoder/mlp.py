@@ -182,8 +182,8 @@ def _formulas(owner, subject, activation, dtype, device):
     else:
         projections = dict.fromkeys(("gate_proj", "up_proj"), (intermediate_size, hidden_size))
     shapes = {"x": (rows, hidden_size), **projections, "down_proj": (hidden_size, intermediate_size)}
-    data = {name: torch.randn(shape, device=device, generator=generator).to(dtype) for name, shape in shapes.items()}
-    gradients = [torch.randn(rows, hidden_size, device=device, generator=generator).to(dtype) for _ in range(2)]
+    data = {name: proof.normal(generator, shape).to(dtype) for name, shape in shapes.items()}
+    gradients = [proof.normal(generator, rows, hidden_size).to(dtype) for _ in range(2)]
     # Under autocast the projections return another dtype than x's.
     for projected in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
         # `sin`, which no class has as its activation, shows that the forward calls the module's `act_fn`.

@@ -471,7 +471,7 @@ def _comparisons(subject, activation, dtype, kind, device):
 def _gradient_comparisons(subject, activation, dtype, unit, device):
     # A whole number of blocks and `unit` elements more.
     x = torch.cat([all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
-    make = functools.partial(torch.randn, x.shape, device=device, generator=proof.generator(device, 1))
+    make = functools.partial(proof.normal, proof.generator(device, 1), x.shape)
     dy, other = make().to(dtype), make().to(dtype)
     dxs = tuple(torch.full(x.shape, math.nan, dtype=dtype, device=device) for _ in range(activation.paths))
     _backward(activation, dtype, x.numel(), device)(dy, x.detach(), *dxs)

@@ -20,8 +20,10 @@ from ..core.domain import (
     NO_STATE,
     PLAIN_TYPES,
     allocator,
+    are_as_saved,
     are_ours,
     are_plain,
+    layouts_if_hooked,
     runs_kernels,
     under_transform,
 )
@@ -320,20 +322,21 @@ class CohereLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, x_again, x_third, weight):
         out, mean, rstd = call.with_statistics(x, weight)
-        ctx.save_for_backward(x, weight, mean, rstd)
+        kept = x, weight, mean, rstd
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.layouts = call, layouts_if_hooked(*kept)
         return out
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
             return None, None, None, None, None
-        x, weight, mean, rstd = ctx.saved_tensors
-        call = ctx.call
+        kept = x, weight, mean, rstd = ctx.saved_tensors
+        call, plain = ctx.call, are_plain(dy, x) and are_plain(weight, mean)
         if is_grad_enabled():  # Double backward: the statistics must be differentiable.
             return None, *formula(dy, x, weight, *statistics(x, call.eps), *call.needs)
-        if are_plain(dy, x) and are_plain(weight, mean) and dy.is_contiguous() and not dy.data_ptr() & 15:
+        if plain and dy.is_contiguous() and not dy.data_ptr() & 15 and are_as_saved(ctx.layouts, *kept):
             return None, *call.gradients(dy, x, weight, mean, rstd)
         return None, *formula(dy, x, weight, mean, rstd, *call.needs)
 
@@ -369,7 +372,7 @@ def _formula_comparisons(owner, dtypes, device):
             results = []
             for layer_class in (owner, Eager):
                 scale = (
-                    weight.expand(shape) * torch.linspace(1, 2, shape[0], device=device)[:, None]
+                    weight.expand(shape) * torch.linspace(1, 2, shape[0], dtype=torch.float32, device=device)[:, None]
                     if of_heads
                     else weight
                 )
@@ -394,7 +397,7 @@ def _proved(kind: Kind, owner: type, device, needs) -> bool:
 def _comparisons(kind, owner, device, needs):
     """Output, statistics, gradients and the row sums in them, in fp32, where another order of additions shows."""
     source = proof.generator(device, kind.size)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=source)
+    make = functools.partial(proof.normal, source)
     calls, rows = proof_calls(kind.rows)
     for call in range(calls):
         leaf = spike(make(rows, kind.size) + make(rows, 1), call).to(kind.dtype)
@@ -407,7 +410,7 @@ def _comparisons(kind, owner, device, needs):
             out = owner.forward(stand_in(owner, weight, PROOF_EPS), leaf.view_as(leaf))
             expected = torch.autograd.grad(out, (leaf, weight), dy) if any(needs) else ()
         x, weight = leaf.detach(), weight.detach()
-        mean, rstd = torch.full((2, rows, 1), math.nan, device=device).unbind()
+        mean, rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=device).unbind()
         ours = torch.full_like(x, math.nan)
         kind.forward(rows, 1, device, PROOF_EPS, True)(x, weight, ours, mean, rstd)
         yield from zip(("the fp32 mean", "the fp32 rstd"), (mean, rstd), statistics(x, PROOF_EPS))
@@ -420,7 +423,7 @@ def _gradient_comparisons(kind, device, needs, dy, x, weight, expected):
     mean, rstd = statistics(x, PROOF_EPS)
     parts = [torch.full_like(x, math.nan) for _ in range(3)]
     products = torch.full_like(x, math.nan, dtype=torch.float32)
-    d_rstd, d_mean = torch.full((2, *rstd.shape), math.nan, device=device).unbind()
+    d_rstd, d_mean = torch.full((2, *rstd.shape), math.nan, dtype=torch.float32, device=device).unbind()
     others = parts[1:] if x.dtype == torch.float32 else (products, products)
     launched = kind.backward(len(x), 1, device, needs, store_sums=True)
     launched(dy, x, weight, mean, rstd, parts[0], *others, products, d_rstd, d_mean)

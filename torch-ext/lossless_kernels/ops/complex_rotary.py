@@ -312,10 +312,10 @@ def _formulas(function, unsqueeze_dim):
     """Of two sequences, with other heads for the key, and frequencies of one sequence or of both."""
     generator = proof.generator(torch.device("cpu"), 3)
     for dtype, sequences in ((torch.bfloat16, 1), (torch.float32, 2)):
-        data = [torch.randn(2, 5, heads, 16, generator=generator).to(dtype) for heads in (4, 3)]
+        data = [proof.normal(generator, 2, 5, heads, 16).to(dtype) for heads in (4, 3)]
         if unsqueeze_dim == 1:
             data = [x.transpose(1, 2) for x in data]
-        angle = torch.randn(sequences, 5, 8, generator=generator)
+        angle = proof.normal(generator, sequences, 5, 8)
         freqs = torch.polar(1.0 + angle.square(), angle)
         results = []
         for compute in (function, lambda *tensors: [eager(x, tensors[2], unsqueeze_dim) for x in tensors[:2]]):
@@ -348,11 +348,11 @@ def _comparisons(kind, device):
     """
     generator, dim = proof.generator(device, kind.half), 2 * kind.half
     for heads in (1, 5):
-        x = torch.randn(2, _PROOF_TOKENS, heads, dim + kind.unit, device=device, generator=generator)
+        x = proof.normal(generator, 2, _PROOF_TOKENS, heads, dim + kind.unit)
         x[:, ::4, :, 1:dim:2], x[:, 2::4, :, 1:dim:2] = x[:, ::4, :, 0:dim:2], -x[:, 2::4, :, 0:dim:2]
         x[0, 0, 0, 0], x[0, 1, 0, 0], x[0, 2, 0, 1], x[0, 3] = math.inf, math.nan, -0.0, 0.0
         x = x.to(kind.dtype)[..., :dim]
-        angle = torch.randn(2, _PROOF_TOKENS, kind.half + kind.freqs_unit // 2, device=device, generator=generator)
+        angle = proof.normal(generator, 2, _PROOF_TOKENS, kind.half + kind.freqs_unit // 2)
         angle[:, ::2] = math.pi / 4 + angle[:, ::2] * 1e-6
         angle[:, 5] = 0.0
         freqs = torch.polar(torch.ones_like(angle), angle)[..., : kind.half]

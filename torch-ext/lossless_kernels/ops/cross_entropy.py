@@ -15,9 +15,11 @@ from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
     allocator,
+    are_as_saved,
     are_plain,
     check_floating,
     gradients_apart,
+    layouts_if_hooked,
     runs_kernels,
 )
 from ..core.softmax import CUDA_ONLY, LOOP, WARP, lanes, next_power_of_two, softmax_forward
@@ -256,11 +258,10 @@ def nll_loss(logp, checked, reduction: str) -> tuple[torch.Tensor, torch.Tensor]
 class _LossCall:
     """A call, resolved for the logits' layout, dtype and device, and for `ignore_index` and `reduction`."""
 
-    __slots__ = ("forward", "backward", "strides", "reduction", "ignore_index", "statistics", "targets", "dx")
+    __slots__ = ("forward", "backward", "reduction", "ignore_index", "statistics", "targets", "dx")
 
     def __init__(self, logits, ignore_index: int, reduction: str, plan: Optional[CrossEntropyPlan] = None):
         plan = plan or launch_plan(logits.shape[1], logits.element_size())
-        self.strides = logits.stride()
         self.reduction = reduction
         self.ignore_index = ignore_index
         rows, vocab = logits.shape
@@ -345,20 +346,20 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, logits, target, owned):
         loss, *statistics = call(logits, target)
-        ctx.save_for_backward(logits, target, *statistics)
+        kept = logits, target, *statistics
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.owned = owned
+        ctx.call, ctx.owned, ctx.layouts = call, owned, layouts_if_hooked(*kept)
         return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         if d_loss is None:
             return None, None, None, None
-        logits, target, maxima, log_sums, count = ctx.saved_tensors
+        kept = logits, target, maxima, log_sums, count = ctx.saved_tensors
         call = ctx.call
-        # Double backward, a dispatch mode, or a saved-tensor hook that returned another layout.
-        if is_grad_enabled() or not are_plain(d_loss, logits) or logits.stride() != call.strides:
+        # Double backward, a dispatch mode, or a saved-tensor hook that returned something else.
+        if is_grad_enabled() or not are_plain(d_loss, logits) or not are_as_saved(ctx.layouts, *kept):
             formula = functools.partial(eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
             return None, *gradients_apart(formula, (logits,), d_loss), None, None
         # Another backward pass would read the logits again.
@@ -397,12 +398,12 @@ def proof_rows(rows: int, vocab: int, shift: int, source: torch.Generator, devic
     Args:
         shift: elements from a multiple of 16 bytes to the first row.
     """
-    x = torch.randn(rows, vocab, device=device, generator=source)
+    x = proof.normal(source, rows, vocab)
     target = torch.randint(vocab, (rows,), device=device, generator=source)
     order = softmax_forward(vocab, torch.float32, aligned=shift == 0)
     lane = lanes(order, rows // 2, vocab, shift, device)
     x[: rows // 2].sub_(torch.where(lane == lane.gather(1, target[: rows // 2, None]), 0.0, 40.0))
-    peaks = x.logsumexp(1) - 1.1 * torch.rand(rows, device=device, generator=source)
+    peaks = x.logsumexp(1) - 1.1 * proof.uniform(source, rows)
     return x.scatter_(1, target[:, None], peaks[:, None]), target
 
 
@@ -430,7 +431,7 @@ def _comparisons(dtype, vocab, dense, unit, shift, device, reduction):
     loss, maxima, log_sums, count = call(logits.detach(), target)
     with torch.enable_grad():
         expected = eager(logits, target, -100, reduction)
-        d_loss = torch.full((), 0.7, device=device)
+        d_loss = torch.full((), 0.7, dtype=torch.float32, device=device)
         (gradient,) = torch.autograd.grad(expected, logits, d_loss)
     yield "the loss", loss, expected.detach()
     yield "the gradient", call.gradient(logits.detach(), target, maxima, log_sums, d_loss, count), gradient

@@ -15,12 +15,14 @@ from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
     allocator,
+    are_as_saved,
     are_ours,
     are_plain,
     check_floating,
     gradients_apart,
     is_autocast,
     is_traced_plainly,
+    layouts_if_hooked,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides
@@ -107,7 +109,7 @@ def tvd(
         raise ValueError(f"p: expected [rows, classes], found shape {list(p.shape)}")
     count = None if labels is None else int((labels != ignore_index).sum())
     if count == 0:
-        return torch.zeros((), device=p.device)
+        return torch.zeros((), dtype=torch.get_default_dtype(), device=p.device)
     out = None if p.dim() != 2 else replacement(_VARIATION, p, q, labels, ignore_index, reduction, count)
     return _tvd(p, q, labels, ignore_index, reduction, count) if out is None else out
 
@@ -217,8 +219,7 @@ class _Call:
         self.form, self.shape, self.dtypes, self.device, self.reduction = form, shape, dtypes, device, reduction
         self.dtype = torch.promote_types(*dtypes)
         self.size = shape[1] if labels else 0
-        self.strides = contiguous_strides(shape)
-        self.out = allocator(shape, self.strides, self.dtype, device)
+        self.out = allocator(shape, contiguous_strides(shape), self.dtype, device)
         # Kernels without labels do not read it.
         self.no_labels = torch.empty(1, dtype=torch.int64, device=device)
         self._bound: dict = {}
@@ -359,6 +360,7 @@ class Divergences(torch.autograd.Function):
         ctx.save_for_backward(first, second, labels)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.ignore_index, ctx.count, ctx.again = call, ignore_index, count, len(again)
+        ctx.layouts = layouts_if_hooked(first, second, labels)
         return out
 
     @staticmethod
@@ -374,7 +376,7 @@ class Divergences(torch.autograd.Function):
 
             return (None,) * 4 + gradients_apart(eager, (first, second), dy) + (None,) * ctx.again
         arguments = first, second, labels, ctx.ignore_index
-        if are_plain(dy, first) and _fits(call, dy, first, second):
+        if are_plain(dy, first) and _fits(call, dy) and are_as_saved(ctx.layouts, first, second, labels):
             found = call.gradients(dy, *arguments, ctx.count, wants_first, wants_second)
         else:
             found = _formula(call.form, dy, *arguments, call.reduction, ctx.count)
@@ -388,9 +390,9 @@ def _formula(form: Divergence, dy, first, second, labels, ignore_index, reductio
     return form.gradients(dy, first, second, labels, ignore_index)
 
 
-def _fits(call: _Call, dy, first, second) -> bool:
-    """Whether the kernels read these. A saved-tensor hook may return another layout."""
-    return first.stride() == second.stride() == call.strides and (call.reduction != "none" or dy.is_contiguous())
+def _fits(call: _Call, dy) -> bool:
+    """Whether the kernels read this gradient."""
+    return call.reduction != "none" or dy.is_contiguous()
 
 
 _apply = apply_of(Divergences)
@@ -444,7 +446,7 @@ def _lengths(width: int, dtype: torch.dtype, device: torch.device) -> list[int]:
 
 def _operands(form, dtypes, elements: int, source, device) -> list[torch.Tensor]:
     """Random distributions of a few classes each; some numbers are zero, infinite or NaN if the sum is not compared."""
-    first, second = torch.randn(2, elements, device=device, generator=source) * 2.0 - 4.0
+    first, second = proof.normal(source, 2, elements) * 2.0 - 4.0
     if form is not _KL_LOG_TARGET:
         second = second.exp_()
         second[::7] = 0.0
@@ -461,7 +463,7 @@ def _comparisons(form, dtypes, device, reduction, width, labels, gradients):
             first, second = _operands(form, dtypes, elements, source, device)
             yield from _compared(form, first, second, reduction, labels, gradients, source, device, repetition)
     first, second = _operands(form, dtypes, max(width, _ELEMENTWISE), source, device)
-    specials = torch.tensor(_SPECIAL, device=device)
+    specials = torch.tensor(_SPECIAL, dtype=torch.float32, device=device)
     first[: len(_SPECIAL) ** 2] = specials.repeat(len(_SPECIAL))
     second[: len(_SPECIAL) ** 2] = specials.repeat_interleave(len(_SPECIAL))
     yield from _compared(form, first, second, reduction, labels, gradients, source, device, 0)
@@ -478,7 +480,7 @@ def _compared(form, first, second, reduction, labels, gradients, source, device,
     label = torch.randint(3, first.shape[:1], device=device, generator=source) - 1 if labels else None
     count = int((label >= 0).sum()) or 1 if labels else None
     call = _Call(form, first.shape, (first.dtype, second.dtype), device, reduction, labels)
-    total = torch.full((1,), math.nan, device=device)
+    total = torch.full((1,), math.nan, dtype=torch.float32, device=device)
     found = call(first, second, label, -1, count, total=total)
     if reduction != "none":
         terms = form.eager(first, second, label, -1, "none", count)
@@ -495,7 +497,7 @@ def _sum(terms):
 
 
 def _compared_gradients(call, first, second, label, count, gradients, source, found):
-    dy = torch.randn(found.shape, device=found.device, generator=source).to(found.dtype)
+    dy = proof.normal(source, found.shape).to(found.dtype)
     leaves = [each.detach().requires_grad_(wanted) for each, wanted in zip((first, second), gradients)]
     with torch.enable_grad():
         expected = call.form.eager(*leaves, label, -1, call.reduction, count)
@@ -526,7 +528,7 @@ def _divergence_op(form: str, first: torch.Tensor, second: torch.Tensor, reducti
 
 def _find_gradient(form, dy, first, second, reduction):
     call = _call_of(_DIVERGENCES[form], first, second, reduction, (True, False))
-    if call is None or not _fits(call, dy, first, second):
+    if call is None or not _fits(call, dy):
         return None
 
     def compute(dy, first, second):

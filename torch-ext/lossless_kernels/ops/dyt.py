@@ -15,10 +15,12 @@ from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
+    are_as_saved,
     are_ours,
     are_plain,
     check_floating,
     is_traced_plainly,
+    layouts_if_hooked,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides
@@ -229,7 +231,7 @@ class DyT(torch.autograd.Function):
     def forward(ctx, call, input, alpha, weight, bias):
         ctx.save_for_backward(input, alpha, weight)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.layouts = call, layouts_if_hooked(input, alpha, weight)
         return call.output(input, alpha, weight, bias)
 
     @staticmethod
@@ -238,7 +240,8 @@ class DyT(torch.autograd.Function):
             return None, None, None, None, None
         input, alpha, weight = ctx.saved_tensors
         # With create_graph the gradients are differentiated in turn.
-        if not is_grad_enabled() and are_plain(dy, input) and are_plain(alpha, weight) and dy.is_contiguous():
+        plain = not is_grad_enabled() and are_plain(dy, input) and are_plain(alpha, weight)
+        if plain and dy.is_contiguous() and are_as_saved(ctx.layouts, input, alpha, weight):
             return None, *ctx.call.gradients(dy, input, alpha, weight)
         return None, *formula(dy, input, alpha, weight, ctx.call.needs)
 
@@ -268,7 +271,7 @@ def _sample(kind, device):
     rows = -(-len(values) // kind.size) + 1
     x = torch.ones(rows * kind.size, dtype=kind.dtype, device=device)
     x[-len(values) :] = values
-    make = functools.partial(torch.randn, device=device, generator=proof.generator(device, kind.size))
+    make = functools.partial(proof.normal, proof.generator(device, kind.size))
     weight, bias = (make(kind.size).to(kind.dtype) for _ in range(2))
     alpha = torch.full((1,), _ALPHA, dtype=kind.dtype, device=device)
     return x.view(rows, kind.size), alpha, weight, bias, make(rows, kind.size).to(kind.dtype)

@@ -525,7 +525,7 @@ def _comparisons(subject, activation, dtype, kind, device):
 
 def _gradient_comparisons(subject, activation, dtype, kind, device, with_up):
     layout, both, gate, up = _proof_inputs(dtype, kind, device)
-    make = functools.partial(torch.randn, gate.shape, device=device, generator=proof.generator(device, 4))
+    make = functools.partial(proof.normal, proof.generator(device, 4), gate.shape)
     launch = _backward(activation, dtype, layout, device, with_up)
     original = original_of(subject)
     for _ in range(2):

@@ -236,7 +236,7 @@ def _power_of_two(number: int) -> int:
 
 def _rounded(eps, dtype: torch.dtype) -> float:
     """eps as ATen passes it to its kernel, in the dtype."""
-    return float(torch.tensor(eps, dtype=dtype))
+    return float(torch.tensor(eps, dtype=dtype, device="cpu"))
 
 
 def _programs(shape: Shape, itemsize: int, gpu: plans.Gpu) -> int:
@@ -499,14 +499,14 @@ def _samples_of(kind: Kind, shape: Shape, device, source) -> torch.Tensor:
     """Groups of all scales, constant ones, some with infinities and NaN, and such that cancel: their mean or variance is what
     rounding leaves."""
     rows, size = shape.rows, shape.size
-    make = functools.partial(torch.randn, device=device, generator=source)
+    make = functools.partial(proof.normal, source)
     row = torch.arange(rows, device=device)[:, None]
     spread = make(rows, 1)
     x = (make(rows, size) + 8.0 * spread * spread.abs()) * torch.exp2(row % 16 - 8.0)
     # Numbers and their negatives, anywhere in the group: the sum shows every rounding, even in 16 bits.
     half, anywhere = size // 2, torch.randperm(size, device=device, generator=source)
     # Of many scales: differences of 16-bit numbers then have all bits of fp32.
-    scales = torch.exp2(-12.0 * torch.rand(half, device=device, generator=source))
+    scales = torch.exp2(-12.0 * proof.uniform(source, half))
     numbers, opposite = (make(rows, half) * scales).to(kind.dtype).float(), torch.zeros_like(x)
     opposite[:, anywhere[:half]], opposite[:, anywhere[half : 2 * half]] = numbers, -numbers
     # In fp16 a sum of smaller ones would be subnormal.
@@ -527,10 +527,13 @@ def _comparisons(kind, device) -> Iterator[proof.Comparison]:
         shape = Shape(2, groups, channels, positions)
         source = proof.generator(device, shape.size)
         x = _samples_of(kind, shape, device, source)
-        vectors = torch.randn(2, groups * channels, device=device, generator=source).to(kind.dtype)
+        vectors = proof.normal(source, 2, groups * channels).to(kind.dtype)
         weight, bias = vectors[0] if kind.weight else None, vectors[1] if kind.bias else None
         for eps in _PROOF_EPS:
-            out, mean, rstd = torch.full_like(x, math.nan), *torch.full((2, 2, groups), math.nan, device=device).to(x)
+            out, mean, rstd = (
+                torch.full_like(x, math.nan),
+                *torch.full((2, 2, groups), math.nan, dtype=x.dtype, device=device),
+            )
             kind.launch(shape, device, eps, True)(
                 x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd
             )

@@ -16,7 +16,16 @@ from torch.nn import functional
 from ..core import launch, plans, proof
 from ..core import softmax as aten
 from ..core.calls import Calls, Outside
-from ..core.domain import FLOAT_DTYPES, are_ours, are_plain, gradients_apart, is_autocast, runs_kernels
+from ..core.domain import (
+    FLOAT_DTYPES,
+    are_as_saved,
+    are_ours,
+    are_plain,
+    gradients_apart,
+    is_autocast,
+    layouts_if_hooked,
+    runs_kernels,
+)
 from ..core.layout import row_levels
 from ..core.torch_internals import apply_of, keeps_graph
 
@@ -106,7 +115,7 @@ class _Call:
         if device.type == "cuda":  # Calls on other streams read them, too.
             torch.cuda.current_stream(device).synchronize()
         # As ATen divides by a number.
-        factor = float(1.0 / torch.tensor(temperature, dtype=torch.float32))
+        factor = float(1.0 / torch.tensor(temperature, dtype=torch.float32, device="cpu"))
         self.scalars = kind.vocabulary // kind.unit, *levels, factor
         self.programs = min(rows, plans.gpu(device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR)
         self.scratch = self.programs, sum(kind.wanted), -(-kind.vocabulary // 16) * 16
@@ -133,7 +142,8 @@ class _Call:
     def __call__(self, student, teacher, place, count: int):
         """The terms, and for the gradients each row's maxima and log sums."""
         terms = torch.empty(count, self.kind.vocabulary, dtype=self.kind.dtype, device=self.device)
-        statistics = torch.empty(self.rows if True in self.kind.wanted else 1, 4, device=self.device)
+        rows = self.rows if True in self.kind.wanted else 1
+        statistics = torch.empty(rows, 4, dtype=torch.float32, device=self.device)
         self.forward.call_6(student, teacher, place, self.weights, statistics, terms)
         return terms, statistics
 
@@ -161,6 +171,8 @@ def replacement(
     wanted = tuple(is_grad_enabled() and each.requires_grad for each in (student, teacher))
     if not are_ours(student, teacher, True in wanted) or not (mask is None or are_plain(mask, mask)):
         return proof.record_refusal(original, proof.NOT_PLAIN)
+    if True in wanted and (student.is_inference() or teacher.is_inference()):
+        return proof.record_refusal(original, proof.INFERENCE_TENSORS)
     if student.dtype != torch.float32 and is_autocast(student.device):
         return proof.record_refusal(original, "autocast, which computes in fp32")
     numbers = int, float
@@ -222,19 +234,21 @@ class JSD(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, compute, owned, place, count, student, teacher):
         terms, statistics = call(student, teacher, place, count)
-        ctx.save_for_backward(student, teacher, place, statistics)
+        kept = student, teacher, place, statistics
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.compute, ctx.owned, ctx.strides = call, compute, owned, (student.stride(), teacher.stride())
+        ctx.call, ctx.compute, ctx.owned, ctx.layouts = call, compute, owned, layouts_if_hooked(*kept)
         return terms
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:
             return (None,) * 7
-        *logits, place, statistics = ctx.saved_tensors
+        kept = *logits, place, statistics = ctx.saved_tensors
         call, wanted = ctx.call, ctx.needs_input_grad[5:]
-        # Double backward, a dispatch mode, or a saved-tensor hook that returned another layout.
-        if is_grad_enabled() or not are_plain(dy, logits[0]) or tuple(each.stride() for each in logits) != ctx.strides:
+        # Double backward, a dispatch mode, or a saved-tensor hook that returned something else.
+        plain = all(are_plain(dy, each) for each in kept)
+        if is_grad_enabled() or not plain or not are_as_saved(ctx.layouts, *kept):
             return (None,) * 5 + _formula(ctx.compute, logits, wanted, dy)
         # Another backward pass would read the logits again.
         overwrites = ctx.owned and not keeps_graph()
@@ -305,23 +319,25 @@ def proof_logits(kind: Kind, temperature: float, source: torch.Generator, device
     rows = min(max(_GROUP // vocabulary // 8 * 8, 16), 256)
     forward = aten.softmax_forward(vocabulary, kind.dtype)
     backward = aten.softmax_backward(vocabulary, kind.dtype)
-    made = {"device": device, "generator": source}
+
+    def far():
+        return torch.full((rows, vocabulary), _FAR, dtype=torch.float32, device=device)
 
     def peaked():
-        x = torch.full((rows, vocabulary), _FAR, device=device)
-        peak = torch.randint(vocabulary, (rows, 1), **made)
-        few = torch.rand(rows, vocabulary, **made) * (_MOST - _LEAST) + _LEAST
-        chosen = torch.rand(rows, vocabulary, **made) < _FEW / vocabulary
+        x = far()
+        peak = torch.randint(vocabulary, (rows, 1), device=device, generator=source)
+        few = proof.uniform(source, rows, vocabulary) * (_MOST - _LEAST) + _LEAST
+        chosen = proof.uniform(source, rows, vocabulary) < _FEW / vocabulary
         for first, order in ((1, forward), (3, backward)):
             lane = aten.lanes(order, rows, vocabulary, 0, device)
             chosen[first::4] = (lane == lane.gather(1, peak))[first::4]
         return torch.where(chosen, few, x).scatter_(1, peak, 0.0), peak
 
     def only(peak):
-        return torch.full((rows, vocabulary), _FAR, device=device).scatter_(1, peak, 0.0)
+        return far().scatter_(1, peak, 0.0)
 
     def drawn():
-        return torch.randn(rows, vocabulary, **made) * 3.0
+        return proof.normal(source, rows, vocabulary) * 3.0
 
     (a, at_a), (b, at_b) = peaked(), peaked()
     groups = [(a, only(at_a)), (only(at_b), b), (peaked()[0], drawn()), (drawn(), peaked()[0]), (drawn(), drawn())]
@@ -349,7 +365,7 @@ def _comparisons(kind: Kind, device):
         student, teacher = (_placed(each, kind) for each in proof_logits(kind, temperature, source, device))
         rows, stride = len(student), student.stride(0) // kind.unit
         call = _Call(kind, rows, (1, stride, 0, stride, 0), beta, temperature, device)
-        mask = torch.rand(rows, device=device, generator=source) < 0.9 if kind.labels else None
+        mask = proof.uniform(source, rows) < 0.9 if kind.labels else None
         place, count = torch.arange(rows, device=device), rows
         if kind.labels:
             place, count = torch.where(mask, mask.cumsum(0) - 1, -1), int(mask.sum())
@@ -360,7 +376,7 @@ def _comparisons(kind: Kind, device):
         yield "the terms", terms, expected.detach()
         if True not in kind.wanted:
             continue
-        dense = (torch.rand(terms.shape, device=device, generator=source) + 1.0) * _GRADIENT
+        dense = (proof.uniform(source, terms.shape) + 1.0) * _GRADIENT
         for dy in (
             dense.to(kind.dtype),
             torch.full((), _GRADIENT, dtype=kind.dtype, device=device).expand(terms.shape),

@@ -379,7 +379,7 @@ _CANCELLED_ELEMENTS = 4096
 def _comparisons(kind, device):
     source = proof.generator(device, kind.size)
     shape, row_stride = (_PROOF_ROWS, kind.size), kind.size + kind.unit
-    normal, spread = (torch.randn(*each, device=device, generator=source) for each in (shape, (_PROOF_ROWS, 1)))
+    normal, spread = (proof.normal(source, *each) for each in (shape, (_PROOF_ROWS, 1)))
     # Rows of all scales, and with means of up to 64 times the deviation.
     values = (normal + 8.0 * spread * spread.abs()) * torch.exp2(torch.arange(_PROOF_ROWS, device=device) % 16 - 8.0)[
         :, None
@@ -387,11 +387,11 @@ def _comparisons(kind, device):
     values[0], values[1], values[2], values[3, 0], values[4, -1] = 0.0, -0.0, 3.0, math.nan, math.inf
     values[5, ::2], values[6], values[7, 0] = 6e4, -math.inf, 6e4
     x = torch.zeros(_PROOF_ROWS, row_stride, dtype=kind.dtype, device=device)[:, : kind.size].copy_(values)
-    weight = torch.randn(kind.size, device=device, generator=source).to(kind.dtype) if kind.weight else None
+    weight = proof.normal(source, kind.size).to(kind.dtype) if kind.weight else None
     launched = kind.launch(_PROOF_ROWS, row_stride, device, _PROOF_EPS, True)
     for bias in _biases(kind, x, weight, source):
         out = torch.full(shape, math.nan, dtype=kind.dtype, device=device)
-        mean, rstd = torch.full((2, _PROOF_ROWS, 1), math.nan, device=device).unbind()
+        mean, rstd = torch.full((2, _PROOF_ROWS, 1), math.nan, dtype=torch.float32, device=device).unbind()
         launched(x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd)
         expected = _eager_with_statistics(x, (kind.size,), weight, bias, _PROOF_EPS)
         yield from zip(("the output", "the mean", "rstd"), (out, mean, rstd), expected)
@@ -404,7 +404,7 @@ def _biases(kind, x, weight, source):
     products = torch.native_layer_norm(x, (kind.size,), weight, None, _PROOF_EPS)[0]
     # The first rows have infinities and NaN.
     cancelling = (-products[8 + row] for row in range(_CANCELLED_ELEMENTS // kind.size + 1))
-    return [torch.randn(kind.size, device=x.device, generator=source).to(kind.dtype), *cancelling]
+    return [proof.normal(source, kind.size).to(kind.dtype), *cancelling]
 
 
 def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:

@@ -10,7 +10,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import proof, torch_internals
-from ..core.domain import are_plain, check_floating, gradients_apart, is_checkpointed
+from ..core.domain import (
+    are_as_saved,
+    are_plain,
+    check_floating,
+    gradients_apart,
+    is_checkpointed,
+    layouts_if_hooked,
+)
 from .cross_entropy import apply, call_of, check_reduction, cross_entropy, eager, nll_loss
 
 
@@ -128,7 +135,7 @@ def _in_chunks(hidden_states, weight, bias, target, ignore_index, reduction, siz
 @torch.no_grad()
 def _loss(calls, size, hidden_states, weight, bias, target):
     """The loss, and of all tokens maxima, log sums and the number of those that count."""
-    maxima, log_sums, logp = (torch.empty(len(target), device=target.device) for _ in range(3))
+    maxima, log_sums, logp = torch.empty(3, len(target), dtype=torch.float32, device=target.device).unbind()
     statistics = maxima, log_sums, logp, torch.empty_like(target)
     for hidden, *of_tokens in _split(size, hidden_states.view(-1, weight.shape[1]), target, *statistics):
         call = calls[len(hidden)]
@@ -147,18 +154,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, calls, size, hidden_states, weight, bias, target):
         loss, *statistics = _loss(calls, size, hidden_states, weight, bias, target)
-        ctx.save_for_backward(hidden_states, weight, bias, target, *statistics)
+        kept = hidden_states, weight, bias, target, *statistics
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        ctx.calls, ctx.size = calls, size
+        ctx.calls, ctx.size, ctx.layouts = calls, size, layouts_if_hooked(*kept)
         return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         if d_loss is None:
             return (None,) * 6
-        hidden_states, weight, bias, target, maxima, log_sums, count = ctx.saved_tensors
+        kept = hidden_states, weight, bias, target, maxima, log_sums, count = ctx.saved_tensors
         call = ctx.calls[ctx.size]
-        if is_grad_enabled() or not are_plain(d_loss, hidden_states):
+        if is_grad_enabled() or not are_plain(d_loss, hidden_states) or not are_as_saved(ctx.layouts, *kept):
 
             def formula(hidden_states):
                 logits = functional.linear(hidden_states, weight, bias).reshape(-1, weight.shape[0])
@@ -207,7 +215,7 @@ def _are_proved(hidden_states, weight, bias, size: int, needs_grad: bool) -> boo
 
 def _comparisons(hidden_states, weight, bias, size, needs_grad):
     source = proof.generator(weight.device, size)
-    random = torch.randn(hidden_states.shape, device=weight.device, generator=source).to(weight.dtype)
+    random = proof.normal(source, hidden_states.shape).to(weight.dtype)
     for given in (random, hidden_states):
         yield from _compared(given, weight, bias, size, needs_grad)
 

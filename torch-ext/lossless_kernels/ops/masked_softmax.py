@@ -18,11 +18,13 @@ from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
+    are_as_saved,
     are_ours,
     are_plain,
     check_floating,
     gradients_apart,
     is_traced_plainly,
+    layouts_if_hooked,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides, row_levels
@@ -227,8 +229,9 @@ def _resolve(scores, *others) -> Optional[_Call]:
         raise Outside(aten.CUDA_ONLY)
     if not scores.numel() or not scores.dim() or scores.stride() != contiguous_strides(shape):
         raise Outside("scores that are not contiguous, or empty")
-    if not math.isfinite(scale) or (scale == 1.0 and not mask):
-        raise Outside("neither a mask nor a scale, or one that is not finite")
+    # A call is found again by its scale, and 0.0 equals -0.0.
+    if not math.isfinite(scale) or scale == 0.0 or (scale == 1.0 and not mask):
+        raise Outside("neither a mask nor a scale, or one that is zero or not finite")
     mask_strides = (0,) * scores.dim()
     for each in mask:
         if (each.dtype, each.device) != (dtype, device) or each.shape[-1:] != shape[-1:]:
@@ -271,19 +274,20 @@ class MaskedSoftmax(torch.autograd.Function):
         out, statistics = call.launched(*tensors)
         if dispatch_modes():  # A mode sees the operations; what is saved is the same.
             out = eager_masked_softmax(*tensors, scale=call.scale)
-        ctx.save_for_backward(statistics, *tensors)
+        kept = statistics, *tensors
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.strides = call, [each.stride() for each in tensors]
+        ctx.call, ctx.layouts = call, layouts_if_hooked(*kept)
         return out
 
     @staticmethod
     def backward(ctx, dy):
-        statistics, scores, *mask = ctx.saved_tensors
+        kept = statistics, scores, *mask = ctx.saved_tensors
         dx = None
         if dy is not None:  # If the output was unused, its gradient is undefined.
-            # With create_graph the gradient is differentiated in turn. A saved-tensor hook may return another layout.
-            same = [each.stride() for each in (scores, *mask)] == ctx.strides and all(are_plain(dy, e) for e in mask)
-            if not is_grad_enabled() and are_plain(dy, scores) and same:
+            # With create_graph the gradient is differentiated in turn.
+            plain = all(are_plain(dy, each) for each in kept)
+            if not is_grad_enabled() and plain and are_as_saved(ctx.layouts, *kept):
                 dx = ctx.call.gradient(dy, scores, statistics, *mask)
             else:
                 dx = _formula_gradient(dy, scores, mask[0] if mask else None, ctx.call.scale)
@@ -354,7 +358,7 @@ def _sample(kind, device, source, values, zero=None):
     values, mask = values.view(2, 3, count // 6, size), []
     if kind.masked:
         # No access can read more than a unit.
-        there = torch.randn(2, 1, count // 6, size + kind.rows.unit, device=device, generator=source)
+        there = proof.normal(source, 2, 1, count // 6, size + kind.rows.unit)
         mask = [there.to(dtype)[..., :size]]
         if zero is not None:
             mask[0].scatter_(3, zero.view(2, 3, -1).transpose(1, 2)[:, None], 0.0)
@@ -369,7 +373,7 @@ def _comparisons(kind, device):
     source, is_block = proof.generator(device, kind.rows.steps), kind.rows.order.kind != aten.WARP
     for size in _sizes(kind):
         rows = max(_ELEMENTS // size, _ROWS_OF_BLOCKS if is_block else 0) // 6 * 6 + 6
-        values = torch.randn(rows, size, device=device, generator=source)
+        values = proof.normal(source, rows, size)
         if is_block:
             lane = aten.lanes(kind.rows.order, rows, size, 0, device)[::2]
             values[::2].add_(torch.where(lane == lane[:, size // 2, None], _APART, 0.0))
@@ -377,7 +381,10 @@ def _comparisons(kind, device):
         values[-1], values[-2], values[-3], values[-4, 0] = -math.inf, math.inf, -0.0, math.nan
         values[-5, -1], values[-6, 0] = math.inf, -math.inf
         scores, mask, walk = _sample(kind, device, source, values)
-        out, statistics = torch.full_like(scores, math.nan), torch.full((rows, 2), math.nan, device=device)
+        out, statistics = (
+            torch.full_like(scores, math.nan),
+            torch.full((rows, 2), math.nan, dtype=torch.float32, device=device),
+        )
         walk.bind(kind, _SCALE, device)(scores, out, statistics, *mask)
         x = _combined(scores, *mask or (None,), _SCALE)
         expected = functional.softmax(x, dim=-1, dtype=torch.float32)
@@ -398,18 +405,18 @@ def _gradient_comparisons(kind, device):
     source, dtype, masked = proof.generator(device, kind.rows.steps), kind.rows.dtype, kind.masked
     for size in _sizes(kind):
         rows = max(min(_GRADIENT_ROWS, _GRADIENT_ELEMENTS // size) // 6, 2) * 6
-        y = torch.rand(rows, size, device=device, generator=source) / size
-        dy = torch.randn(rows, size, device=device, generator=source)
+        y = proof.uniform(source, rows, size) / size
+        dy = proof.normal(source, rows, size)
         dy[::2] *= size**0.5 / 256
         at = torch.randint(size, (rows, 1), device=device, generator=source)
         y.scatter_(1, at, 1.0)
-        dy[::2].scatter_(1, at[::2], 128 + 127 * torch.rand(rows // 2, 1, device=device, generator=source))
+        dy[::2].scatter_(1, at[::2], 128 + 127 * proof.uniform(source, rows // 2, 1))
         dy[1], dy[3], dy[5, 0], dy[7, -1] = -0.0, 0.0, math.inf, math.nan
         scores, mask, walk = _sample(kind, device, source, y.log(), at)
         dy, x = dy.view_as(scores).to(dtype), _combined(scores, *mask or (None,), _SCALE)
         kinds = (Kind.of(of_gradient, dtype, size, walk.multiple, masked) for of_gradient in (False, True))
         empty = functools.partial(torch.full_like, scores, math.nan)
-        statistics = torch.tensor([0.0, 1.0], device=device).repeat(rows, 1)
+        statistics = torch.tensor([0.0, 1.0], dtype=torch.float32, device=device).repeat(rows, 1)
         call = _Call(*(walk.bind(each, _SCALE, device) for each in kinds), _SCALE, empty, statistics.clone)
         expected = eager_gradient(dy.float(), torch.exp(x.float()), dtype) * _SCALE
         yield "the scores' gradient", call.gradient(dy, scores, statistics, *mask), expected
@@ -464,6 +471,13 @@ def _compiled(scores, mask, scale) -> Optional[torch.Tensor]:
     """
     if scores.dtype not in FLOAT_DTYPES or type(scale) is not float or scores.dim() == 0:
         return None
-    if mask is not None and (mask.dtype != scores.dtype or (is_grad_enabled() and mask.requires_grad)):
-        return None
+    if mask is not None:
+        keeps = is_grad_enabled() and scores.requires_grad
+        if mask.dtype != scores.dtype or (is_grad_enabled() and mask.requires_grad) or (keeps and mask.is_inference()):
+            return None
+        # Eager adds up the gradients of scores that the mask broadcasts before it scales them.
+        if mask.dim() > scores.dim() or any(
+            size not in (1, of) for size, of in zip(mask.shape[::-1], scores.shape[::-1])
+        ):
+            return None
     return _masked_softmax_op(scores, mask, scale) if is_traced_plainly(scores.device) else None

@@ -435,7 +435,7 @@ _HEAD_DIM, _TOKENS, _Q_HEADS, _K_HEADS = 32, 5, 3, 2
 
 def _numbers(shape, dtype, generator):
     """Random numbers, one in eight a zero of either sign, since position 0 has a sine of zero."""
-    numbers = torch.randn(shape, device=generator.device, generator=generator)
+    numbers = proof.normal(generator, shape)
     zeros = torch.randint(8, shape, device=generator.device, generator=generator) == 0
     return torch.where(zeros, numbers * 0.0, numbers).to(dtype)
 

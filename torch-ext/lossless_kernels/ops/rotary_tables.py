@@ -227,7 +227,7 @@ def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
     module = nn.Module()
     # Half of a model's frequencies, then random ones, a negative one and a zero.
     inv_freq = 10000.0 ** -(torch.arange(half, dtype=torch.float32, device=device) / half)
-    drawn = torch.randn(half - half // 2, dtype=torch.float32, device=device, generator=generator)
+    drawn = proof.normal(generator, half - half // 2)
     inv_freq[half // 2 :] *= drawn.exp2()
     inv_freq[-1] = 0.0
     inv_freq[half // 2] *= -1.0
@@ -236,7 +236,7 @@ def _sample(forward, dtype, inv_freq_dtype, position_dtype, half, device):
     near = torch.arange(-1, 1023, device=device).view(1, -1)
     far = torch.randint(0, 1 << 20, (3, 64), device=device, generator=generator)
     # fp32 rounds these positions.
-    far[:, 0] = torch.tensor([(1 << 24) + 1, (1 << 30) + 87, -(1 << 26) - 5], device=device)
+    far[:, 0] = torch.tensor([(1 << 24) + 1, (1 << 30) + 87, -(1 << 26) - 5], dtype=torch.int64, device=device)
     x = torch.empty(0, dtype=dtype, device=device)
     # cuBLAS has one kernel for one token, one sequence and several sequences each. Every case has products of -0.
     for positions in (near, far, far[:, :1], near[:, :1], far.t().contiguous().t()):

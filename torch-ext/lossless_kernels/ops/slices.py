@@ -295,8 +295,11 @@ _by_slices: Callable = Slices.apply
 
 
 def _sees_all(*tensors) -> bool:
-    """Whether these are plain tensors, and no transform or trace needs to see the operations' gradients."""
-    return not is_dynamo_compiling() and not is_watched() and all(type(each) in PLAIN_TYPES for each in tensors)
+    """Whether these are plain tensors that may be kept, and no transform or trace needs to see the operations' gradients."""
+    if is_dynamo_compiling() or is_watched() or not all(type(each) in PLAIN_TYPES for each in tensors):
+        return False
+    keeps = is_grad_enabled() and any(each.requires_grad for each in tensors)
+    return not (keeps and any(each.is_inference() for each in tensors))
 
 
 # Elements of a slice: its temporaries stay small beside the logits. Not measured on a GPU.
@@ -336,7 +339,7 @@ def _slices_divergence(student, teacher, mask, beta: float) -> bool:
 def _comparisons(vocabulary, dtypes, device, beta):
     """Three slices of the fewest rows against all rows at once: the terms and the gradients."""
     rows, source = 3 * _ALIGNED_ROWS - 3, proof.generator(device, vocabulary)
-    logits = [torch.randn(rows, vocabulary, device=device, generator=source).mul_(3.0).to(dtype) for dtype in dtypes]
+    logits = [proof.normal(source, rows, vocabulary).mul_(3.0).to(dtype) for dtype in dtypes]
     logits[0][0, 0], logits[1][_ALIGNED_ROWS, -1] = -math.inf, math.inf
     mask = torch.arange(rows, device=device) % 5 > 0
     compute = functools.partial(divergence, beta=beta, temperature=0.9)

@@ -413,7 +413,7 @@ def _comparisons(kind, device):
         rows = _PROOF_ELEMENTS[kind.result] // size
         if is_block:
             rows = max(rows * _MORE_OF_BLOCKS[kind.result], _BLOCK_ROWS)
-        x = torch.randn(rows, size, device=device, generator=source)
+        x = proof.normal(source, rows, size)
         if is_block:
             lane = aten.lanes(kind.order, rows // 2, size, kind.shift, device)
             # Up, and not the other terms down: 16 bits have few numbers around -40, and as few quotients.
@@ -434,12 +434,12 @@ def _gradient_comparisons(kind, device):
     source = proof.generator(device, kind.steps)
     for size in _sizes(kind):
         rows = min(_GRADIENT_ROWS, _GRADIENT_ELEMENTS // size // 2 * 2)
-        y = torch.rand(rows, size, device=device, generator=source) / size
-        dy = torch.randn(rows, size, device=device, generator=source)
+        y = proof.uniform(source, rows, size) / size
+        dy = proof.normal(source, rows, size)
         dy[::2] *= size**0.5 / 256
         at = torch.randint(size, (rows // 2, 1), device=device, generator=source)
         y[::2].scatter_(1, at, 1.0)
-        dy[::2].scatter_(1, at, 128 + 127 * torch.rand(rows // 2, 1, device=device, generator=source))
+        dy[::2].scatter_(1, at, 128 + 127 * proof.uniform(source, rows // 2, 1))
         dy[1], dy[3], dy[5, 0], dy[7, -1] = -0.0, 0.0, math.inf, math.nan
         dy, y = _placed(dy, kind), y.to(kind.result)
         dx = torch.full((rows, size), math.nan, dtype=kind.dtype, device=device)

@@ -93,14 +93,14 @@ def formula_cases(device, seed, dtypes, inputs, rows, in_fp32=True) -> Iterator[
         rows: the number of rows of 1024 elements if the first input has 16 bits.
     """
     generator = proof.generator(device, seed)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+    make = functools.partial(proof.normal, generator)
 
     def of_one_size(*shape):
         return [make(shape) for _ in range(inputs)], make(shape[-1]), make(shape), None
 
     yield dtypes, PROOF_EPS, *of_one_size(*((64, 128) if dtypes[0] == torch.float32 else (rows, 1024)))
     sized = [_of_all_sizes(make) for _ in range(inputs)]
-    weight = make(128) * torch.logspace(-2, 2, 128, device=device)
+    weight = make(128) * torch.logspace(-2, 2, 128, dtype=torch.float32, device=device)
     yield dtypes, _SMALL_EPS, sized, weight, make(sized[0].shape), make(sized[0].shape)
     fp32 = tuple(dtype and torch.float32 for dtype in dtypes)
     if in_fp32 and fp32 != dtypes:
@@ -114,9 +114,9 @@ def _of_all_sizes(make) -> torch.Tensor:
     """
     x = make(2, 8, 6, 128)
     rows = x.view(-1, 128)
-    rows *= torch.logspace(-8, 8, len(rows), device=x.device)[:, None]
+    rows *= torch.logspace(-8, 8, len(rows), dtype=torch.float32, device=x.device)[:, None]
     rows[0] = 0.0
-    rows[1:4, 5] = torch.tensor((math.inf, -math.inf, math.nan), device=x.device)
+    rows[1:4, 5] = torch.tensor((math.inf, -math.inf, math.nan), dtype=torch.float32, device=x.device)
     return x.transpose(1, 2)
 
 
@@ -193,7 +193,7 @@ def _gradients_proved(case, rows, device, needs, dx_mode) -> bool:
 
 def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, device, needs):
     generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, device=device, generator=generator)
+    make = functools.partial(proof.normal, generator)
     x = make(PROOF_ROWS, hidden_size).to(dtype).requires_grad_()
     weight = random_weight(variant, make, hidden_size, weight_dtype).requires_grad_()
     dy = make(PROOF_ROWS, hidden_size).to(dtype)
@@ -249,7 +249,7 @@ def subnormal_row(x: torch.Tensor) -> torch.Tensor:
 
 def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, device, plan=None, added=False):
     generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+    make = functools.partial(proof.normal, generator)
     calls, rows = proof_calls(rows)
     eps = PROOF_EPS
     where = (hidden_size, rows, row_stride, device)
@@ -279,7 +279,7 @@ def _comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, row_str
 def _gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size, rows, like_rows, device, needs, dx_mode):
     few = min(rows, rms_norm_backward.rows_of_same_kernel(rows, PROOF_ROWS, hidden_size, device))
     generator = proof.generator(device, seed=hidden_size)
-    make = functools.partial(torch.randn, device=device, generator=generator)
+    make = functools.partial(proof.normal, generator)
     arguments = (variant, make, dtype, weight_dtype, hidden_size)
     calls = min(-(-PROOF_ROWS // few), _GRADIENT_CALLS)
     for call in range(calls):
