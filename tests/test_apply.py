@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib.util
 import logging
@@ -424,22 +425,42 @@ def test_names_of_other_repositories_are_left_alone(kernel, caplog):
             assert vars(module)["forward"].__func__.__module__.startswith(kernel.__name__)
 
 
-def test_forwards_of_a_users_own_stay(kernel):
+class Mine(torch.nn.Module):
+    def forward(self, hidden_states):
+        return hidden_states * 2
+
+
+def _wrapper(norm):
+    original = type(norm).forward
+    return MethodType(functools.wraps(original)(lambda self, hidden_states: original(self, hidden_states) * 2), norm)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda _: Mine().forward, lambda norm: MethodType(Mine.forward, norm), _wrapper, lambda _: lambda x: x * 2],
+)
+def test_forwards_of_a_users_own_stay(kernel, forward):
     model = make()
     norm = model.model.norm
-    mine = norm.forward = lambda hidden_states: hidden_states * 2
+    mine = norm.forward = forward(norm)
     report = kernel.apply(model)
     assert norm.forward is mine
     (entry,) = [each for each in report.layers if "the module has a forward of its own" in each.reasons]
     assert (entry.layer, entry.count) == ("LlamaRMSNorm", 1) and "delete" in entry.reasons[0].step
     kernel.restore(model)
     assert norm.forward is mine
-    # Another package's kernel is taken over, and given back.
-    del norm.forward
+
+
+def test_another_packages_kernel_is_taken_over_and_given_back(kernel, monkeypatch):
+    model = make()
+    norm = model.model.norm
 
     class Theirs(torch.nn.Module):
         def forward(self, hidden_states): ...
 
+    # As `kernels` loads them: a package with `layers`.
+    monkeypatch.setitem(sys.modules, "_their_kernels_0", SimpleNamespace(layers=SimpleNamespace(Theirs=Theirs)))
+    Theirs.forward.__module__ = "_their_kernels_0.layers"
     norm.forward = theirs = MethodType(Theirs.forward, norm)
     kernel.apply(model)
     assert norm.forward.__func__ is kernel.layers.LlamaRMSNorm.forward

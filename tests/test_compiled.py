@@ -213,6 +213,20 @@ def test_sharded_training_of_compiled_layers_is_eagers(build, proof_off, seed, t
     torch.multiprocessing.spawn(sharded_training, (build, tmp_path, seed), nprocs=2)
 
 
+@pytest.mark.parametrize("name", ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"])
+def test_a_forward_may_be_another_modules(models, launched, seed, name):
+    """Bound onto a module after `apply`: compiled code calls it too."""
+    _, ours = models
+    first, second = (getattr(layer, name) for layer in ours.model.layers)
+    for parameter in second.parameters():
+        torch.nn.init.normal_(parameter)
+    first.forward = second.forward
+    tokens = tokens_of(seed)
+    compiled = torch.compile(ours, backend="aot_eager")
+    with torch.no_grad():
+        assert_bits_equal(compiled(tokens, use_cache=False).logits, ours(tokens, use_cache=False).logits)
+
+
 # benchmarks/compiled.py
 
 

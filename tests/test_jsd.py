@@ -436,6 +436,48 @@ def test_reductions_are_atens_sums_of_the_terms(kernel, launched, pair):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_and_device_do_not_matter(kernel, launched, pair, dtype):
+    results = []
+    for default, device in ((torch.float32, "cpu"), (dtype, "meta")):
+        leaves = [each.clone().requires_grad_() for each in pair]
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            with torch.device(device):
+                loss = kernel.generalized_jsd_loss(
+                    *leaves, beta=0.3, temperature=0.7 if dtype is torch.float64 else 0.9
+                )
+        finally:
+            torch.set_default_dtype(before)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for found, expected in zip(*results):
+        assert_bits_equal(found, expected)
+    assert len(launched) == 2
+
+
+@interpreted
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_teacher_may_come_from_inference_mode(kernel, module, launched, pair, monkeypatch, sliced):
+    """Autograd cannot keep its logits, and eager keeps others."""
+    if sliced:
+        monkeypatch.setattr(module("ops.slices"), "_SLICE_ELEMENTS", 1)
+        pair = [each[:, :500].repeat(4, 1) for each in pair]
+    student, results = pair[0].clone().requires_grad_(), []
+    with torch.inference_mode():
+        teacher = pair[1] * 1.0
+    for loss in (kernel.generalized_jsd_loss, eager_jsd):
+        found = loss(student, teacher)
+        results.append((found.detach(), *torch.autograd.grad(found, student)))
+    for found, expected in zip(*results):
+        assert_bits_equal(found, expected)
+    assert not launched
+    with torch.no_grad():  # Nothing is kept.
+        kernel.generalized_jsd_loss(student, teacher)
+    assert len(launched) == (not sliced)
+
+
+@interpreted
 @pytest.mark.parametrize("scale", [65536.0, 1 / 3, 0.0, -0.0])
 def test_scaled_losses(kernel, launched, pair, scale):
     """The gradient of a sum is one number; with labels that of rows that do not count is zero, or NaN."""

@@ -782,6 +782,46 @@ def test_torch_compile_traces_the_operator(kernel, family, seed, dynamic):
 
 
 @interpreted
+def test_torch_compile_traces_the_formula_where_the_operator_is_another(kernel, seed):
+    """A mask that broadcasts the scores: eager adds up their gradients before it scales them."""
+    generator = torch.Generator().manual_seed(seed)
+    scores, dy = torch.randn(1, 2, 3, 40, generator=generator), torch.randn(4, 2, 3, 40, generator=generator)
+    case = scores, torch.randn(4, 1, 3, 40, generator=generator), 0.3, dy
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel.masked_softmax, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(results_of(compiled, *case), results_of(kernel.masked_softmax, *case)):
+        assert_bits_equal(found, expected)
+    torch._dynamo.reset()
+
+
+@interpreted
+def test_zero_scales_keep_their_sign(kernel, family):
+    scores, dy = torch.randn(2, 40), torch.randn(2, 40)
+    for scale in (0.0, -0.0):
+        found, expected = (
+            results_of(function, scores, None, scale, dy)
+            for function in (kernel.masked_softmax, family.eager_masked_softmax)
+        )
+        assert_bits_equal(found[1], expected[1])
+
+
+@interpreted
+@pytest.mark.parametrize("of_gradient", [False, True])
+def test_proofs_are_the_same_under_another_default_dtype(family, of_gradient):
+    kind, results = kind_of(family, of_gradient, torch.float16, 40), []
+    comparisons = family._gradient_comparisons if of_gradient else family._comparisons
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            results.append(list(comparisons(kind, CPU)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for (what, *ours), (_, *others) in zip(*results, strict=True):
+        for one, other in zip(ours, others):
+            assert_bits_equal(one, other, what)
+
+
+@interpreted
 def test_the_operators_without_a_kernel_compute_the_formula(family, monkeypatch, seed):
     """The backward operator's gradient is autograd's of the formula."""
     monkeypatch.setattr(family, "_proved", lambda *_: False)

@@ -254,6 +254,46 @@ def test_folders_import_only_what_stands_below_them(path):
             assert {*names} <= WALLS[folder], f"{path.name}:{node.lineno} imports {', '.join(names)}"
 
 
+# What makes tensors in torch's default dtype, and what makes int64.
+MAKE_NUMBERS = {
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+}
+MAKE_INTEGERS = {"arange", "randint", "randperm"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_new_tensors_have_their_own_dtype_and_device(path):
+    """A program may set others as torch's defaults, and kernels write to what they are given."""
+    tree = parse(path)
+    made = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) == "torch"
+        and node.attr in MAKE_NUMBERS | MAKE_INTEGERS
+    ]
+    named = {}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            # `functools.partial(torch.empty, ...)` calls it with what it is given.
+            function = call.args[0] if ast.unparse(call.func) == "functools.partial" else call.func
+            named[function] = {each.arg for each in call.keywords}
+    for node in made:
+        needed = {"device"} if node.attr in MAKE_INTEGERS else {"device", "dtype"}
+        missing = needed - named.get(node, set())
+        assert not missing, f"{path.name}:{node.lineno}: torch.{node.attr} without {', '.join(sorted(missing))}"
+
+
 def test_no_module_has_the_name_of_a_public_function():
     """The function stands in its place once the package is imported: `from . import rms_norm` would find one or the other."""
     (names,) = [

@@ -317,23 +317,23 @@ def _arguments(layer_class: type) -> list:
     return [(each.name, each.kind) for each in inspect.signature(layer_class.forward).parameters.values()]
 
 
-def is_replaceable(forward: Optional[Callable]) -> bool:
-    """Whether `kernelize` may replace this forward of a module's own: none, the class's, or one that `kernelize` bound.
+def is_replaceable(module: torch.nn.Module, forward: Optional[Callable]) -> bool:
+    """Whether `kernelize` may replace this forward of the module's own: none, its class's, or one that `kernelize` bound.
 
-    A package of kernels has `layers`. A forward that wraps another one is somebody's own.
+    A package of kernels has `layers`. A forward that wraps another one, or is another module's, is somebody's own.
     """
-    if not isinstance(forward, MethodType):
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
         return forward is None
     function, package = forward.__func__, sys.modules.get(forward.__func__.__module__.split(".")[0])
     bound = getattr(function, "__qualname__", "").endswith(".forward") and hasattr(package, "layers")
-    return function is class_forward(forward.__self__) or (bound and not hasattr(function, "__wrapped__"))
+    return function is class_forward(module) or (bound and not hasattr(function, "__wrapped__"))
 
 
 def _is_replaceable(ours: type, module: torch.nn.Module) -> bool:
     """Whether `kernelize` may replace the module's forward by that of `ours`: it takes the same arguments and has no hook."""
     state = vars(module)
     alike = _arguments(type(module)) == _arguments(ours)
-    return is_replaceable(state.get("forward")) and "_hf_hook" not in state and alike
+    return is_replaceable(module, state.get("forward")) and "_hf_hook" not in state and alike
 
 
 def _is_named(names) -> bool:

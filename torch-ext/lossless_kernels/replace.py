@@ -217,7 +217,7 @@ def _bind(model, mode, level, device_type) -> None:
                 _set(each, "forward", forward)
             raise
         for each, forward in before.values():
-            if report.replaced(each) is None or not mapping.is_replaceable(forward):
+            if report.replaced(each) is None or not mapping.is_replaceable(each, forward):
                 _set(each, "forward", forward)
             else:
                 _remember(each, "forward", forward)

@@ -309,11 +309,11 @@ def _bound(module) -> Optional[Callable]:
     forward = own_forward(module)
     function = getattr(forward, "__func__", None)
     # Where there is no kernel, kernelize binds the class's.
-    return function if is_replaceable(forward) and function is not class_forward(module) else None
+    return function if is_replaceable(module, forward) and function is not class_forward(module) else None
 
 
 def _has_own_forward(module) -> bool:
-    return not is_replaceable(own_forward(module))
+    return not is_replaceable(module, own_forward(module))
 
 
 def _source(module) -> str:

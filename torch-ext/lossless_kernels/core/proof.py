@@ -161,9 +161,9 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def normal(generator: torch.Generator, *shape) -> torch.Tensor:
-    """fp32 numbers of the normal distribution, whatever torch's default dtype is."""
-    return torch.randn(*shape, dtype=torch.float32, device=generator.device, generator=generator)
+def normal(generator: torch.Generator, *shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers of the normal distribution, whatever torch's default dtype is."""
+    return torch.randn(*shape, dtype=dtype, device=generator.device, generator=generator)
 
 
 def uniform(generator: torch.Generator, *shape) -> torch.Tensor:
@@ -183,10 +183,9 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator, exponents: int
     """
     first = tensor.data_ptr() % 16 // tensor.element_size()
     count = max(first + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())), 0)
-    made = {"device": tensor.device, "generator": generator}
-    powers = torch.randint(-exponents, exponents + 1, (count,), **made)
-    signs = torch.randint(0, 2, (count,), **made) * 2 - 1
-    numbers = torch.ldexp((torch.rand(count, **made) + 1) * signs, powers).to(tensor.dtype)
+    powers = torch.randint(-exponents, exponents + 1, (count,), device=tensor.device, generator=generator)
+    signs = torch.randint(0, 2, (count,), device=tensor.device, generator=generator) * 2 - 1
+    numbers = torch.ldexp((uniform(generator, count) + 1) * signs, powers).to(tensor.dtype)
     return numbers.as_strided(tensor.shape, tensor.stride(), first)
 
 

@@ -340,9 +340,7 @@ def _needs_position_embeddings(forward, module, hidden_states, arguments) -> Non
 
 def _comparisons(forward, variant, device):
     generator = proof.generator(device, seed=4)
-
-    def make(*shape):
-        return proof.normal(generator, shape, dtype=torch.float32)
+    make = functools.partial(proof.normal, generator)
 
     hidden_size = _HEADS * _HEAD_DIM
     data, dy, other = (make(2, 5, hidden_size) for _ in range(3))

@@ -57,7 +57,8 @@ def masked_softmax(scores: torch.Tensor, mask: Optional[torch.Tensor] = None, sc
 
     The kernels run for contiguous fp32, fp16 and bf16 scores on CUDA. The mask has their dtype, contiguous rows of as many
     keys, and needs no gradient. Two numbers a row, scores and mask are kept for the backward pass, and may not be changed
-    before it. Everything else is computed by the operations of the formula, their softmax by `softmax`.
+    before it. Everything else is computed by the operations of the formula, their softmax by `softmax`. Under torch.compile
+    autograd refuses to keep a mask that was made in inference mode.
     """
     check_floating("scores", scores)
     if mask is not None:
@@ -472,8 +473,7 @@ def _compiled(scores, mask, scale) -> Optional[torch.Tensor]:
     if scores.dtype not in FLOAT_DTYPES or type(scale) is not float or scores.dim() == 0:
         return None
     if mask is not None:
-        keeps = is_grad_enabled() and scores.requires_grad
-        if mask.dtype != scores.dtype or (is_grad_enabled() and mask.requires_grad) or (keeps and mask.is_inference()):
+        if mask.dtype != scores.dtype or (is_grad_enabled() and mask.requires_grad):
             return None
         # Eager adds up the gradients of scores that the mask broadcasts before it scales them.
         if mask.dim() > scores.dim() or any(
