@@ -61,7 +61,7 @@ def test_what_is_python_says_so():
                 ast.parse(text)
     for path in DOCUMENTS:
         assert len(re.findall(r"^\s*(```|~~~)", text_of(path), re.MULTILINE)) == 2 * len(FENCE.findall(text_of(path)))
-    pages = ("how-it-works", "hub", "inference", "install", "models", "quickstart", "training")
+    pages = ("how-it-works", "hub", "inference", "install", "losses", "models", "quickstart", "training")
     assert {document for document, _, _ in PROGRAMS} == {"README.md", "CARD.md", *(f"docs/{page}.md" for page in pages)}
     for word in LOOKED_UP:
         assert any(word in text for _, _, text in PROGRAMS), word
