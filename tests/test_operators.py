@@ -270,12 +270,19 @@ def test_one_operator_computes_a_sum_and_its_norm(operators, kernel, seed, case,
 
 
 def test_other_nodes_are_left_alone(operators, module):
-    """A number that is added, and nodes of another pass, which may have no values."""
+    """A number that is added, a weight that is written, and nodes of another pass, which may have no values."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     norm, sums = operators["rms_norm"][0], module("core.operators")._SUMS
     x, weight = torch.randn(3, 64), torch.rand(64)
     graphs = [make_fx(lambda x, w: norm(x + x.shape[0], w, 1e-6, "llama"), tracing_mode="symbolic")(x, weight).graph]
+
+    def written(x, w):
+        total = x + x
+        w.copy_(x[0])
+        return norm(total, w, 1e-6, "llama")
+
+    graphs.append(make_fx(written, tracing_mode="fake")(x, weight).graph)
     for number in range(4):
         graph = make_fx(lambda x, w: norm(x + x, w, 1e-6, "llama"), tracing_mode="fake")(x, weight).graph
         [*graph.nodes][number].meta.pop("val")

@@ -241,8 +241,11 @@ def _are_known_as_equal(numbers, others) -> bool:
 
 
 def _are_inputs(arguments) -> bool:
-    """Whether the tensors among them are dense inputs of the graph, and so exist where the sum stands."""
+    """Whether the tensors among them are dense inputs of the graph that nothing writes to, and so are there at the sum."""
     nodes = [each for each in arguments if isinstance(each, torch.fx.Node)]
+    users = [user.target for each in nodes for user in each.users]
+    if any(getattr(getattr(each, "_schema", None), "is_mutable", False) for each in users):
+        return False
     return _are_tensors(*nodes) and all(each.op == "placeholder" and _is_dense(each.meta["val"]) for each in nodes)
 
 
