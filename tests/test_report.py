@@ -1,6 +1,7 @@
 """What `replacement_report` tells about a model's layers."""
 
-from types import FunctionType, MethodType
+import sys
+from types import FunctionType, MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -86,12 +87,15 @@ def test_without_proof(fresh, monkeypatch):
     assert entries(fresh, layers)["LlamaRMSNorm"].path in ("unproved", "kernel")
 
 
-def test_somebody_elses_kernel_is_warned_of(fresh):
+def test_somebody_elses_kernel_is_warned_of(fresh, monkeypatch):
     class Theirs(torch.nn.Module):
         def forward(self, hidden_states):
             return hidden_states
 
     Theirs.forward.__module__ = "_liger_kernels_cuda_1234567.layers"
+    monkeypatch.setitem(
+        sys.modules, "_liger_kernels_cuda_1234567", SimpleNamespace(layers=SimpleNamespace(Theirs=Theirs))
+    )
     layers = model(fresh)
     layers[0].forward = MethodType(Theirs.forward, layers[0])
     with pytest.warns(RuntimeWarning, match="LlamaRMSNorm runs another kernel, _liger_kernels_cuda_1234567.layers"):

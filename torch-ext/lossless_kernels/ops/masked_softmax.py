@@ -45,14 +45,14 @@ def masked_softmax(scores: torch.Tensor, mask: Optional[torch.Tensor] = None, sc
 
     Args:
         scores: `[batch, heads, queries, keys]`, or any other shape, of a real floating dtype.
-        mask: additive, such as `[batch, 1, queries, keys]`, of a real floating dtype; it is broadcast to the scores.
+        mask: additive, such as `[batch, 1, queries, keys]`, and not boolean; it is broadcast to the scores.
         scale: a number.
 
     Returns:
         A tensor of the shape and dtype of scores, with the strides that eager returns.
 
     Raises:
-        TypeError: `scores` or `mask` is no tensor or not of a real floating dtype, or `scale` is no number.
+        TypeError: `scores` is no tensor or not of a real floating dtype, `mask` is boolean, or `scale` is no number.
         RuntimeError: the mask cannot be broadcast to the scores.
 
     The kernels run for contiguous fp32, fp16 and bf16 scores on CUDA. The mask has their dtype, contiguous rows of as many
@@ -61,9 +61,9 @@ def masked_softmax(scores: torch.Tensor, mask: Optional[torch.Tensor] = None, sc
     autograd refuses to keep a mask that was made in inference mode.
     """
     check_floating("scores", scores)
-    if mask is not None:
-        check_floating("mask", mask)
-    if not isinstance(scale, (int, float)):
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
+        raise TypeError("mask: expected numbers to add, such as 0 and -inf, found torch.bool")
+    if not isinstance(scale, (int, float, torch.Tensor)):
         raise TypeError(f"scale: expected a number, found {scale!r}")
     return softmax_of_scores(scores, mask, scale)
 

@@ -161,16 +161,14 @@ def entropy_from_logits(logits: torch.Tensor, chunk_size: int = 128) -> torch.Te
 
     Raises:
         TypeError: `logits` is no tensor or not of a real floating dtype.
-        ValueError: `chunk_size` is not positive.
+        RuntimeError: `chunk_size` is not positive.
 
     There is no kernel. Nothing but the logits is kept for the backward pass, which computes each chunk again and writes its
     gradient into one tensor. TRL 1.16 calls a Triton kernel instead of its operations on a GPU: that has other bits.
     """
     check_floating("logits", logits)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected a positive number, found {chunk_size!r}")
     rows = math.prod(logits.shape[:-1])
-    if logits.dim() > 1 and rows > chunk_size and _sees_all(logits):
+    if logits.dim() > 1 and rows > chunk_size > 0 and _sees_all(logits):
         return _by_slices(_entropy, logits.dim() - 1, chunk_size, rows, False, logits).view(logits.shape[:-1])
     chunks = logits.reshape(-1, logits.shape[-1]).split(chunk_size)
     return torch.cat([_entropy(chunk) for chunk in chunks]).reshape(logits.shape[:-1])
