@@ -321,6 +321,7 @@ def test_one_operator_computes_a_sum_and_its_norm_in_training(operators, kernel,
 def test_without_a_private_name_of_inductor(operators, arguments, module, monkeypatch, name):
     """One warning, and the dispatcher's calls, with the same results."""
     from torch._inductor import lowering
+    from torch._inductor.fx_passes import post_grad  # noqa: F401. It could not be imported without some of the names.
 
     internals, overloads = module("core.torch_internals"), [overload for overload, _ in operators.values()]
     assert set(internals.INDUCTOR) == {"lowerings", "make_fallback", "V", "FallbackKernel", "pass_patterns"}
