@@ -4,6 +4,7 @@ The kernels run in Triton's interpreter, with proof off, and Inductor generates 
 """
 
 import functools
+import importlib
 import json
 import sys
 import warnings
@@ -321,8 +322,9 @@ def test_one_operator_computes_a_sum_and_its_norm_in_training(operators, kernel,
 def test_without_a_private_name_of_inductor(operators, arguments, module, monkeypatch, name):
     """One warning, and the dispatcher's calls, with the same results."""
     from torch._inductor import lowering
-    from torch._inductor.fx_passes import post_grad  # noqa: F401. It could not be imported without some of the names.
 
+    # It could not be imported without some of the names.
+    importlib.import_module("torch._inductor.fx_passes.post_grad")
     internals, overloads = module("core.torch_internals"), [overload for overload, _ in operators.values()]
     assert set(internals.INDUCTOR) == {"lowerings", "make_fallback", "V", "FallbackKernel", "pass_patterns"}
     for overload in overloads:
