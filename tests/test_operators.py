@@ -333,13 +333,13 @@ def test_without_a_private_name_of_inductor(operators, arguments, module, monkey
     path = internals.INDUCTOR[name].path
     *parents, last = path.split(".")
     owner = functools.reduce(getattr, parents, torch)
-    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        patch.delattr(owner, last)
-        assert internals.inductor() is None and internals.inductor() is None
-    (warning,) = [str(each.message) for each in warned if "lossless-kernels" in str(each.message)]
-    assert f"torch.{path}:" in warning and "results are the same" in warning
     try:
+        with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            patch.delattr(owner, last)
+            assert internals.inductor() is None and internals.inductor() is None
+        (warning,) = [str(each.message) for each in warned if "lossless-kernels" in str(each.message)]
+        assert f"torch.{path}:" in warning and "results are the same" in warning
         call = arguments["softmax"]
         with torch.no_grad():
             found, (code,) = run_and_get_code(torch.compile(lambda: operators["softmax"][0](*call), fullgraph=True))
