@@ -324,7 +324,8 @@ def is_replaceable(module: torch.nn.Module, forward: Optional[Callable]) -> bool
     """
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
         return forward is None
-    function, package = forward.__func__, sys.modules.get(forward.__func__.__module__.split(".")[0])
+    function = forward.__func__
+    package = sys.modules.get((getattr(function, "__module__", None) or "").split(".")[0])
     bound = getattr(function, "__qualname__", "").endswith(".forward") and hasattr(package, "layers")
     return function is class_forward(module) or (bound and not hasattr(function, "__wrapped__"))
 
