@@ -189,6 +189,10 @@ class Launch:
         if not self._enqueue(pointers, functools.reduce(operator.or_, pointers)):
             self._launcher.through_triton(self._blocks, tensors, self._scalars)
 
+    def takes(self, *tensors: torch.Tensor) -> bool:
+        """Whether the first tensors have the dtypes that the launch is bound for. Launches do not look."""
+        return tuple([tensor.dtype for tensor in tensors]) == self._launcher.dtypes[: len(tensors)]
+
     def call_2(self, first: torch.Tensor, second: torch.Tensor) -> None:
         pointers = first.data_ptr(), second.data_ptr()
         if not self._enqueue(pointers, pointers[0] | pointers[1]):

@@ -336,7 +336,9 @@ class CohereLayerNorm(torch.autograd.Function):
         call, plain = ctx.call, are_plain(dy, x) and are_plain(weight, mean)
         if is_grad_enabled():  # Double backward: the statistics must be differentiable.
             return None, *formula(dy, x, weight, *statistics(x, call.eps), *call.needs)
-        if plain and dy.is_contiguous() and not dy.data_ptr() & 15 and are_as_saved(ctx.layouts, *kept):
+        # A model's `.to(dtype)` between the passes changes its weights.
+        fits = call.launch_backward.takes(dy, *kept) and dy.is_contiguous() and not dy.data_ptr() & 15
+        if plain and fits and are_as_saved(ctx.layouts, *kept):
             return None, *call.gradients(dy, x, weight, mean, rstd)
         return None, *formula(dy, x, weight, mean, rstd, *call.needs)
 

@@ -241,7 +241,10 @@ class DyT(torch.autograd.Function):
         input, alpha, weight = ctx.saved_tensors
         # With create_graph the gradients are differentiated in turn.
         plain = not is_grad_enabled() and are_plain(dy, input) and are_plain(alpha, weight)
-        if plain and dy.is_contiguous() and are_as_saved(ctx.layouts, input, alpha, weight):
+        launched = ctx.call.backward
+        # A model's `.to(dtype)` between the passes changes its weights.
+        fits = launched is None or launched.takes(dy, input, alpha, weight)
+        if plain and fits and dy.is_contiguous() and are_as_saved(ctx.layouts, input, alpha, weight):
             return None, *ctx.call.gradients(dy, input, alpha, weight)
         return None, *formula(dy, input, alpha, weight, ctx.call.needs)
 
