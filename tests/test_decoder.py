@@ -5,8 +5,9 @@ import collections
 import copy
 import functools
 import inspect
+import sys
 import weakref
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -614,7 +615,7 @@ def test_another_call_of_all_modules_is_called(kernel, seed, monkeypatch):
     assert called.count("LlamaRMSNorm") == 2 * layers + 1
 
 
-def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed):
+def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed, monkeypatch):
     """`name_layers` names classes; what is not simply of that class `kernelize` must leave alone."""
     if "condition" not in inspect.signature(replace_kernel_forward_from_hub).parameters:
         pytest.skip("kernels 0.16 asks for no condition")
@@ -629,7 +630,9 @@ def test_named_layers_keep_forwards_and_hooks_of_their_own(kernel, seed):
     model.louder = Louder(model.config)
     mine, hooked = model.model.layers
     mine.mlp.forward = lambda x: 0.0 * x
-    # As `kernelize` binds what another repository, or another version of this one, has.
+    # As `kernelize` binds what another repository, or another version of this one, has: a package with `layers`.
+    monkeypatch.setitem(sys.modules, "_another_kernel_0", SimpleNamespace(layers=AnotherKernel))
+    monkeypatch.setattr(AnotherKernel.forward, "__module__", "_another_kernel_0.layers")
     hooked.mlp.forward = MethodType(AnotherKernel.forward, hooked.mlp)
     hooked._hf_hook, original = object(), hooked.forward
     hooked.forward = lambda *a, **k: original(*a, **k)

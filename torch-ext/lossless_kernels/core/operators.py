@@ -17,7 +17,7 @@ import torch
 from .._ops import add_op_namespace_prefix
 from .calls import Calls
 from .domain import allocator, are_plain_under_modes
-from .torch_internals import inductor, inductor_is_loaded, tensor_guard
+from .torch_internals import inductor, inductor_is_loaded, tensor_guard, writes
 
 # The Python functions behind the operators.
 DIRECT: dict[torch._ops.OpOverload, "Operator"] = {}
@@ -243,8 +243,7 @@ def _are_known_as_equal(numbers, others) -> bool:
 def _are_inputs(arguments) -> bool:
     """Whether the tensors among them are dense inputs of the graph that nothing writes to, and so are there at the sum."""
     nodes = [each for each in arguments if isinstance(each, torch.fx.Node)]
-    users = [user.target for each in nodes for user in each.users]
-    if any(getattr(getattr(each, "_schema", None), "is_mutable", False) for each in users):
+    if any(writes(user.target) for each in nodes for user in each.users):
         return False
     return _are_tensors(*nodes) and all(each.op == "placeholder" and _is_dense(each.meta["val"]) for each in nodes)
 

@@ -171,6 +171,11 @@ def matmul_precision():
 _OTHER_SUMS = "PYTORCH_SUM_INNER_TREE"
 
 
+def writes(target: Any) -> bool:
+    """Whether what a node of a graph calls writes to an argument."""
+    return getattr(getattr(target, "_schema", None), "is_mutable", False)
+
+
 def other_arithmetic(device: torch.device, call: Callable[[], Any]) -> list[str]:
     """The operators in `call` that other code has replaced on this device, and that code. torch itself does so from 2.13
     on, in `torch/_native`."""
