@@ -62,8 +62,10 @@ SPILLED = {
     ("cross_entropy_forward", "float32", 128256): 4,
     ("rotary_tables", "bfloat16", None): 8,
     ("rotary_tables", "float32", None): 8,
-    # Of rows of 128256 with both gradients, from one for each term.
-    ("jsd_backward", "bfloat16", None): 8,
+    # Of rows of 128256 with both gradients, from one for each term; the second and the third with Triton 3.6 alone.
+    ("jsd_backward", "bfloat16", None): 16,
+    ("jsd_backward", "float32", None): 4,
+    ("jsd_forward", "float32", None): 12,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements.
@@ -379,7 +381,11 @@ def of_small_terms(entry, elements):
     assert of_tile <= added <= elements and of_tile <= divided <= elements, str(entry)
     # The other rows: an exponential's four FMAs and two of a quotient by the reciprocal, of which there is one.
     assert entry.count(r"fma\.rn\.f32") == 2 * elements, str(entry)
-    assert entry.count(r"(?:fma|mad)\S*\.f32") == 2 * elements + 4 * (elements + divided), str(entry)
+    exponentials = {elements + divided}
+    if triton.__version__.startswith("3.6."):
+        # It computes the terms again for the quotients, and for each part of a vector, where both have other layouts.
+        exponentials.add(elements * (1 + entry["constants"]["VECTOR"]) + divided)
+    assert (entry.count(r"(?:fma|mad)\S*\.f32") - 2 * elements) / 4 in exponentials, str(entry)
     assert len(re.findall(r"\brcp\.rn\.f32", entry["assembly"])) == 1, str(entry)
     assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == 1 + divided, str(entry)
     return added, divided
