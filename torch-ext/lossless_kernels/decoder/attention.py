@@ -86,7 +86,7 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
     if variant is None or not all(name in module._modules for name in variant.children):
         return module(hidden_states=hidden_states, **arguments)[0]
     # TorchDynamo would guard the class's attribute for each module by itself.
-    found = (module if is_dynamo_compiling() else owner).forward.__globals__
+    found = (module.forward.__func__ if is_dynamo_compiling() else owner.forward).__globals__
     functions = Functions(
         found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"], found["apply_rotary_pos_emb"]
     )
