@@ -431,7 +431,7 @@ def test_what_no_kernel_takes_is_the_original(kernel, products, seed):
 
 
 @each_form
-def test_a_layer_of_its_own(kernel, seed, layer_class):
+def test_a_layer_of_its_own(kernel, nothing_known, seed, layer_class):
     layer = type("Ours", (getattr(kernel.layers, layer_class.__name__),), {})()
     source = kernelized(mlp(seed, layer_class), kernel)
     for name, part in source.named_children():
