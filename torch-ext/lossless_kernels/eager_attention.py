@@ -69,7 +69,7 @@ def _softmax(scores, mask, scale):
 
 
 def functions_called(model: nn.Module) -> Counter:
-    """By `eager_attention_forward` that "lossless_eager" stands for, how many modules of the model call it."""
+    """Each `eager_attention_forward` in whose place "lossless_eager" runs -> how many modules of the model call it."""
     calling = (
         type(module)
         for module in model.modules()
@@ -221,7 +221,8 @@ _SIZES = (2, 4, 2, 5, 5, 8, 0.3, 0.25), (1, 3, 3, 1, 7, 80, 0.7, 0.0)
 
 
 def _comparisons(function, device):
-    """The function, with another dropout, and the formula; masked or not, with dropout or without, of two sizes."""
+    """What the function and the formula return, with a stand-in for dropout: masked or not, with dropout or without, of two
+    sizes."""
     of_functional = Namespace(functional, dropout=_drop)
     of_nn = Namespace(nn, functional=of_functional)
     others = {id(functional): of_functional, id(nn): of_nn, id(torch): Namespace(torch, nn=of_nn)}

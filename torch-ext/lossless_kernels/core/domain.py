@@ -119,12 +119,12 @@ def is_checkpointed() -> bool:
 
 
 def layouts_if_hooked(*tensors: Optional[torch.Tensor]) -> Optional[tuple]:
-    """The layouts of tensors that a graph is to keep, if a saved-tensor hook may return others for them; else None."""
+    """The layouts of tensors that autograd is about to save, if a saved-tensor hook may return others for them; else None."""
     return _layouts(tensors) if is_checkpointed() else None
 
 
 def are_as_saved(layouts: Optional[tuple], *tensors: Optional[torch.Tensor]) -> bool:
-    """Whether what the graph kept still has the layouts that `layouts_if_hooked` has found."""
+    """Whether saved tensors have the layouts that `layouts_if_hooked` found before."""
     return layouts is None or layouts == _layouts(tensors)
 
 

@@ -190,7 +190,7 @@ class Launch:
             self._launcher.through_triton(self._blocks, tensors, self._scalars)
 
     def takes(self, *tensors: torch.Tensor) -> bool:
-        """Whether the first tensors have the dtypes that the launch is bound for. Launches do not look."""
+        """Whether the first tensors have the dtypes that the launch is bound for. A launch does not check them."""
         return tuple([tensor.dtype for tensor in tensors]) == self._launcher.dtypes[: len(tensors)]
 
     def call_2(self, first: torch.Tensor, second: torch.Tensor) -> None:

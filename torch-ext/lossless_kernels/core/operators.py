@@ -241,7 +241,7 @@ def _are_known_as_equal(numbers, others) -> bool:
 
 
 def _are_inputs(arguments) -> bool:
-    """Whether the tensors among them are dense inputs of the graph that nothing writes to, and so are there at the sum."""
+    """Whether the tensors among them are dense inputs of the graph that nothing writes to: at the sum they are the same."""
     nodes = [each for each in arguments if isinstance(each, torch.fx.Node)]
     if any(writes(user.target) for each in nodes for user in each.users):
         return False

@@ -293,7 +293,7 @@ _by_slices: Callable = Slices.apply
 
 
 def _sees_all(*tensors) -> bool:
-    """Whether these are plain tensors that may be kept, and no transform or trace needs to see the operations' gradients."""
+    """Whether these are plain tensors that autograd may save, and no transform or trace needs the operations' gradients."""
     if is_dynamo_compiling() or is_watched() or not all(type(each) in PLAIN_TYPES for each in tensors):
         return False
     keeps = is_grad_enabled() and any(each.requires_grad for each in tensors)
