@@ -6,6 +6,8 @@ The kernels run in Triton's interpreter, with proof off, and Inductor generates 
 import functools
 import importlib
 import json
+import math
+import re
 import sys
 import warnings
 
@@ -62,7 +64,9 @@ def test_every_operator_has_a_call(operators, arguments, module):
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")
     }
-    assert set(operators) == set(arguments) == registered
+    writing = {name for name in registered if name.endswith("_into")}
+    assert set(operators) == set(arguments) == registered - writing
+    assert {f"{each._opname}_into" for each in module("core.operators")._INTO} == writing
 
 
 @pytest.mark.long
@@ -318,7 +322,10 @@ def test_one_operator_computes_a_sum_and_its_norm_in_training(operators, kernel,
     assert called == {"add_rms_norm_with_rstd", "rms_norm_backward"}
 
 
-@pytest.mark.parametrize("name", ["lowerings", "make_fallback", "V", "FallbackKernel", "pass_patterns"])
+INDUCTORS = ["lowerings", "make_fallback", "V", "FallbackKernel", "convert_shape_to_inductor", "pass_patterns"]
+
+
+@pytest.mark.parametrize("name", INDUCTORS)
 def test_without_a_private_name_of_inductor(operators, arguments, module, monkeypatch, name):
     """One warning, and the dispatcher's calls, with the same results."""
     from torch._inductor import lowering
@@ -326,7 +333,7 @@ def test_without_a_private_name_of_inductor(operators, arguments, module, monkey
     # It could not be imported without some of the names.
     importlib.import_module("torch._inductor.fx_passes.post_grad")
     internals, overloads = module("core.torch_internals"), [overload for overload, _ in operators.values()]
-    assert set(internals.INDUCTOR) == {"lowerings", "make_fallback", "V", "FallbackKernel", "pass_patterns"}
+    assert list(internals.INDUCTOR) == INDUCTORS
     for overload in overloads:
         lowering.lowerings.pop(overload, None)
     internals.inductor.cache_clear()
@@ -373,8 +380,87 @@ def test_the_first_call_of_compiled_code_runs_the_kernel(kernel, module, seed, m
     x = torch.randn(3, 64)
     with torch.no_grad():
         found = torch.compile(kernel.silu, fullgraph=True)(x)
-    assert launched == ["activation_forward"]
+    # The first launch tells the output's strides.
+    assert launched == ["activation_forward"] * 2
     assert_bits_equal(found, kernel.silu(x))
+
+
+def test_inductor_allocates_the_outputs(operators, arguments, module):
+    """Of these operators: the code checks no strides behind them, and memory of an output is used again."""
+    names = {each._opname for each in module("core.operators")._INTO}
+    assert names == {"rms_norm", "add_rms_norm", "rotary", "activation", "gated_activation"}
+    x, weight = torch.randn(3, 5, 64), torch.rand(64)
+    norm, activation = operators["rms_norm"][0], operators["activation"][0]
+
+    def run(x, weight):
+        return norm(activation("silu", norm(x, weight, 1e-6, "llama")), weight, 1e-6, "llama")
+
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), x, weight)
+        assert_bits_equal(found, run(x, weight))
+    assert code.count(".default.sites[") == 3
+    assert "'torch.ops." not in code, "an output's strides are checked"
+    assert "# reuse" in code
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rotary", "activation", "gated_activation"])
+@pytest.mark.parametrize("outputs", ["alike", "other strides", "another dtype", "no kernel"])
+def test_outputs_that_are_given(operators, arguments, name, outputs):
+    overload, function = operators[name]
+    call = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments[name]]
+    if outputs == "no kernel":
+        call = [each.double() if isinstance(each, torch.Tensor) else each for each in call]
+    expected = tensors_of(overload(*call))
+    outs = [torch.full_like(each, math.nan) for each in expected]
+    if outputs == "other strides":
+        outs = [each.mT.contiguous().mT for each in outs]
+    if outputs == "another dtype":
+        outs = [each.to(torch.float64) for each in outs]
+    for _ in range(2):
+        assert overload.sites["a"](*call, *outs) is None
+        for out, each in zip(outs, expected, strict=True):
+            assert_bits_equal(out, each.to(out.dtype))
+            out.fill_(math.nan)
+    overload.sites.clear()
+
+
+def test_an_argument_is_computed_once(operators, seed):
+    """Inductor would compute it in a kernel for each operator that takes it."""
+    torch.manual_seed(seed)
+    x, weights = torch.randn(3, 64), torch.rand(4, 64)
+    norm = operators["rms_norm"][0]
+
+    def run(x, weights):
+        scaled = x * 2
+        return [norm(scaled, weight, 1e-6, "llama") for weight in weights.unbind()]
+
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), x, weights)
+        for one, other in zip(found, run(x, weights), strict=True):
+            assert_bits_equal(one, other)
+    (first, *others) = re.findall(r"rms_norm\.default\.sites\[.*?\]\((\w+),", code)
+    assert len(others) == 3 and set(others) == {first}
+
+
+def test_an_argument_that_is_written_later(operators, seed):
+    torch.manual_seed(seed)
+    x, weight = torch.randn(3, 64), torch.rand(64)
+    norm = operators["rms_norm"][0]
+
+    def run(x, weight):
+        scaled = x * 2
+        first = norm(scaled, weight, 1e-6, "llama")
+        scaled.add_(1)
+        x.copy_(scaled)
+        return first, norm(scaled, weight, 1e-6, "llama"), scaled
+
+    with torch.no_grad():
+        results = []
+        for function in (torch.compile(run, fullgraph=True), run):
+            given = x.clone()
+            results.append((*function(given, weight), given))
+    for one, other in zip(*results, strict=True):
+        assert_bits_equal(one, other)
 
 
 FROM_CACHE = """

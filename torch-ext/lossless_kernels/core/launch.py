@@ -264,9 +264,18 @@ class UnaryCall:
             self.launch.call_2(input, out)
         return out
 
+    @property
+    def into(self) -> Optional[Callable[..., None]]:
+        """`into(input, out)` writes to a given output, which is like those that the call allocates."""
+        return self.launch and self.launch.call_2
+
 
 class BinaryCall(UnaryCall):
     """The same of two tensors, which have elements."""
+
+    @property
+    def into(self) -> Callable[..., None]:
+        return self.launch.call_3
 
     def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         out = self.empty()

@@ -4,12 +4,15 @@ An operator is opaque to Inductor, whose code calls it by `torch.ops.<namespace>
 Python kernel take 15 to 50 us of CPU time. `lower` has that code call `torch.ops.<namespace>.<name>.default.sites[...]`
 instead, a function of the same arguments for each call in the code. It recognises the call that it made last by a tensor
 guard, and launches. Inductor keeps code on disk for other processes; what this code calls exists wherever the operator
-does. `compute_sums` has one operator of Inductor's graph compute a sum and what another operator computes of it.
+does. Inductor allocates the outputs of operators whose calls can write into given tensors, and reuses memory for them.
+`compute_sums` has one operator of Inductor's graph compute a sum and what another operator computes of it.
 """
 
 import functools
+import inspect
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -21,24 +24,28 @@ from .torch_internals import inductor, inductor_is_loaded, tensor_guard, writes
 
 # The Python functions behind the operators.
 DIRECT: dict[torch._ops.OpOverload, "Operator"] = {}
+# An operator -> the one of the same arguments and outputs behind them, which it writes.
+_INTO: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 # An operator -> the one that computes the sum of two tensors too, and the function of its other arguments.
 _WITH_SUMS: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, Callable]] = {}
 
 
 class Operator:
-    """The function behind an operator.
+    """The function behind an operator. Outputs may be given behind its arguments: it writes them and returns None.
 
     Args:
         formula: eager's operations on the operator's arguments, for calls without a kernel.
         find: `find(*arguments)` returns the function that computes all calls of this layout and these constants from
-            the tensors among the arguments, in their order. It returns None without a kernel.
+            the tensors among the arguments, in their order. Its `into`, if it has one, takes the outputs, too, and
+            writes them. `find` returns None without a kernel.
+        arguments: how many.
 
     Attributes:
         calls: its `recent` has the function that Inductor's code calls at each of its sites.
     """
 
-    def __init__(self, formula: Callable, find: Callable):
-        self.formula, self.find = formula, find
+    def __init__(self, formula: Callable, find: Callable, arguments: int):
+        self.formula, self.find, self.arguments = formula, find, arguments
         self.calls = Calls(self._resolve)
         self.calls.recent = _Sites(self)
 
@@ -48,7 +55,7 @@ class Operator:
 
     def call(self, entry: Optional[tuple], arguments: tuple) -> Any:
         if entry is None:
-            return self.formula(*arguments)
+            return _write(arguments[self.arguments :], self.formula(*arguments[: self.arguments]))
         of_tensors, _, _, compute, _ = entry
         return compute(*of_tensors(arguments))
 
@@ -74,13 +81,42 @@ class Operator:
     def _resolve(self, *given) -> Optional[tuple]:
         """`(tensors of the arguments, their other arguments, these, compute, guard)`; see `_guarded` for the guard."""
         *tensors, arguments, positions = given
-        compute = self.find(*arguments)
+        compute = self.find(*arguments[: self.arguments])
         if compute is None:
             return None
+        outs = arguments[self.arguments :]
+        if outs:
+            compute = _into(compute, tensors[: -len(outs)], outs)
         of_tensors = _getter(positions)
         of_others = _getter([number for number in range(len(arguments)) if number not in positions])
         # A site makes the guard: inside torch's dispatcher tensors have other dispatch keys.
         return of_tensors, of_others, of_others(arguments), compute, []
+
+
+def _write(outs: tuple, results) -> Any:
+    """Copies the results to the outputs; returns the results if there are none."""
+    if not outs:
+        return results
+    for out, result in zip(outs, _several(results), strict=True):
+        out.copy_(result)
+
+
+def _several(results) -> tuple:
+    return (results,) if isinstance(results, torch.Tensor) else results
+
+
+def _into(compute: Callable, tensors: list, outs: tuple) -> Callable:
+    """The function of the tensors and these outputs that writes what `compute` returns."""
+    made = _several(compute(*tensors))
+    are_alike = all(
+        (each.dtype, each.shape, each.stride()) == (out.dtype, out.shape, out.stride())
+        for each, out in zip(made, outs, strict=True)
+    )
+    into = getattr(compute, "into", None)
+    if into is not None and are_alike:
+        return into
+    count = len(tensors)
+    return lambda *tensors: _write(tensors[count:], compute(*tensors[:count]))
 
 
 def _guarded(entry: tuple, arguments: tuple) -> Optional[tuple]:
@@ -153,23 +189,25 @@ def _overload(name: str) -> torch._ops.OpOverload:
     return functools.reduce(getattr, (*add_op_namespace_prefix(name).split("::"), "default"), torch.ops)
 
 
-def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Callable:
+def _operator(name: str, function: Operator, schema: str, writes: Sequence[str] = ()):
+    tags = (torch.Tag.needs_exact_strides,)
+    return torch.library.custom_op(
+        add_op_namespace_prefix(name), function, mutates_args=writes, schema=schema, tags=tags
+    )
+
+
+def register(name: str, find: Callable, fake: Optional[Callable] = None, into: bool = False) -> Callable:
     """Decorates the formula of an operator, from whose annotations torch takes the schema; the others: see `Operator`.
 
     Args:
         fake: the results' shapes, strides and dtypes; by default the formula.
+        into: whether Inductor allocates the outputs, for calls that have `into`.
     """
 
     def registered(formula):
-        function = Operator(formula, find)
-        full_name = add_op_namespace_prefix(name)
-        made = torch.library.custom_op(
-            full_name,
-            function,
-            mutates_args=(),
-            schema=torch.library.infer_schema(formula, mutates_args=()),
-            tags=(torch.Tag.needs_exact_strides,),
-        )
+        schema = torch.library.infer_schema(formula, mutates_args=())
+        function = Operator(formula, find, len(inspect.signature(formula).parameters))
+        made = _operator(name, function, schema)
         overload = _overload(name)
         overload.sites = function.calls.recent
         DIRECT[overload] = function
@@ -180,6 +218,13 @@ def register(name: str, find: Callable, fake: Optional[Callable] = None) -> Call
             return (fake or formula)(*arguments)
 
         made.register_fake(traced)
+        if into:
+            given, _, results = schema.rpartition(" -> ")
+            outs = [f"out{number}" for number in range(results.count("Tensor"))]
+            written = ", ".join(f"Tensor({each}!) {each}" for each in outs)
+            made = _operator(f"{name}_into", function, f"{given[:-1]}, {written}) -> ()", outs)
+            made.register_fake(lambda *_: None)
+            _INTO[overload] = _overload(f"{name}_into")
         # TorchDynamo has ten guards for what `custom_op` makes, and two for this.
         return overload
 
@@ -303,19 +348,45 @@ def lower() -> None:
     for overload in DIRECT:
         if overload not in private.lowerings:
             private.make_fallback(overload)
+            if overload in _INTO:
+                private.make_fallback(_INTO[overload])
             private.lowerings[overload] = functools.partial(_lowered, private, overload, private.lowerings[overload])
 
 
 def _lowered(private, overload, original: Callable, *arguments, **named):
     graph = private.V.graph
+    if graph.cpp_wrapper:  # Its code is C++.
+        return original(*arguments, **named)
+    _keep(graph, arguments)
     before = len(graph.operations)
-    outputs = original(*arguments, **named)
-    if not graph.cpp_wrapper:  # Its code is C++.
-        for node in graph.operations[before:]:
-            if type(node) is private.FallbackKernel and node.op_overload is overload:
-                site = f"{graph.graph_id}, {node.get_name()}"
-                node.python_kernel_name = f"{node.python_kernel_name}.sites[{site!r}]"
+    called = overload
+    if overload in _INTO and not named:
+        called = _INTO[overload]
+        outputs = [_allocated(private, each) for each in _several(graph.current_node.meta["val"])]
+        private.lowerings[called](*arguments, *outputs)
+        outputs = outputs[0] if len(outputs) == 1 else outputs
+    else:
+        outputs = original(*arguments, **named)
+    for node in graph.operations[before:]:
+        if type(node) is private.FallbackKernel and node.op_overload is called:
+            site = f"{graph.graph_id}, {node.get_name()}"
+            node.python_kernel_name = f"torch.ops.{overload}.sites[{site!r}]"
     return outputs
+
+
+def _keep(graph, arguments) -> None:
+    """Has Inductor compute each argument once. It would compute a sum or a product again for every operator that takes it."""
+    for node, argument in zip(graph.current_node.args, arguments):
+        if isinstance(node, torch.fx.Node) and node.op == "call_function":
+            if not any(writes(user.target) for user in node.users):
+                graph.env[node] = argument
+
+
+def _allocated(private, value: torch.Tensor):
+    """A new buffer like the tensor."""
+    shape, strides = (private.convert_shape_to_inductor(each) for each in (value.shape, value.stride()))
+    empty = private.lowerings[torch.ops.aten.empty_strided.default]
+    return empty(shape, strides, dtype=value.dtype, device=value.device)
 
 
 def without_none(results, like: torch.Tensor) -> tuple[torch.Tensor, ...]:

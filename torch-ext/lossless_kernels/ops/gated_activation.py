@@ -171,8 +171,20 @@ class _Forward(launch.UnaryCall):
             self.launch.call_3(gate, out, up)
         return out
 
-    def of_up_and_gate(self, up, gate):
-        return self(gate, up)
+
+@dataclass(eq=False)
+class _OfUpAndGate:
+    """The same in the operator's order."""
+
+    call: _Forward
+
+    def __call__(self, up, gate):
+        return self.call(gate, up)
+
+    @property
+    def into(self) -> Optional[Callable[..., None]]:
+        launch = self.call.launch
+        return launch and (lambda up, gate, out: launch.call_3(gate, out, up))
 
 
 @dataclass(eq=False)
@@ -552,10 +564,10 @@ def _gradient_comparisons(subject, activation, dtype, kind, device, with_up):
 def _find(name, up, gate):
     activation = ACTIVATIONS[name]
     call = call_of(gate, up, activation.forward, activation, False)
-    return None if call is None else call.of_up_and_gate
+    return None if call is None else _OfUpAndGate(call)
 
 
-@operators.register("gated_activation", _find)
+@operators.register("gated_activation", _find, into=True)
 def _gated_activation_op(name: str, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return _eager(ACTIVATIONS[name], gate, up)
 

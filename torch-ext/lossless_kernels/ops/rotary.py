@@ -133,6 +133,11 @@ class _Forward:
         self.launch.call_6(q, k, cos, sin, q_embed, k_embed)
         return q_embed, k_embed
 
+    @property
+    def into(self):
+        """`into(q, k, cos, sin, q_embed, k_embed)`: the outputs are given."""
+        return self.launch.call_6
+
 
 @dataclass(eq=False)
 class _Training:
@@ -553,7 +558,7 @@ def _find(q, k, cos, sin, unsqueeze_dim, variant):
     return call_of(q, k, cos, sin, unsqueeze_dim, FORMULAS[variant].eager, (False, False))
 
 
-@operators.register("rotary", _find)
+@operators.register("rotary", _find, into=True)
 def _rotary_op(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

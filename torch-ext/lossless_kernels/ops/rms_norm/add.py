@@ -82,6 +82,11 @@ class _Inference(Inference):
         self.launch.call_5(x, residual, weight, normed, total)
         return normed, total
 
+    @property
+    def into(self):
+        """`into(x, residual, weight, normed, total)`: the outputs are given."""
+        return self.launch.call_5
+
 
 @dataclass(eq=False)
 class _Training(Training):
@@ -262,7 +267,7 @@ def _find(hidden_states, residual, weight, eps, variant):
     return call_of(hidden_states, residual, weight, eps, EAGER[BY_NAME[variant]], EPS_NAME, NO_GRADIENTS)
 
 
-@operators.register("add_rms_norm", _find)
+@operators.register("add_rms_norm", _find, into=True)
 def _add_rms_norm_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

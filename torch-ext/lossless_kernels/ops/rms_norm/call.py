@@ -79,6 +79,8 @@ class _TorchInference(Inference):
         self.launch.call_3(x, weight, out)
         return out
 
+    into = None  # The weight may be written to another address.
+
 
 class _TorchTraining(Training):
     """`Training` of a layer that calls `F.rms_norm`: ATen's own operator computes the gradients."""

@@ -22,7 +22,7 @@ def _find(hidden_states, weight, eps, variant):
     return call_of(hidden_states, weight, eps, EAGER[formula], EPS_NAME, NO_GRADIENTS, formula.fused)
 
 
-@operators.register("rms_norm", _find)
+@operators.register("rms_norm", _find, into=True)
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
     return BY_NAME[variant].eager(hidden_states, weight, eps)
 
