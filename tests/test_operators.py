@@ -103,7 +103,7 @@ def test_a_repeated_call_is_recognised(operators, arguments, module, monkeypatch
     monkeypatch.setattr(module("launch").Launch, "_enqueue", lambda self, pointers, _: True)
     most = 0
     for name, call in arguments.items():
-        site = operators[name][0].sites["a site"]
+        site = operators[name][0].sites["a"]
         with torch.no_grad():
             site(*call), site(*call)
             names = python_calls(site, *call)
@@ -322,7 +322,15 @@ def test_one_operator_computes_a_sum_and_its_norm_in_training(operators, kernel,
     assert called == {"add_rms_norm_with_rstd", "rms_norm_backward"}
 
 
-INDUCTORS = ["lowerings", "make_fallback", "V", "FallbackKernel", "convert_shape_to_inductor", "pass_patterns"]
+INDUCTORS = [
+    "lowerings",
+    "make_fallback",
+    "V",
+    "FallbackKernel",
+    "ReinterpretView",
+    "convert_shape_to_inductor",
+    "pass_patterns",
+]
 
 
 @pytest.mark.parametrize("name", INDUCTORS)
@@ -422,6 +430,35 @@ def test_outputs_that_are_given(operators, arguments, name, outputs):
             assert_bits_equal(out, each.to(out.dtype))
             out.fill_(math.nan)
     overload.sites.clear()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_site_of_one_layout_gets_the_memory_of_views(operators, seed, dynamic):
+    """A view takes time in each call. With dynamic shapes sites compare the tensors' layouts, and need views."""
+    torch.manual_seed(seed)
+    x, matrix, weight = torch.randn(3, 5, 32), torch.randn(32, 128), torch.rand(64)
+    norm, product = operators["rms_norm"][0], operators["gated_activation"][0]
+
+    def run(x, matrix, weight):
+        up, gate = (x @ matrix).split(64, -1)
+        return norm(product("silu", up, gate), weight, 1e-6, "llama"), norm(up, weight, 1e-6, "llama")
+
+    with torch.no_grad():
+        compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+        found, (code,) = run_and_get_code(compiled, x, matrix, weight)
+        results = [(found, run(x, matrix, weight)), (compiled(-x, matrix, weight), run(-x, matrix, weight))]
+        if dynamic:
+            results.append((compiled(x[:, :4], matrix, weight), run(x[:, :4], matrix, weight)))
+    for ours, expected in results:
+        for one, other in zip(ours, expected, strict=True):
+            assert_bits_equal(one, other)
+    calls = re.findall(r"(\w+)\.default\.sites\['\w+( \[.*\])?'\]\((.*)\)", code)
+    views = {(name, views.count("(("), arguments.count("reinterpret_tensor")) for name, views, arguments in calls}
+    # Of the second norm and of the product the first is at the buffer's start; the gate is not.
+    given = {("gated_activation", 0, 2), ("rms_norm", 0, 0), ("rms_norm", 0, 1)}
+    assert len(calls) == 3 and views == (
+        given if dynamic else {("gated_activation", 1, 1), ("rms_norm", 0, 0), ("rms_norm", 1, 0)}
+    )
 
 
 def test_an_argument_is_computed_once(operators, seed):

@@ -8,10 +8,13 @@ does. Inductor allocates the outputs of operators whose calls can write into giv
 `compute_sums` has one operator of Inductor's graph compute a sum and what another operator computes of it.
 """
 
+import ast
 import functools
 import inspect
+import itertools
 import math
 import operator
+import uuid
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
@@ -157,13 +160,19 @@ def _getter(numbers: list) -> Callable[[tuple], tuple]:
 
 
 class _Sites(dict):
-    """By its name, the function that a site of Inductor's code calls. Names may meet: then a call takes 3 us more."""
+    """By its name, the function that a site of Inductor's code calls.
+
+    A name has `str` of a list behind a space if all calls of the site have the same layouts. The list has shape and
+    strides of each argument of which the site passes the memory, a tensor in another shape, and None for the others.
+    """
 
     def __init__(self, operator: Operator):
         self._operator = operator
 
     def __missing__(self, name: str) -> Callable:
-        function = self[name] = _site(self._operator)
+        views = name.partition(" ")[2]
+        function = _site(self._operator) if not views else _site_of_one_call(self._operator, ast.literal_eval(views))
+        self[name] = function
         return function
 
 
@@ -180,6 +189,24 @@ def _site(operator: Operator) -> Callable:
         entry = operator.entry(arguments)
         # Without guards calls are found by their key.
         known = None if entry is None else _guarded(entry, arguments)
+        return operator.call(entry, arguments)
+
+    return call
+
+
+def _site_of_one_call(operator: Operator, views: list) -> Callable:
+    of_tensors, compute = None, None
+
+    def call(*arguments):
+        nonlocal of_tensors, compute
+        if compute is not None:
+            return compute(*of_tensors(arguments))
+        arguments = tuple(
+            [each if view is None else each.as_strided(*view) for each, view in itertools.zip_longest(arguments, views)]
+        )
+        entry = operator.entry(arguments)
+        if entry is not None:
+            of_tensors, _, _, compute, _ = entry
         return operator.call(entry, arguments)
 
     return call
@@ -358,20 +385,46 @@ def _lowered(private, overload, original: Callable, *arguments, **named):
     if graph.cpp_wrapper:  # Its code is C++.
         return original(*arguments, **named)
     _keep(graph, arguments)
-    before = len(graph.operations)
-    called = overload
+    before, called, site = len(graph.operations), overload, uuid.uuid4().hex
     if overload in _INTO and not named:
-        called = _INTO[overload]
-        outputs = [_allocated(private, each) for each in _several(graph.current_node.meta["val"])]
+        called, node = _INTO[overload], graph.current_node
+        values = _several(node.meta["val"])
+        given = [each.meta.get("val") for each in node.args if isinstance(each, torch.fx.Node)]
+        # Hooks of saved tensors may change what a backward pass gets.
+        if not graph.is_backward and _have_one_layout([*given, *values]):
+            arguments, views = _memory_of(private, arguments)
+            site = f"{site} {views}"
+        outputs = [_allocated(private, each) for each in values]
         private.lowerings[called](*arguments, *outputs)
         outputs = outputs[0] if len(outputs) == 1 else outputs
     else:
         outputs = original(*arguments, **named)
     for node in graph.operations[before:]:
         if type(node) is private.FallbackKernel and node.op_overload is called:
-            site = f"{graph.graph_id}, {node.get_name()}"
             node.python_kernel_name = f"torch.ops.{overload}.sites[{site!r}]"
     return outputs
+
+
+def _have_one_layout(values) -> bool:
+    """Whether all are tensors whose sizes and strides are numbers, not symbols."""
+    return all(
+        isinstance(each, torch.Tensor) and all(type(size) is int for size in (*each.shape, *each.stride()))
+        for each in values
+    )
+
+
+def _memory_of(private, arguments) -> tuple[list, list]:
+    """The arguments without views of whole buffers, whose code takes time in each call, and the `views` of `_Sites`."""
+    memory, views = [], []
+    for each in arguments:
+        view = getattr(each, "data", None)
+        if type(view) is private.ReinterpretView and view.layout.offset == 0 and view.dtype == view.data.dtype:
+            memory.append(view.data)
+            views.append(tuple([tuple(map(int, sizes)) for sizes in (view.layout.size, view.layout.stride)]))
+        else:
+            memory.append(each)
+            views.append(None)
+    return memory, views
 
 
 def _keep(graph, arguments) -> None:

@@ -52,6 +52,7 @@ INDUCTOR = {
     "make_fallback": Internal("_inductor.lowering.make_fallback", "the code for an operator"),
     "V": Internal("_inductor.virtualized.V", "the graph for which code is generated"),
     "FallbackKernel": Internal("_inductor.ir.FallbackKernel", "the code for an operator"),
+    "ReinterpretView": Internal("_inductor.ir.ReinterpretView", "the arguments of an operator"),
     "convert_shape_to_inductor": Internal("_inductor.ir.convert_shape_to_inductor", "the outputs of an operator"),
     "pass_patterns": Internal("_inductor.fx_passes.post_grad.pass_patterns", "one operator for a sum and a norm"),
 }
