@@ -252,11 +252,17 @@ def _statistics(target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index):
 
 
 @triton.jit
-def _gradient(x, is_target, ignored, largest, log_sum, of_row, gradient):
-    """The gradient of logits; for an ignored row zeros, or NaN if log_softmax is NaN."""
+def _gradient_of_row(x, largest, log_sum, of_row, gradient):
+    """The gradient of the logits of rows that are not ignored, from the log-probabilities'."""
     probability = exp((x.to(tl.float32) - largest) - log_sum)
     # Triton's `-x` is 0 - x, which returns +0 for +0.
-    dx = tl.fma(of_row * -1.0, probability, tl.where(is_target, gradient, 0.0))
+    return tl.fma(tl.broadcast_to(of_row * -1.0, x.shape), probability, gradient)
+
+
+@triton.jit
+def _gradient(x, is_target, ignored, largest, log_sum, of_row, gradient):
+    """The gradient of logits; for an ignored row zeros, or NaN if log_softmax is NaN."""
+    dx = _gradient_of_row(x, largest, log_sum, of_row, tl.where(is_target, gradient, 0.0))
     return tl.where(ignored, log_sum * 0.0, dx)
 
 
@@ -362,12 +368,23 @@ def cross_entropy_backward(
             )
     else:
         row = program // blocks_per_row
-        element = (program - row * blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+        first = (program - row * blocks_per_row) * BLOCK
+        element = first + tl.arange(0, BLOCK)
         row = row.to(tl.int64)
         target, ignored, largest, log_sum, of_row = _statistics(
             target_ptr, max_ptr, log_sum_ptr, row, gradient, ignore_index
         )
         in_row = element < VOCAB
-        x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=mask_if(in_row, ignored == 0), other=0.0)
-        dx = _gradient(x, element == target, ignored, largest, log_sum, of_row, gradient)
-        tl.store(dx_ptr + row * VOCAB + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+        dx_ptr += row * VOCAB
+        if ignored:
+            # Ignored rows are not read.
+            zeros = tl.full([BLOCK], 0.0, tl.float32) + log_sum * 0.0
+            tl.store(dx_ptr + element, zeros.to(dx_ptr.dtype.element_ty), mask=in_row)
+        else:
+            x = tl.load(x_ptr + row * row_stride * UNIT + element, mask=in_row, other=0.0)
+            if (target >= first) & (target < first + BLOCK):
+                dx = _gradient_of_row(x, largest, log_sum, of_row, tl.where(element == target, gradient, 0.0))
+                tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+            else:
+                dx = _gradient_of_row(x, largest, log_sum, of_row, tl.full([BLOCK], 0.0, tl.float32))
+                tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
