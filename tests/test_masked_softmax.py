@@ -4,6 +4,7 @@ operations, the proof's power, and what surrounds them. Orders and arithmetic of
 Numpy's exponentials, FMAs and the truncation to bf16 are the interpreter's, in the transcription too.
 """
 
+import itertools
 import math
 import os
 import random
@@ -314,39 +315,50 @@ def test_programs_find_every_row_and_neighbours_share_the_mask(family, chooser, 
     assert sum(first != second for first, second in zip(rows, rows[1:])) == len(set(rows)) - 1
 
 
+def test_scales_of_the_scores_dtype(family):
+    """Products by these are rounded once in 16 bits; no number of fp32 is among them."""
+    numbers = {0.125: True, 1.0: True, -0.0625: True, 0.1: False, 88**-0.5: False, 1e-50: False, 1e50: False, 257.0: 1}
+    for scale, is_narrow in numbers.items():
+        for dtype in DTYPES:
+            kind = family.Kind.of(False, dtype, 64, 64, True, scale)
+            expected = is_narrow and dtype != torch.float32 and (scale != 257 or dtype == torch.float16)
+            assert kind.narrow == expected, (scale, dtype)
+
+
 def test_a_new_length_compiles_nothing(family):
     """In generation the keys are one more with each token: what is compiled for 1000 of them, of 16-bit numbers."""
     for dtype in (torch.float16, torch.bfloat16):
         for first, most in ((513, 2), (1100, 5), (2100, 2), (4200, 2)):
             lengths = range(first, first + 500)
-            kinds = {family.Kind.of(False, dtype, size, size, True) for size in lengths}
+            kinds = {family.Kind.of(False, dtype, size, size, True, 0.7) for size in lengths}
             assert len(kinds) <= most, (dtype, first, kinds)
 
 
 # Proof
 
 
-def kind_of(family, of_gradient, dtype, size, masked=True, multiple=None):
-    return family.Kind.of(of_gradient, dtype, size, size if multiple is None else multiple, masked)
+def kind_of(family, of_gradient, dtype, size, masked=True, multiple=None, narrow=False):
+    scale = family._SCALES[narrow]
+    return family.Kind.of(of_gradient, dtype, size, size if multiple is None else multiple, masked, scale)
 
 
 class Transcribed:
     """In the place of a kernel: the transcription, with an order of additions."""
 
-    def __init__(self, kind, order):
-        self.of_gradient, self.order = kind.rows.of_gradient, order
+    def __init__(self, kind, order, scale):
+        self.of_gradient, self.order, self.scale = kind.rows.of_gradient, order, scale
         self.call_3 = self.call_4 = self.call_5 = self
 
     def __call__(self, first, second, statistics, *others):
         *dx, mask = others if len(others) == 1 + self.of_gradient else (*others, None)
         scores = second if self.of_gradient else first
-        x = combined(scores, mask, 0.7, torch.Tensor.to).float()
+        x = combined(scores, mask, self.scale, torch.Tensor.to).float()
         batch, heads, queries, size = x.shape
         of_rows = statistics.view(batch, queries, heads, 2).transpose(1, 2) if mask is not None else statistics
         of_rows = of_rows.reshape(batch, heads, queries, 2)
         if self.of_gradient:
             y = torch.exp(x - of_rows[..., :1]) / of_rows[..., 1:]
-            dx[0].copy_(gradient_of(first.float(), y, first.dtype, self.order) * 0.7)
+            dx[0].copy_(gradient_of(first.float(), y, first.dtype, self.order) * self.scale)
             return
         largest = x.amax(-1, keepdim=True)
         terms = torch.exp(x - largest)
@@ -374,7 +386,7 @@ def tells(family, patch, kind, seed, order) -> bool:
         return aten_model.softmax_forward_sum(terms, itemsize, itemsize == 2)
 
     def bind(walk, of, scale, device):
-        return Transcribed(of, order if of.rows.of_gradient == kind.rows.of_gradient else right)
+        return Transcribed(of, order if of.rows.of_gradient == kind.rows.of_gradient else right, scale)
 
     def of_formula(dy, scores, mask, scale):
         y = softmax_of(combined(scores, mask, scale, torch.Tensor.to), -1, torch.float32)
@@ -424,13 +436,14 @@ def test_1000_wrong_orders_are_told(family, monkeypatch, seed):
     """Each with a proof of its own: of a warp's rows, and of a block's."""
     choose = random.Random(seed)
     for _ in range(int(os.environ.get("LOSSLESS_PROOFS", 1000))):
-        of_gradient, dtype, masked = choose.random() < 0.5, choose.choice(DTYPES), choose.random() < 0.5
+        of_gradient, masked, narrow = (choose.random() < 0.5 for _ in range(3))
+        dtype = choose.choice(DTYPES)
         if choose.random() < 0.5:
             log2_size = choose.randint(2, 10)
-            kind = kind_of(family, of_gradient, dtype, 1 << log2_size, masked)
+            kind = kind_of(family, of_gradient, dtype, 1 << log2_size, masked, narrow=narrow)
             name, order = choose.choice([*orders_of(log2_size).items()])
         else:
-            kind = kind_of(family, of_gradient, dtype, choose.choice(BLOCKS), masked)
+            kind = kind_of(family, of_gradient, dtype, choose.choice(BLOCKS), masked, narrow=narrow)
             name = choose.choice(changes_of(kind.rows))
             order = choose.choice(orders_of_block(kind.rows, name))
         assert tells(family, monkeypatch, kind, choose.randrange(1 << 30), order), (name, kind)
@@ -438,8 +451,8 @@ def test_1000_wrong_orders_are_told(family, monkeypatch, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_proof_tells_a_missing_rounding(family, monkeypatch, seed, dtype):
-    for of_gradient in (False, True):
-        kind = kind_of(family, of_gradient, dtype, 64)
+    for of_gradient, narrow in itertools.product((False, True), repeat=2):
+        kind = kind_of(family, of_gradient, dtype, 64, narrow=narrow)
         for name, wrong in UNROUNDED.items():
             with monkeypatch.context() as patch:
                 patch.setattr(
@@ -449,7 +462,7 @@ def test_the_proof_tells_a_missing_rounding(family, monkeypatch, seed, dtype):
                         Transcribed.__call__, lambda s, m, scale, cast, wrong=wrong: wrong(s, m, scale, cast)
                     ),
                 )
-                assert tells(family, patch, kind, seed, aten_model._warp_sum), (name, of_gradient)
+                assert tells(family, patch, kind, seed, aten_model._warp_sum), (name, of_gradient, narrow)
 
 
 def with_arithmetic(call, arithmetic):
@@ -473,7 +486,8 @@ def test_a_proof_has_rows_of_its_kind(family, chooser):
         for of_gradient, dtype, masked, gap in (
             (a, b, c, d) for a in (0, 1) for b in DTYPES for c in (0, 1) for d in (0, 1)
         ):
-            kind = family.Kind.of(bool(of_gradient), dtype, size, math.gcd(size, size + gap * masked), bool(masked))
+            multiple = math.gcd(size, size + gap * masked)
+            kind = kind_of(family, bool(of_gradient), dtype, size, bool(masked), multiple, chooser.random() < 0.5)
             kinds.setdefault(kind, []).append(size)
     for kind, sizes in kinds.items():
         found = family._sizes(kind)
@@ -482,7 +496,7 @@ def test_a_proof_has_rows_of_its_kind(family, chooser):
         for size in found:
             rows = kind.rows
             multiple = family._multiple(kind, size)
-            assert family.Kind.of(rows.of_gradient, rows.dtype, size, multiple, kind.masked) == kind
+            assert kind_of(family, rows.of_gradient, rows.dtype, size, kind.masked, multiple, kind.narrow) == kind
 
 
 @interpreted
@@ -496,21 +510,20 @@ def test_a_proof_is_of_the_kernel_that_will_run(family, monkeypatch, dtype):
 
     def spy(walk, kind, scale, device):
         seen.append((kind, walk.size))
-        assert kind == family.Kind.of(kind.rows.of_gradient, dtype, walk.size, walk.multiple, kind.masked)
+        assert kind == family.Kind.of(kind.rows.of_gradient, dtype, walk.size, walk.multiple, kind.masked, scale)
         return bind(walk, kind, scale, device)
 
     monkeypatch.setattr(family._Walk, "bind", spy)
     for size, sizes in ((40, {33, 64}), (64, {40, 64} if dtype.itemsize == 2 else {36, 64}), (1, {1})):
-        for masked in (False, True):
-            for of_gradient in (False, True):
-                seen.clear()
-                kind = kind_of(family, of_gradient, dtype, size, masked, None if size == 64 else 1)
-                comparisons = family._gradient_comparisons if of_gradient else family._comparisons
-                for what, found, expected in comparisons(kind, CPU):
-                    assert found.stride() == expected.stride() and found.isnan().any() and found.isfinite().any(), what
-                assert kind in {kind for kind, _ in seen}
-                if masked or size == 64 or size == 1:
-                    assert {size for found, size in seen if found == kind} == sizes
+        for masked, of_gradient, narrow in itertools.product((False, True), repeat=3):
+            seen.clear()
+            kind = kind_of(family, of_gradient, dtype, size, masked, None if size == 64 else 1, narrow)
+            comparisons = family._gradient_comparisons if of_gradient else family._comparisons
+            for what, found, expected in comparisons(kind, CPU):
+                assert found.stride() == expected.stride() and found.isnan().any() and found.isfinite().any(), what
+            assert kind in {kind for kind, _ in seen}
+            if masked or size == 64 or size == 1:
+                assert {size for found, size in seen if found == kind} == sizes
 
 
 # What surrounds the kernels

@@ -46,6 +46,12 @@ def _softmax(x, statistics):
 
 
 @triton.jit
+def _number_of(scale, DTYPE: tl.constexpr, NARROW: tl.constexpr):
+    """The scale. With NARROW the compiler sees a number of the dtype, and rounds products by it in one instruction."""
+    return tl.cast(tl.cast(scale, DTYPE), tl.float32) if NARROW else scale
+
+
+@triton.jit
 def _to_scores(dx, scale, dtype: tl.constexpr):
     """The gradient of the scores from that of the fp32 softmax's input: rounded, multiplied, and rounded again."""
     return (dx.to(dtype).to(tl.float32) * scale).to(dtype)
@@ -73,6 +79,7 @@ def masked_softmax_forward(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """softmax(scores * scale + mask) in fp32, rounded to the scores' dtype. Scores and output are dense.
 
@@ -81,7 +88,9 @@ def masked_softmax_forward(
         mask_ptr: additive, of the scores' dtype; read if MASKED.
         size: elements of a row, in UNITs, as the strides are; more than half of 2**LOG2_SIZE.
         WIDTH: lanes of ATen's warp that share a row.
+        NARROW: the scores' dtype has the number `scale`.
     """
+    scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
     inside = (row < rows) & (element < size * UNIT)
@@ -119,11 +128,13 @@ def masked_softmax_backward(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """The gradient of the scores from that of the output, with y, the fp32 softmax, computed again from the statistics.
 
     dy and dx are dense. The other arguments are those of `masked_softmax_forward`.
     """
+    scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
     inside = (row < rows) & (element < size * UNIT)
@@ -164,8 +175,10 @@ def masked_softmax_forward_of_block(
     VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """`masked_softmax_forward` of a row that a program reads once; STEPS, THREADS and VECTOR: `softmax_forward_of_block`."""
+    scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
     offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
@@ -208,8 +221,10 @@ def masked_softmax_backward_of_block(
     VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """`masked_softmax_backward` of a row that a program reads once."""
+    scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
     offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
@@ -268,12 +283,14 @@ def masked_softmax_forward_of_long_rows(
     HEAD: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """`masked_softmax_forward` of a row of any length, which a program reads three times.
 
     Args:
         HEAD: rows do not begin at multiples of 16 bytes in eager's tensor.
     """
+    scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
     length = size * UNIT
@@ -346,8 +363,10 @@ def masked_softmax_backward_of_long_rows(
     HEAD: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """`masked_softmax_backward` of a row of any length, which a program reads twice; ATen adds its threads in sequence."""
+    scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
     length = size * UNIT

@@ -95,16 +95,20 @@ class Kind:
     Attributes:
         rows: the kind of the fp32 softmax of the same rows. Its unit is 16 bytes of scores and mask, or 1.
         masked: there is a mask.
+        narrow: the scale is a number of the scores' 16-bit dtype.
     """
 
     rows: KindOfRows
     masked: bool
+    narrow: bool
 
     @classmethod
-    def of(cls, of_gradient: bool, dtype: torch.dtype, size: int, multiple: int, masked: bool) -> "Kind":
+    def of(cls, of_gradient: bool, dtype: torch.dtype, size: int, multiple: int, masked: bool, scale: float) -> "Kind":
         """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
         rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
-        return cls(replace(rows, unit=1 if multiple % unit else unit), masked)
+        number = torch.tensor(scale, dtype=torch.float64, device="cpu")
+        narrow = dtype.itemsize == 2 and number.to(dtype).item() == scale
+        return cls(replace(rows, unit=1 if multiple % unit else unit), masked, narrow)
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,15 @@ class _Walk:
         strides = [stride // unit for stride in (*self.of_scores, *self.of_mask)]
         scalars = self.rows, self.size // unit, *self.levels, *strides, scale
         programs = -(-self.rows // rows_per_program)
-        return launch.bind(kernel, {**constants, "MASKED": kind.masked}, warps, device, dtypes, programs, *scalars)
+        return launch.bind(
+            kernel,
+            {**constants, "MASKED": kind.masked, "NARROW": kind.narrow},
+            warps,
+            device,
+            dtypes,
+            programs,
+            *scalars,
+        )
 
 
 @dataclass(eq=False)
@@ -247,7 +259,7 @@ def _resolve(scores, *others) -> Optional[_Call]:
         raise Outside("a mask in another memory order")
     if walk.rows > _MAX_ROWS or walk.size > _MAX_SIZE:
         raise Outside("too many rows, or too long ones")
-    kinds = [Kind.of(of_gradient, dtype, walk.size, walk.multiple, bool(mask)) for of_gradient in (False, True)]
+    kinds = [Kind.of(each, dtype, walk.size, walk.multiple, bool(mask), scale) for each in (False, True)]
     if not all(_proved(kind, device) for kind in kinds[: 1 + needs_grad]):
         return None
     return _Call(
@@ -305,18 +317,22 @@ def _proved(kind: Kind, device) -> bool:
     """Whether the kernel of this kind is proved: all lengths of a kind have the same order."""
     rows, mask = kind.rows, "a mask" if kind.masked else "no mask"
     what = "gradient" if rows.of_gradient else "output"
+    mask += ", a scale of this dtype" if kind.narrow else ""
     length = f"up to {rows.longest}" if rows.steps or rows.order.kind == aten.WARP else "many"
     return proof.kernel_is_proved(
         ("masked softmax", kind, device),
         proof.Subject(
-            eager_masked_softmax, device, f"{rows.dtype}, {mask}, rows of {length} elements, {what}", "masked_softmax"
+            eager_masked_softmax,
+            device,
+            f"{rows.dtype}, {mask}, rows of {length} elements, {what}",
+            "masked_softmax",
         ),
         functools.partial(_gradient_comparisons if rows.of_gradient else _comparisons, kind, device),
     )
 
 
-# Every product by it is rounded.
-_SCALE = 0.7
+# Products by it are rounded. Numbers of 16 bits have the second.
+_SCALES = (0.7, 179 / 256)
 # Of the fp32 softmax, in which another order of additions shows in many quotients of a row.
 _ELEMENTS, _ROWS_OF_BLOCKS = 1 << 16, 128
 # What a sum over 1024 threads adds up inside a thread hardly shows: in half of a block's rows the terms of one thread
@@ -338,7 +354,10 @@ def _sizes(kind: Kind) -> list[int]:
         first, last = _SHORTEST_LOOP, [range(_LONG, 2 * _LONG), range(_FEW_THREADS, _SHORTEST_LOOP - 1, -1)]
 
     def fits(size):
-        return Kind.of(rows.of_gradient, rows.dtype, size, _multiple(kind, size), kind.masked) == kind
+        return (
+            Kind.of(rows.of_gradient, rows.dtype, size, _multiple(kind, size), kind.masked, _SCALES[kind.narrow])
+            == kind
+        )
 
     shortest = next(filter(fits, range(first, _LONG)))
     return sorted({shortest, next(filter(fits, chain(*last)), shortest)})
@@ -365,13 +384,14 @@ def _sample(kind, device, source, values, zero=None):
             mask[0].scatter_(3, zero.view(2, 3, -1).transpose(1, 2)[:, None], 0.0)
         values = values - mask[0].float()
         mask[0][:, :, 0, size // 2] = torch.finfo(dtype).min
-    scores = (values / _SCALE).to(dtype)
+    scores = (values / _SCALES[kind.narrow]).to(dtype)
     return scores, mask, _Walk.of(scores.shape, mask[0].expand(scores.shape).stride() if mask else (0,) * 4)
 
 
 def _comparisons(kind, device):
     """The output, and the fp32 softmax that the statistics lead to."""
     source, is_block = proof.generator(device, kind.rows.steps), kind.rows.order.kind != aten.WARP
+    scale = _SCALES[kind.narrow]
     for size in _sizes(kind):
         rows = max(_ELEMENTS // size, _ROWS_OF_BLOCKS if is_block else 0) // 6 * 6 + 6
         values = proof.normal(source, rows, size)
@@ -386,8 +406,8 @@ def _comparisons(kind, device):
             torch.full_like(scores, math.nan),
             torch.full((rows, 2), math.nan, dtype=torch.float32, device=device),
         )
-        walk.bind(kind, _SCALE, device)(scores, out, statistics, *mask)
-        x = _combined(scores, *mask or (None,), _SCALE)
+        walk.bind(kind, scale, device)(scores, out, statistics, *mask)
+        x = _combined(scores, *mask or (None,), scale)
         expected = functional.softmax(x, dim=-1, dtype=torch.float32)
         yield "the output", out, expected.to(out.dtype)
         # Programs take the three rows of a mask's row one after the other.
@@ -404,6 +424,7 @@ def _gradient_comparisons(kind, device):
     softmax returns such an output; the gradient's formula does not need one that does.
     """
     source, dtype, masked = proof.generator(device, kind.rows.steps), kind.rows.dtype, kind.masked
+    scale = _SCALES[kind.narrow]
     for size in _sizes(kind):
         rows = max(min(_GRADIENT_ROWS, _GRADIENT_ELEMENTS // size) // 6, 2) * 6
         y = proof.uniform(source, rows, size) / size
@@ -414,14 +435,14 @@ def _gradient_comparisons(kind, device):
         dy[::2].scatter_(1, at[::2], 128 + 127 * proof.uniform(source, rows // 2, 1))
         dy[1], dy[3], dy[5, 0], dy[7, -1] = -0.0, 0.0, math.inf, math.nan
         scores, mask, walk = _sample(kind, device, source, y.log(), at)
-        dy, x = dy.view_as(scores).to(dtype), _combined(scores, *mask or (None,), _SCALE)
-        kinds = (Kind.of(of_gradient, dtype, size, walk.multiple, masked) for of_gradient in (False, True))
+        dy, x = dy.view_as(scores).to(dtype), _combined(scores, *mask or (None,), scale)
+        kinds = (Kind.of(of_gradient, dtype, size, walk.multiple, masked, scale) for of_gradient in (False, True))
         empty = functools.partial(torch.full_like, scores, math.nan)
         statistics = torch.tensor([0.0, 1.0], dtype=torch.float32, device=device).repeat(rows, 1)
-        call = _Call(*(walk.bind(each, _SCALE, device) for each in kinds), _SCALE, empty, statistics.clone)
-        expected = eager_gradient(dy.float(), torch.exp(x.float()), dtype) * _SCALE
+        call = _Call(*(walk.bind(each, scale, device) for each in kinds), scale, empty, statistics.clone)
+        expected = eager_gradient(dy.float(), torch.exp(x.float()), dtype) * scale
         yield "the scores' gradient", call.gradient(dy, scores, statistics, *mask), expected
-        expected = _formula_gradient(dy, scores, *mask or (None,), _SCALE)
+        expected = _formula_gradient(dy, scores, *mask or (None,), scale)
         yield "the scores' gradient", call.gradient_alone(dy, scores, *mask), expected
 
 
