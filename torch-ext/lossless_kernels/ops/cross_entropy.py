@@ -151,8 +151,8 @@ class CrossEntropyPlan:
     Attributes:
         num_warps: warps of a forward program, which takes one row at a time.
         unroll: steps of 4096 elements that a forward program loads at once.
-        programs_per_multiprocessor: forward programs on an SM. Few keep their rows in the L2 cache until the second
-            read. None: one program for each row.
+        programs_per_multiprocessor: forward programs for an SM, of which registers let two run at a time: rows stay in
+            the L2 cache until the second read. None: one program for each row.
         block: elements of a backward program.
         backward_warps: warps of a backward program.
     """
@@ -160,14 +160,14 @@ class CrossEntropyPlan:
     num_warps: int
     unroll: int
     programs_per_multiprocessor: Optional[int]
-    block: int = 1024
-    backward_warps: int = 4
+    block: int = 2048
+    backward_warps: int = 2
 
 
 # By the least bytes of a row; measured on an H200 with rows of 18 to 512 KB.
 _PLANS = {
     384 << 10: CrossEntropyPlan(num_warps=32, unroll=4, programs_per_multiprocessor=2),
-    128 << 10: CrossEntropyPlan(num_warps=16, unroll=4, programs_per_multiprocessor=2),
+    128 << 10: CrossEntropyPlan(num_warps=16, unroll=4, programs_per_multiprocessor=8),
     0: CrossEntropyPlan(num_warps=8, unroll=4, programs_per_multiprocessor=None),
 }
 

@@ -68,13 +68,12 @@ def _formula(dy, y, dtype):
 # Calls
 
 
-# Elements and warps of a program for rows of one warp, by their length: one warp exchanges nothing through shared
-# memory (H200).
-_SHORT_ROW = 256
-_PROGRAM, _SHORT_ROWS_PROGRAM = (1024, 1), (2048, 4)
+# Elements and warps of a program for rows of one of ATen's warps, by the most elements of a row. One warp exchanges
+# nothing through shared memory (H200).
+_PROGRAMS = {256: (2048, 4), 1024: (1024, 1), 2048: (2048, 2)}
 _MAX_ROWS = 128
-# Warps of a program that keeps a row in registers, by the most elements of the row.
-_WARPS = {4096: 4, 9216: 8, 1 << 15: 16}
+# Warps of a program that keeps a row in registers, by the most elements of the row, and of gradients.
+_WARPS, _GRADIENT_WARPS = {4096: 2, 1 << 14: 4, 1 << 15: 8}, {4096: 4, 9216: 8, 1 << 15: 16}
 # Those of a program that does not; for gradients as many as ATen has, or the sum in sequence takes all registers.
 _LOOP_WARPS = 8
 _MAX_SIZE = 1 << 30
@@ -135,11 +134,12 @@ class Kind:
     def program(self) -> tuple[int, int]:
         """Rows and warps of a program."""
         if self.order.kind == aten.WARP:
-            elements, warps = _SHORT_ROWS_PROGRAM if self.longest <= _SHORT_ROW else _PROGRAM
+            elements, warps = next(program for most, program in _PROGRAMS.items() if self.longest <= most)
             return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
         if self.order.kind == aten.LOOP:
             return 1, max(self.order.threads // 32, 4) if self.of_gradient else _LOOP_WARPS
-        return 1, next(warps for most, warps in _WARPS.items() if self.longest <= most)
+        of_length = _GRADIENT_WARPS if self.of_gradient else _WARPS
+        return 1, next(warps for most, warps in of_length.items() if self.longest <= most)
 
 
 def _bind(kind: Kind, rows: int, size: int, row_stride: int, device: torch.device) -> launch.Launch:
