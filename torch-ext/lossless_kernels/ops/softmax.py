@@ -73,7 +73,7 @@ def _formula(dy, y, dtype):
 _PROGRAMS = {256: (2048, 4), 1024: (1024, 1), 2048: (2048, 2)}
 _MAX_ROWS = 128
 # Warps of a program that keeps a row in registers, by the most elements of the row, and of gradients.
-_WARPS, _GRADIENT_WARPS = {4096: 2, 1 << 14: 4, 1 << 15: 8}, {4096: 4, 9216: 8, 1 << 15: 16}
+_WARPS, _GRADIENT_WARPS = {4096: 2, 9216: 4, 1 << 15: 8}, {4096: 4, 9216: 8, 1 << 15: 16}
 # Those of a program that does not; for gradients as many as ATen has, or the sum in sequence takes all registers.
 _LOOP_WARPS = 8
 _MAX_SIZE = 1 << 30
