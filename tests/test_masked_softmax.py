@@ -325,6 +325,22 @@ def test_scales_of_the_scores_dtype(family):
             assert kind.narrow == expected, (scale, dtype)
 
 
+def test_a_new_call_runs_no_operation_that_a_mode_sees(family):
+    """A checkpoint that records operations would miss them when it computes the forward pass again."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+            seen.append(str(operator))
+            return operator(*arguments, **(named or {}))
+
+    seen = []
+    for scale in (0.5, 0.7):
+        for dtype in DTYPES:
+            with Seen():
+                family.Kind.of(False, dtype, 64, 64, True, scale)
+    assert not seen
+
+
 def test_a_new_length_compiles_nothing(family):
     """In generation the keys are one more with each token: what is compiled for 1000 of them, of 16-bit numbers."""
     for dtype in (torch.float16, torch.bfloat16):

@@ -461,6 +461,24 @@ def test_a_site_of_one_layout_gets_the_memory_of_views(operators, seed, dynamic)
     )
 
 
+@pytest.mark.parametrize("variant", ["llama", "fused"])
+def test_a_weight_may_begin_anywhere(operators, seed, variant):
+    """`F.rms_norm` computes in another way then, with the operator's shapes."""
+    torch.manual_seed(seed)
+    x, matrix, aligned, shifted = torch.randn(3, 5, 32), torch.randn(32, 64), torch.rand(64), torch.rand(65)[1:]
+    norm = operators["rms_norm"][0]
+
+    def run(x, matrix, weight):
+        return norm(x @ matrix, weight, 1e-6, variant)
+
+    with torch.no_grad():
+        for weights in ((shifted, shifted, aligned), (aligned, aligned, shifted)):
+            torch._dynamo.reset()
+            compiled = torch.compile(run, fullgraph=True)
+            for weight in weights:
+                assert_bits_equal(compiled(x, matrix, weight), run(x, matrix, weight))
+
+
 def test_an_argument_is_computed_once(operators, seed):
     """Inductor would compute it in a kernel for each operator that takes it."""
     torch.manual_seed(seed)

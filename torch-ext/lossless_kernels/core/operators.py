@@ -27,8 +27,8 @@ from .torch_internals import inductor, inductor_is_loaded, tensor_guard, writes
 
 # The Python functions behind the operators.
 DIRECT: dict[torch._ops.OpOverload, "Operator"] = {}
-# An operator -> the one of the same arguments and outputs behind them, which it writes.
-_INTO: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+# An operator -> the one of the same arguments and outputs behind them, which it writes, and which arguments it is for.
+_INTO: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, Callable[..., bool]]] = {}
 # An operator -> the one that computes the sum of two tensors too, and the function of its other arguments.
 _WITH_SUMS: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, Callable]] = {}
 
@@ -118,8 +118,14 @@ def _into(compute: Callable, tensors: list, outs: tuple) -> Callable:
     into = getattr(compute, "into", None)
     if into is not None and are_alike:
         return into
-    count = len(tensors)
-    return lambda *tensors: _write(tensors[count:], compute(*tensors[:count]))
+    layouts = [(each.shape, each.stride()) for each in tensors]
+
+    def call(*given):
+        # A site may pass the memory behind a view.
+        found = [each.as_strided(*layout) for each, layout in zip(given, layouts)]
+        _write(given[len(layouts) :], compute(*found))
+
+    return call
 
 
 def _guarded(entry: tuple, arguments: tuple) -> Optional[tuple]:
@@ -170,8 +176,8 @@ class _Sites(dict):
         self._operator = operator
 
     def __missing__(self, name: str) -> Callable:
-        views = name.partition(" ")[2]
-        function = _site(self._operator) if not views else _site_of_one_call(self._operator, ast.literal_eval(views))
+        _, found, views = name.partition(" [")
+        function = _site_of_one_call(self._operator, ast.literal_eval(f"[{views}")) if found else _site(self._operator)
         self[name] = function
         return function
 
@@ -212,6 +218,11 @@ def _site_of_one_call(operator: Operator, views: list) -> Callable:
     return call
 
 
+def always(*arguments) -> bool:
+    """For `register`'s `into`."""
+    return True
+
+
 def _overload(name: str) -> torch._ops.OpOverload:
     return functools.reduce(getattr, (*add_op_namespace_prefix(name).split("::"), "default"), torch.ops)
 
@@ -223,12 +234,14 @@ def _operator(name: str, function: Operator, schema: str, writes: Sequence[str] 
     )
 
 
-def register(name: str, find: Callable, fake: Optional[Callable] = None, into: bool = False) -> Callable:
+def register(
+    name: str, find: Callable, fake: Optional[Callable] = None, into: Optional[Callable[..., bool]] = None
+) -> Callable:
     """Decorates the formula of an operator, from whose annotations torch takes the schema; the others: see `Operator`.
 
     Args:
         fake: the results' shapes, strides and dtypes; by default the formula.
-        into: whether Inductor allocates the outputs, for calls that have `into`.
+        into: whether Inductor allocates the outputs of a call with these arguments; such calls have `into`.
     """
 
     def registered(formula):
@@ -245,13 +258,13 @@ def register(name: str, find: Callable, fake: Optional[Callable] = None, into: b
             return (fake or formula)(*arguments)
 
         made.register_fake(traced)
-        if into:
+        if into is not None:
             given, _, results = schema.rpartition(" -> ")
             outs = [f"out{number}" for number in range(results.count("Tensor"))]
             written = ", ".join(f"Tensor({each}!) {each}" for each in outs)
             made = _operator(f"{name}_into", function, f"{given[:-1]}, {written}) -> ()", outs)
             made.register_fake(lambda *_: None)
-            _INTO[overload] = _overload(f"{name}_into")
+            _INTO[overload] = _overload(f"{name}_into"), into
         # TorchDynamo has ten guards for what `custom_op` makes, and two for this.
         return overload
 
@@ -376,7 +389,7 @@ def lower() -> None:
         if overload not in private.lowerings:
             private.make_fallback(overload)
             if overload in _INTO:
-                private.make_fallback(_INTO[overload])
+                private.make_fallback(_INTO[overload][0])
             private.lowerings[overload] = functools.partial(_lowered, private, overload, private.lowerings[overload])
 
 
@@ -385,11 +398,12 @@ def _lowered(private, overload, original: Callable, *arguments, **named):
     if graph.cpp_wrapper:  # Its code is C++.
         return original(*arguments, **named)
     _keep(graph, arguments)
-    before, called, site = len(graph.operations), overload, uuid.uuid4().hex
-    if overload in _INTO and not named:
-        called, node = _INTO[overload], graph.current_node
-        values = _several(node.meta["val"])
-        given = [each.meta.get("val") for each in node.args if isinstance(each, torch.fx.Node)]
+    before, called, site, node = len(graph.operations), overload, uuid.uuid4().hex, graph.current_node
+    into, takes = _INTO.get(overload, (None, None))
+    if into is not None and not named and "val" in node.meta and takes(*arguments):
+        called, values = into, _several(node.meta["val"])
+        nodes = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, torch.fx.Node)]
+        given = [each.meta.get("val") for each in nodes]
         # Hooks of saved tensors may change what a backward pass gets.
         if not graph.is_backward and _have_one_layout([*given, *values]):
             arguments, views = _memory_of(private, arguments)

@@ -493,7 +493,7 @@ def _find(name, input):
     return _calls.find(forward, (forward, activation, False), (input,), forward, activation, False)
 
 
-@operators.register("activation", _find, into=True)
+@operators.register("activation", _find, into=operators.always)
 def _activation_op(name: str, input: torch.Tensor) -> torch.Tensor:
     return _ACTIVATIONS[name].forward(None, input)
 

@@ -567,7 +567,7 @@ def _find(name, up, gate):
     return None if call is None else _OfUpAndGate(call)
 
 
-@operators.register("gated_activation", _find, into=True)
+@operators.register("gated_activation", _find, into=operators.always)
 def _gated_activation_op(name: str, up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return _eager(ACTIVATIONS[name], gate, up)
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import struct
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Callable, Optional
@@ -106,9 +107,18 @@ class Kind:
     def of(cls, of_gradient: bool, dtype: torch.dtype, size: int, multiple: int, masked: bool, scale: float) -> "Kind":
         """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
         rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
-        number = torch.tensor(scale, dtype=torch.float64, device="cpu")
-        narrow = dtype.itemsize == 2 and number.to(dtype).item() == scale
-        return cls(replace(rows, unit=1 if multiple % unit else unit), masked, narrow)
+        return cls(replace(rows, unit=1 if multiple % unit else unit), masked, _is_number_of(scale, dtype))
+
+
+def _is_number_of(scale: float, dtype: torch.dtype) -> bool:
+    """Whether the dtype has 16 bits and this number. Operations of torch's would be seen by dispatch modes."""
+    try:
+        if dtype == torch.float16:
+            return struct.unpack("<e", struct.pack("<e", scale))[0] == scale
+        bits = struct.pack("<f", scale)
+        return dtype == torch.bfloat16 and bits[:2] == b"\0\0" and struct.unpack("<f", bits)[0] == scale
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True)

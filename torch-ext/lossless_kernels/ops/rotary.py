@@ -558,7 +558,7 @@ def _find(q, k, cos, sin, unsqueeze_dim, variant):
     return call_of(q, k, cos, sin, unsqueeze_dim, FORMULAS[variant].eager, (False, False))
 
 
-@operators.register("rotary", _find, into=True)
+@operators.register("rotary", _find, into=operators.always)
 def _rotary_op(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -267,7 +267,7 @@ def _find(hidden_states, residual, weight, eps, variant):
     return call_of(hidden_states, residual, weight, eps, EAGER[BY_NAME[variant]], EPS_NAME, NO_GRADIENTS)
 
 
-@operators.register("add_rms_norm", _find, into=True)
+@operators.register("add_rms_norm", _find, into=operators.always)
 def _add_rms_norm_op(
     hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,7 +79,7 @@ class _TorchInference(Inference):
         self.launch.call_3(x, weight, out)
         return out
 
-    into = None  # The weight may be written to another address.
+    into = None  # `_read_in_vectors` depends on addresses.
 
 
 class _TorchTraining(Training):

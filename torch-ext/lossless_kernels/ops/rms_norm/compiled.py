@@ -22,7 +22,12 @@ def _find(hidden_states, weight, eps, variant):
     return call_of(hidden_states, weight, eps, EAGER[formula], EPS_NAME, NO_GRADIENTS, formula.fused)
 
 
-@operators.register("rms_norm", _find, into=True)
+def _is_composed(hidden_states, weight, eps, variant) -> bool:
+    """Calls of `F.rms_norm` have no `into`: eager computes them where the weight is not at a multiple of four elements."""
+    return not BY_NAME[variant].fused
+
+
+@operators.register("rms_norm", _find, into=_is_composed)
 def _rms_norm_op(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
     return BY_NAME[variant].eager(hidden_states, weight, eps)
 
