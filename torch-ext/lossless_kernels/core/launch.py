@@ -266,7 +266,7 @@ class UnaryCall:
 
     @property
     def into(self) -> Optional[Callable[..., None]]:
-        """`into(input, out)` writes to a given output, which is like those that the call allocates."""
+        """`into(input, out)` writes the given output, which has the layout of those that the call allocates."""
         return self.launch and self.launch.call_2
 
 

@@ -27,7 +27,8 @@ from .torch_internals import inductor, inductor_is_loaded, tensor_guard, writes
 
 # The Python functions behind the operators.
 DIRECT: dict[torch._ops.OpOverload, "Operator"] = {}
-# An operator -> the one of the same arguments and outputs behind them, which it writes, and which arguments it is for.
+# An operator -> another with the same arguments and outputs behind them, which it writes; and whether that takes given
+# arguments.
 _INTO: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, Callable[..., bool]]] = {}
 # An operator -> the one that computes the sum of two tensors too, and the function of its other arguments.
 _WITH_SUMS: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, Callable]] = {}
@@ -168,8 +169,8 @@ def _getter(numbers: list) -> Callable[[tuple], tuple]:
 class _Sites(dict):
     """By its name, the function that a site of Inductor's code calls.
 
-    A name has `str` of a list behind a space if all calls of the site have the same layouts. The list has shape and
-    strides of each argument of which the site passes the memory, a tensor in another shape, and None for the others.
+    If all calls of a site have the same layouts, its name ends with a list, written out: for each argument None, or shape
+    and strides of a view. The site passes the tensor behind that view.
     """
 
     def __init__(self, operator: Operator):
@@ -219,7 +220,7 @@ def _site_of_one_call(operator: Operator, views: list) -> Callable:
 
 
 def always(*arguments) -> bool:
-    """For `register`'s `into`."""
+    """For `register`: Inductor allocates the outputs of all calls."""
     return True
 
 
@@ -428,7 +429,10 @@ def _have_one_layout(values) -> bool:
 
 
 def _memory_of(private, arguments) -> tuple[list, list]:
-    """The arguments without views of whole buffers, whose code takes time in each call, and the `views` of `_Sites`."""
+    """The arguments, with buffers in the place of views that begin where the buffer begins; and these views, for `_Sites`.
+
+    Making a view takes time in each call.
+    """
     memory, views = [], []
     for each in arguments:
         view = getattr(each, "data", None)
@@ -442,7 +446,7 @@ def _memory_of(private, arguments) -> tuple[list, list]:
 
 
 def _keep(graph, arguments) -> None:
-    """Has Inductor compute each argument once. It would compute a sum or a product again for every operator that takes it."""
+    """Has Inductor compute each argument once. By itself it computes a sum or a product for every operator that takes it."""
     for node, argument in zip(graph.current_node.args, arguments):
         if isinstance(node, torch.fx.Node) and node.op == "call_function":
             if not any(writes(user.target) for user in node.users):

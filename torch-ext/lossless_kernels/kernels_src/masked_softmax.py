@@ -47,7 +47,7 @@ def _softmax(x, statistics):
 
 @triton.jit
 def _number_of(scale, DTYPE: tl.constexpr, NARROW: tl.constexpr):
-    """The scale. With NARROW the compiler sees a number of the dtype, and rounds products by it in one instruction."""
+    """The scale. With NARROW the compiler sees that it is a number of the dtype: one instruction multiplies and rounds."""
     return tl.cast(tl.cast(scale, DTYPE), tl.float32) if NARROW else scale
 
 

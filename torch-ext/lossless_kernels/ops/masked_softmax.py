@@ -111,7 +111,7 @@ class Kind:
 
 
 def _is_number_of(scale: float, dtype: torch.dtype) -> bool:
-    """Whether the dtype has 16 bits and this number. Operations of torch's would be seen by dispatch modes."""
+    """Whether the scale is a number of this dtype, and the dtype has 16 bits. Dispatch modes would see torch's operations."""
     try:
         if dtype == torch.float16:
             return struct.unpack("<e", struct.pack("<e", scale))[0] == scale
@@ -341,7 +341,7 @@ def _proved(kind: Kind, device) -> bool:
     )
 
 
-# Products by it are rounded. Numbers of 16 bits have the second.
+# Scales by which products are rounded. The second is a number of both 16-bit dtypes.
 _SCALES = (0.7, 179 / 256)
 # Of the fp32 softmax, in which another order of additions shows in many quotients of a row.
 _ELEMENTS, _ROWS_OF_BLOCKS = 1 << 16, 128
