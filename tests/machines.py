@@ -57,7 +57,8 @@ COMPILE = r"""
         signature.update(dict.fromkeys(pointers, POINTER[torch.float32]))
         signature.update((name, POINTER[t.dtype]) for name, t in zip(pointers, tensors) if t is not None)
         signature.update(dict.fromkeys(launcher.constants, "constexpr"))
-        key = (function, machine.arch, launcher.num_warps, tuple(signature.items()), tuple(launcher.constants.items()))
+        options = launch.options(launcher.num_warps, launcher.max_registers)
+        key = (function, machine.arch, *(tuple(each.items()) for each in (options, signature, launcher.constants)))
         if key in seen:
             return
         seen.add(key)
@@ -71,7 +72,7 @@ COMPILE = r"""
             made = triton.compile(
                 ASTSource(function, signature, launcher.constants, {(index,): facts for index in range(pointers)}),
                 target=GPUTarget("hip" if rocm else "cuda", machine.arch, machine.gpu.build.warp_size),
-                options={"num_warps": launcher.num_warps, "enable_fp_fusion": False},
+                options=launch.options(launcher.num_warps, launcher.max_registers),
             )
         assembly = made.asm["amdgcn" if rocm else "ptx"]
         spilled = re.findall(r"spill_count: +(\d+)", assembly) if rocm else re.findall(r"(\d+) bytes spill stores", log.getvalue())

@@ -234,9 +234,9 @@ def test_constants_have_the_order_of_the_parameters(module):
         SimpleNamespace(arg_names=["x_ptr", "rows", "A", "B"], __name__="kernel"),
         module("launch").Launcher,
     )
-    assert list(launcher(kernel, {"B": 2, "A": 1}, 4, 0, ()).constants.items()) == [("A", 1), ("B", 2)]
+    assert list(launcher(kernel, {"B": 2, "A": 1}, 4, None, 0, ()).constants.items()) == [("A", 1), ("B", 2)]
     with pytest.raises(TypeError, match=r"kernel: expected constants .*'B'\], found \['A', 'C'\]"):
-        launcher(kernel, {"A": 1, "C": 2}, 4, 0, ())
+        launcher(kernel, {"A": 1, "C": 2}, 4, None, 0, ())
 
 
 def test_the_short_path_sends_what_triton_sends(launches):

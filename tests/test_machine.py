@@ -10,7 +10,7 @@ from machines import ALL, GPUS, ONE, ROWS_MOVED, compile_all
 
 # bf16 numbers as 16 bits or as 32 bits with two of them.
 MINUS_ZEROS = ("0x8000", "-32768", "-2147450880")
-ONES = ("0x3F80", "16256", "1065369472", "0xBF80", "-16512", "-1082081408")
+ONES = ("0x3F80", "16256", "1065369472", "0xBF80", "-16512", "-1082081408", "0x3F803F80")
 # FMAs on fp32 numbers of a forward kernel, and how many more the backward kernel has: CUDA's own in exp (three, the fourth
 # rounds down), tanh (six) and erf (two polynomials of seven), and those that nvcc made of sums in ATen's kernels.
 # A composition of operations has those of its functions only, and in fp32 one more in tanh's gradient. SiLU's forward of
@@ -66,6 +66,12 @@ SPILLED = {
     ("jsd_backward", "bfloat16", None): 16,
     ("jsd_backward", "float32", None): 4,
     ("jsd_forward", "float32", None): 12,
+    # Rows of 8192 elements, whose gradients have at most 80 registers; of fp32 12288.
+    ("masked_softmax_forward_of_block", "bfloat16", None): 4,
+    ("masked_softmax_forward_of_block", "float32", None): 4,
+    ("masked_softmax_backward_of_block", "bfloat16", None): 20,
+    ("masked_softmax_backward_of_block", "float16", None): 36,
+    ("masked_softmax_backward_of_block", "float32", None): 20,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements.
@@ -82,6 +88,12 @@ SPILLED_ELSEWHERE = {
     ("jsd_forward", "float32", None): 20,
     ("jsd_backward", "bfloat16", None): 44,
     ("jsd_backward", "float32", None): 36,
+    ("cross_entropy_forward", "bfloat16", 128256): 4,
+    ("cross_entropy_forward", "float16", 128256): 4,
+    ("cross_entropy_forward", "float32", 32000): 48,
+    ("masked_softmax_backward_of_block", "bfloat16", None): 40,
+    ("masked_softmax_backward_of_block", "float16", None): 48,
+    ("masked_softmax_backward_of_block", "float32", None): 40,
 }
 EVERY_SIZE = (64, 128, 4096, 8192, 16384, 32768)
 # `make test` compiles for the first, `make test-machines` for all. Two processes take about as long.
@@ -250,11 +262,11 @@ def test_logits_move_16_bytes_at_a_time(compiled):
             assert entry.count(rf"ld\.global\S*\.v{words}\.b32") == 2 * accesses, str(entry)
         if entry["kernel"] == "cross_entropy_forward" and constants["KIND"] == "loop":
             aligned = constants["UNIT"] * size == 16
-            rest = constants["VOCAB"] // 4096 % constants["UNROLL"] if aligned else constants["UNROLL"] - 1
-            steps = constants["UNROLL"] + rest
+            unroll, held = constants["UNROLL"], constants["HELD"]
+            rest = (constants["VOCAB"] // 4096 - held) % unroll if aligned else unroll - 1
             words = 4 if aligned else size
-            # Twice: for the maximum and for the sum, from the L2 if they are still there.
-            for policy in ("evict_last", "evict_first"):
+            # Twice: for the maximum and for the sum, from the L2 if they are still there; but those that are held once.
+            for policy, steps in (("evict_last", unroll + rest), ("evict_first", unroll + rest + held)):
                 found = entry.count(rf"ld\.global\S*L1::{policy}\S*\.v{words}\.b32")
                 assert found >= steps * 4096 * size // (4 * words * entry.threads), str(entry)
 

@@ -300,6 +300,38 @@ def test_compiled_layer_is_the_uncompiled_one(kernel, seed, layer, dtype, option
     assert directly[0] and bool(directly[-1]) == ("mode" not in options)
 
 
+class Parts(torch.nn.Module):
+    """Two norms, with a graph break or work of the CPU in between."""
+
+    def __init__(self, of_the_cpu: bool):
+        super().__init__()
+        self.first, self.second = rms_norm(1024, BF16), rms_norm(1024, BF16)
+        self.of_the_cpu = of_the_cpu
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.of_the_cpu:
+            x = x.cpu().to(self.second.weight.device)
+        else:
+            torch._dynamo.graph_break()
+        return self.second(x)
+
+
+@pytest.mark.parametrize("of_the_cpu", [False, True], ids=("graph break", "work of the CPU"))
+def test_cuda_graphs_of_parts_of_a_model(kernel, seed, of_the_cpu):
+    """A part's operators get what another part's CUDA graph wrote."""
+    torch.manual_seed(seed)
+    torch.compiler.reset()
+    original = Parts(of_the_cpu)
+    uncompiled = kernelized(original, kernel, Mode.TRAINING | Mode.TORCH_COMPILE)
+    compiled = torch.compile(uncompiled, mode="reduce-overhead")
+    for index in range(6):
+        x, dy = normal(118, 1024, dtype=BF16), normal(118, 1024, dtype=BF16)
+        torch.compiler.cudagraph_mark_step_begin()
+        expected = forward_and_backward(original, x, dy)
+        assert_same(forward_and_backward(compiled, x, dy), expected, f"call {index}")
+
+
 def capture(function, warm_up):
     """A CUDA graph of a call of `function`, and what the call returned."""
     stream = torch.cuda.Stream()

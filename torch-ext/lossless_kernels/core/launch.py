@@ -33,6 +33,12 @@ _dry_run = threading.local()
 _enter_hooks = triton_internals.launch_hooks
 
 
+def options(num_warps: int, max_registers: Optional[int]) -> dict:
+    """Triton's options. Without fusion `*` and `+` compile to mul.rn and add.rn: each eager operation rounds separately."""
+    limit = {} if max_registers is None else {"maxnreg": max_registers}
+    return {"num_warps": num_warps, "enable_fp_fusion": False, **limit}
+
+
 @dataclass(frozen=True)
 class Compilation:
     """The compilation at a kernel's first launch. Any thread may run it before the launch.
@@ -45,6 +51,7 @@ class Compilation:
     kernel: Any
     constants: tuple
     num_warps: int
+    max_registers: Optional[int]
     device: int
     dtypes: tuple
     scalars: tuple = field(compare=False)
@@ -53,9 +60,9 @@ class Compilation:
         """Compiles the kernel into Triton's table and its cache on disk."""
         if INTERPRETED:
             return
-        options = {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        how = options(self.num_warps, self.max_registers)
         with torch.cuda.device(self.device):
-            self.kernel.warmup(*self.dtypes, *self.scalars, grid=(1,), **dict(self.constants), **options)
+            self.kernel.warmup(*self.dtypes, *self.scalars, grid=(1,), **dict(self.constants), **how)
 
 
 @contextlib.contextmanager
@@ -86,13 +93,26 @@ class Launcher:
         kernel: the `@triton.jit` function; its parameters are pointers, then scalars, then constants.
         constants: the kernel's constexpr arguments by name, in any order.
         num_warps: warps per program.
+        max_registers: the most registers of a thread, on NVIDIA; None lets the compiler decide.
         device: index of the CUDA device.
         dtypes: dtypes of the tensors.
     """
 
-    __slots__ = ("kernel", "constants", "num_warps", "device", "dtypes", "one_of_several", "path", "launch")
+    __slots__ = (
+        "kernel",
+        "constants",
+        "num_warps",
+        "max_registers",
+        "device",
+        "dtypes",
+        "one_of_several",
+        "path",
+        "launch",
+    )
 
-    def __init__(self, kernel, constants: dict, num_warps: int, device: int, dtypes: tuple):
+    def __init__(
+        self, kernel, constants: dict, num_warps: int, max_registers: Optional[int], device: int, dtypes: tuple
+    ):
         self.kernel = kernel
         self.dtypes = dtypes
         # In the order of the parameters, in which the short path sends them.
@@ -100,6 +120,7 @@ class Launcher:
         if len(self.constants) < len(constants):
             raise TypeError(f"{kernel.__name__}: expected constants {kernel.arg_names}, found {list(constants)}")
         self.num_warps = num_warps
+        self.max_registers = max_registers
         self.device = device
         self.one_of_several = torch.cuda.device_count() > 1
         # Without a short path `launch` stays None.
@@ -121,7 +142,9 @@ class Launcher:
         if is_collecting():
             dtypes = tuple(tensor.dtype for tensor in tensors)
             constants = tuple(self.constants.items())
-            compilation = Compilation(self.kernel, constants, self.num_warps, self.device, dtypes, scalars)
+            compilation = Compilation(
+                self.kernel, constants, self.num_warps, self.max_registers, self.device, dtypes, scalars
+            )
             _dry_run.found[compilation] = compilation
             return
         if INTERPRETED:
@@ -129,29 +152,37 @@ class Launcher:
             return
         global seconds_compiling
         start = time.perf_counter()
-        # Without fusion `*` and `+` compile to mul.rn and add.rn: each eager operation rounds separately.
-        options = {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        how = options(self.num_warps, self.max_registers)
         aligned = not any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
         with torch.cuda.device(self.device):
             if self.launch is None and aligned and current_stream is not None and triton_internals.has_short_path():
                 stream, arguments = current_stream(self.device), (*tensors, *scalars)
                 self.path = triton_internals.launch_and_observe(
-                    self.kernel, blocks, stream, arguments, self.constants, options
+                    self.kernel, blocks, stream, arguments, self.constants, how
                 )
                 self.launch = self.path and self.path.launch
             else:
-                self.kernel[(blocks,)](*tensors, *scalars, **self.constants, **options)
+                self.kernel[(blocks,)](*tensors, *scalars, **self.constants, **how)
         seconds_compiling += time.perf_counter() - start
 
 
 # A launcher takes 5 KB. Triton itself keeps every kernel that it compiled.
 @functools.lru_cache(maxsize=1024)
-def _launcher(kernel, constants: tuple, num_warps: int, device: int, dtypes: tuple) -> Launcher:
-    return Launcher(kernel, dict(constants), num_warps, device, dtypes)
+def _launcher(
+    kernel, constants: tuple, num_warps: int, max_registers: Optional[int], device: int, dtypes: tuple
+) -> Launcher:
+    return Launcher(kernel, dict(constants), num_warps, max_registers, device, dtypes)
 
 
 def bind(
-    kernel, constants: dict, num_warps: int, device: torch.device, dtypes: tuple, programs: int, *scalars
+    kernel,
+    constants: dict,
+    num_warps: int,
+    device: torch.device,
+    dtypes: tuple,
+    programs: int,
+    *scalars,
+    max_registers: Optional[int] = None,
 ) -> "Launch":
     """The launch of `programs` programs with these scalars. The other arguments are `Launcher`'s; tensors omitted at
     the end of a call need no dtype.
@@ -160,7 +191,7 @@ def bind(
         num_warps: a program's threads / 32, for every GPU. Where a warp has 64 threads, half as many warps are launched.
     """
     num_warps = max(num_warps * CUDA.warp_size // plans.gpu(device).build.warp_size, 1)
-    launcher = _launcher(kernel, tuple(constants.items()), num_warps, device.index or 0, dtypes)
+    launcher = _launcher(kernel, tuple(constants.items()), num_warps, max_registers, device.index or 0, dtypes)
     return Launch(launcher, programs, scalars)
 
 

@@ -27,6 +27,7 @@ def _over_row(
     VOCAB: tl.constexpr,
     KIND: tl.constexpr,
     UNROLL: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """The sums of a row's exponentials in the order of ATen's block of 1024 threads; without SUM its largest elements.
 
@@ -36,6 +37,7 @@ def _over_row(
         head: the number of elements before them.
         of_lanes: [1024], initial values.
         of_vectors: [4096], the largest elements of vectors so far; unused with SUM.
+        HELD: the first steps, which the caller takes. There is no head then.
 
     Returns:
         of_lanes, of_vectors
@@ -58,7 +60,8 @@ def _over_row(
         first_single = 0
         SINGLES: tl.constexpr = (VOCAB + LANES - 1) // LANES
     else:
-        steps = (VOCAB - head) // STEP
+        rest_ptr += HELD * STEP
+        steps = (VOCAB - head) // STEP - HELD
         # All loads precede the computation: they do not wait for each other.
         for chunk in range(steps // UNROLL):
             # The maximum reads chunks from the last to the first: the sum begins with those in the cache.
@@ -74,7 +77,7 @@ def _over_row(
                     of_vectors = maximum(of_vectors, tiles[step])
         tiles = ()
         # With a head the largest possible number, without one the exact number.
-        REST: tl.constexpr = UNROLL - 1 if HEAD else VOCAB // STEP % UNROLL
+        REST: tl.constexpr = UNROLL - 1 if HEAD else (VOCAB // STEP - HELD) % UNROLL
         PARTIAL: tl.constexpr = KIND == "shared" and VOCAB % STEP != 0
         for step in tl.static_range(REST + PARTIAL):
             element = (steps // UNROLL * UNROLL + step) * STEP + tl.arange(0, STEP)
@@ -82,7 +85,7 @@ def _over_row(
                 in_row = element < steps * STEP
                 tiles = tiles + (tl.load(rest_ptr + element, mask=in_row, other=NOTHING, eviction_policy=EVICT),)
             elif step == REST:
-                in_row = element < VOCAB
+                in_row = element < VOCAB - HELD * STEP
                 tiles = tiles + (tl.load(rest_ptr + element, mask=in_row, other=NOTHING, eviction_policy=EVICT),)
             else:
                 tiles = tiles + (tl.load(rest_ptr + element, eviction_policy=EVICT),)
@@ -99,7 +102,8 @@ def _over_row(
             SINGLES: tl.constexpr = 4 if HEAD else (VOCAB % STEP + LANES - 1) // LANES
     for single in tl.static_range(SINGLES):
         element = first_single + single * LANES + lane
-        x = tl.load(rest_ptr + element, mask=element < VOCAB - head, other=NOTHING, eviction_policy=EVICT)
+        in_row = element < VOCAB - HELD * STEP - head
+        x = tl.load(rest_ptr + element, mask=in_row, other=NOTHING, eviction_policy=EVICT)
         if SUM:
             of_lanes = exp_add(of_lanes, x.to(tl.float32) - largest)
         else:
@@ -152,6 +156,7 @@ def cross_entropy_forward(
     SHIFT: tl.constexpr,
     UNIT: tl.constexpr,
     UNROLL: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Each row's maximum, logarithm of the sum of exponentials, and log-probability of the target.
 
@@ -162,6 +167,7 @@ def cross_entropy_forward(
         KIND: ATen's kernel for rows of more than 2048 elements ("loop", "shared", "registers").
         DENSE: rows follow each other without a gap.
         SHIFT: elements between the last multiple of 16 bytes and eager's first row.
+        HELD: the first steps of 4096 elements, which stay in registers between a row's two passes.
     """
     # The address of a row decides where ATen's vectors begin.
     HEAD: tl.constexpr = KIND == "loop" and (VOCAB % 4 != 0 or SHIFT != 0)
@@ -181,9 +187,15 @@ def cross_entropy_forward(
         target = tl.load(target_ptr + row)
         of_lanes = tl.full([_LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
         of_vectors = tl.full([4 * _LANES], float("-inf"), tl.float32).to(x_ptr.dtype.element_ty)
+        held = ()
+        for step in tl.static_range(HELD):
+            element = step * 4 * _LANES + tl.arange(0, 4 * _LANES)
+            held = held + (tl.load(row_ptr + element, eviction_policy="evict_first"),)
         of_lanes, of_vectors = _over_row(
-            row_ptr, rest_ptr, head, of_lanes, of_vectors, 0.0, False, HEAD, VOCAB, KIND, UNROLL
+            row_ptr, rest_ptr, head, of_lanes, of_vectors, 0.0, False, HEAD, VOCAB, KIND, UNROLL, HELD
         )
+        for step in tl.static_range(HELD):
+            of_vectors = maximum(of_vectors, held[step])
         first, second, third, fourth = in_vectors(of_vectors, _LANES)
         of_lanes = maximum(of_lanes, maximum(maximum(first, second), maximum(third, fourth))).to(tl.float32)
         largest = tl.max(of_lanes, axis=0)
@@ -194,7 +206,9 @@ def cross_entropy_forward(
             log_sum = tl.where(is_nan, float("nan"), (largest - largest))
         else:
             total = tl.zeros([_LANES], tl.float32)
-            total, _ = _over_row(row_ptr, rest_ptr, head, total, 0.0, largest, True, HEAD, VOCAB, KIND, UNROLL)
+            for step in tl.static_range(HELD):
+                total = chain_of_vectors(total, held[step].to(tl.float32) - largest, _LANES, EXP=True)
+            total, _ = _over_row(row_ptr, rest_ptr, head, total, 0.0, largest, True, HEAD, VOCAB, KIND, UNROLL, HELD)
             log_sum = tl.max(log(sum_of_block(total, _LANES)), axis=0)
         _store(
             row_ptr, target, max_ptr, log_sum_ptr, logp_ptr, checked_ptr, row, largest, log_sum, ignored, True, VOCAB

@@ -4,7 +4,18 @@ block (SoftMax.cu, both in ATen/native/cuda)."""
 import triton
 import triton.language as tl
 
-from .primitives import divide, divide_by_reciprocal, exp, exp_add, mask_if, maximum, reciprocal, rounded
+from .primitives import (
+    divide,
+    divide_by_reciprocal,
+    exp,
+    exp_add,
+    mask_if,
+    maximum,
+    reciprocal,
+    rounded,
+    rounded_sum,
+    widened,
+)
 from .summation import _sum_in_sequence, _sum_of_lanes, blocks_in_sequence, chain_of_vectors, sum_of_block
 
 # The bits of 2**-100, less one: of zero they are the largest number.
@@ -95,12 +106,11 @@ def softmax_backward(
 def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr):
     """scores * scale + mask of a row's elements, each operation rounded to the scores' dtype, in fp32; -inf outside."""
     scores = tl.load(scores_ptr + element, mask=inside, other=0.0)
-    scaled = (scores.to(tl.float32) * scale).to(scores.dtype).to(tl.float32)
+    scaled = (scores.to(tl.float32) * scale).to(scores.dtype)
     if MASKED:
-        mask = tl.load(mask_ptr + element, mask=inside, other=float("-inf"))
-        return (scaled + mask.to(tl.float32)).to(scores.dtype).to(tl.float32)
+        return widened(rounded_sum(scaled, tl.load(mask_ptr + element, mask=inside, other=float("-inf"))))
     else:
-        return tl.where(inside, scaled, float("-inf"))
+        return tl.where(inside, scaled.to(tl.float32), float("-inf"))
 
 
 @triton.jit
@@ -205,7 +215,7 @@ def softmax_forward_of_block(
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         x = tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=element < size * UNIT, other=float("-inf"))
-        tiles = tiles + (x.to(tl.float32),)
+        tiles = tiles + (widened(x),)
     x_ptr += row * (row_stride * UNIT)
     y_ptr += row * (size * UNIT)
     _softmax_of_block(tiles, x_ptr, x_ptr, y_ptr, size * UNIT, 1.0, STEPS, THREADS, VECTOR, MASKED=False)

@@ -153,27 +153,40 @@ class CrossEntropyPlan:
         unroll: steps of 4096 elements that a forward program loads at once.
         programs_per_multiprocessor: forward programs for an SM, of which registers let two run at a time: rows stay in
             the L2 cache until the second read. None: one program for each row.
+        held: the first steps of a row, which stay in registers between its two passes.
+        max_registers: the most registers of a forward program's thread.
         block: elements of a backward program.
         backward_warps: warps of a backward program.
     """
 
     num_warps: int
-    unroll: int
-    programs_per_multiprocessor: Optional[int]
+    unroll: int = 4
+    programs_per_multiprocessor: Optional[int] = None
+    held: int = 0
+    max_registers: Optional[int] = None
     block: int = 2048
     backward_warps: int = 2
 
 
-# By the least bytes of a row; measured on an H200 with rows of 18 to 512 KB.
+# By the size of an element and the least bytes of a row; measured on an H200 with rows of 64 to 607 KB.
 _PLANS = {
-    384 << 10: CrossEntropyPlan(num_warps=32, unroll=4, programs_per_multiprocessor=2),
-    128 << 10: CrossEntropyPlan(num_warps=16, unroll=4, programs_per_multiprocessor=8),
-    0: CrossEntropyPlan(num_warps=8, unroll=4, programs_per_multiprocessor=None),
+    2: {
+        512 << 10: CrossEntropyPlan(num_warps=16, programs_per_multiprocessor=8, max_registers=64),
+        192 << 10: CrossEntropyPlan(num_warps=16, programs_per_multiprocessor=8, held=7, max_registers=64),
+        0: CrossEntropyPlan(num_warps=8),
+    },
+    4: {
+        384 << 10: CrossEntropyPlan(num_warps=32, programs_per_multiprocessor=2),
+        64 << 10: CrossEntropyPlan(num_warps=16, programs_per_multiprocessor=8, held=3, max_registers=64),
+        0: CrossEntropyPlan(num_warps=8),
+    },
 }
+# A program with more rows leaves multiprocessors without work at the end.
+_MOST_ROWS = 4
 
 
 def launch_plan(vocab: int, element_size: int) -> CrossEntropyPlan:
-    return next(plan for least_bytes, plan in _PLANS.items() if vocab * element_size >= least_bytes)
+    return next(plan for least_bytes, plan in _PLANS[element_size].items() if vocab * element_size >= least_bytes)
 
 
 # The forward kernel for short rows: elements and warps of a program.
@@ -207,6 +220,8 @@ def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch
         }
         programs = -(-rows // per_program)
         return launch.bind(cross_entropy_forward_short, constants, _SHORT_WARPS, device, dtypes, programs, *scalars)
+    # Steps begin with the row unless vectors of 16 bytes do not.
+    begins_with_row = vocab % 4 == 0 and shift == 0
     constants = {
         "VOCAB": vocab,
         "KIND": softmax.kind,
@@ -214,11 +229,22 @@ def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch
         "SHIFT": shift if softmax.kind == LOOP else 0,
         "UNIT": unit,
         "UNROLL": plan.unroll,
+        "HELD": plan.held if begins_with_row else 0,
     }
     programs = rows
     if plan.programs_per_multiprocessor is not None:
-        programs = min(rows, plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor)
-    return launch.bind(cross_entropy_forward, constants, plan.num_warps, device, dtypes, programs, *scalars)
+        at_once = plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor
+        programs = min(rows, max(at_once, -(-rows // _MOST_ROWS)))
+    return launch.bind(
+        cross_entropy_forward,
+        constants,
+        plan.num_warps,
+        device,
+        dtypes,
+        programs,
+        *scalars,
+        max_registers=plan.max_registers,
+    )
 
 
 def _backward(logits, ignore_index: int, mean: bool, plan: CrossEntropyPlan) -> launch.Launch:

@@ -165,6 +165,8 @@ class _Walk:
         strides = [stride // unit for stride in (*self.of_scores, *self.of_mask)]
         scalars = self.rows, self.size // unit, *self.levels, *strides, scale
         programs = -(-self.rows // rows_per_program)
+        # Three programs of eight warps run at a time then, not two (H200). Rows that are not aligned would spill more.
+        max_registers = 80 if names[1:] == ["backward", "of_block"] and warps == 8 and unit > 1 else None
         return launch.bind(
             kernel,
             {**constants, "MASKED": kind.masked, "NARROW": kind.narrow},
@@ -173,6 +175,7 @@ class _Walk:
             dtypes,
             programs,
             *scalars,
+            max_registers=max_registers,
         )
 
 

@@ -72,8 +72,10 @@ def _formula(dy, y, dtype):
 # nothing through shared memory (H200).
 _PROGRAMS = {256: (2048, 4), 1024: (1024, 1), 2048: (2048, 2)}
 _MAX_ROWS = 128
-# Warps of a program that keeps a row in registers, by the most elements of the row, and of gradients.
-_WARPS, _GRADIENT_WARPS = {4096: 2, 9216: 4, 1 << 15: 8}, {4096: 4, 9216: 8, 1 << 15: 16}
+# Warps of a program that keeps a row in registers, by the most elements of the row; if rows are not read by vectors, which
+# takes more registers; and of gradients with 16 and 32 bits.
+_WARPS, _WARPS_WITHOUT_VECTORS = {4096: 2, 1 << 14: 4, 1 << 15: 8}, {4096: 2, 9216: 4, 1 << 15: 8}
+_GRADIENT_WARPS = {2: {4096: 4, 1 << 14: 8, 1 << 15: 16}, 4: {4096: 4, 9216: 8, 1 << 15: 16}}
 # Those of a program that does not; for gradients as many as ATen has, or the sum in sequence takes all registers.
 _LOOP_WARPS = 8
 _MAX_SIZE = 1 << 30
@@ -138,7 +140,9 @@ class Kind:
             return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
         if self.order.kind == aten.LOOP:
             return 1, max(self.order.threads // 32, 4) if self.of_gradient else _LOOP_WARPS
-        of_length = _GRADIENT_WARPS if self.of_gradient else _WARPS
+        of_length = _WARPS if self.unit > 1 else _WARPS_WITHOUT_VECTORS
+        if self.of_gradient:
+            of_length = _GRADIENT_WARPS[self.result.itemsize]
         return 1, next(warps for most, warps in of_length.items() if self.longest <= most)
 
 
