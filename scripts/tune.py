@@ -186,8 +186,7 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
 def compile_kernel(source: Path, target: tuple, specification: tuple) -> None:
     """Compiles into Triton's cache on disk, in a process without a CUDA context."""
     kernels, active = _compiler(source, target)
-    name, constants, num_warps, dtypes, scalars = specification
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    name, constants, options, dtypes, scalars = specification
     kernels[name].warmup(*dtypes, *scalars, grid=(1,), **dict(constants), **options)
 
 
@@ -215,7 +214,7 @@ def _compiler(source: Path, target: tuple):
 
 def specification(compilation) -> tuple:
     """A compilation as picklable data; the other process finds the kernel by its name."""
-    names = (compilation.kernel.__name__, compilation.constants, compilation.num_warps)
+    names = (compilation.kernel.__name__, compilation.constants, compilation.options)
     return *names, compilation.dtypes, compilation.scalars
 
 

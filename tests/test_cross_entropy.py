@@ -125,11 +125,12 @@ def test_kernels_equal_the_model_for_vocabularies_at_random(module, seed):
 
 @interpreted
 def test_steps_that_stay_in_registers(module, seed, monkeypatch):
-    """Any number of steps that are held, of steps at once, and of steps and elements after them."""
+    """Numbers of steps that are held, of steps at once, and of steps and elements after them."""
     family, generator, choose = module("cross_entropy"), torch.Generator().manual_seed(seed), random.Random(seed)
     for held, unroll in ((1, 4), (2, 1), (3, 2), (3, 4)):
-        vocab = 4 * choose.randint(12256 // 4, 12288 // 4) + 4096 * choose.randint(0, 3)
-        plan = family.CrossEntropyPlan(num_warps=16, unroll=unroll, held=min(held, vocab // 4096))
+        vocab = 4 * choose.randint(12288 // 4, 12320 // 4) + 4096 * choose.randint(0, 3)
+        # Two programs of the small GPU take the rows.
+        plan = family.CrossEntropyPlan(num_warps=16, unroll=unroll, programs_per_multiprocessor=1, held=held)
         monkeypatch.setattr(family, "launch_plan", lambda *_, plan=plan: plan)
         x, target = logits_and_targets(generator, 5, vocab, choose.choice(DTYPES))
         check(module, x, target, "mean", torch.tensor(0.7), label=f"5x{vocab} {x.dtype} {plan}")

@@ -10,7 +10,7 @@ from machines import ALL, GPUS, ONE, ROWS_MOVED, compile_all
 
 # bf16 numbers as 16 bits or as 32 bits with two of them.
 MINUS_ZEROS = ("0x8000", "-32768", "-2147450880")
-ONES = ("0x3F80", "16256", "1065369472", "0xBF80", "-16512", "-1082081408", "0x3F803F80")
+ONES = ("0x3F80", "16256", "1065369472", "0xBF80", "-16512", "-1082081408")
 # FMAs on fp32 numbers of a forward kernel, and how many more the backward kernel has: CUDA's own in exp (three, the fourth
 # rounds down), tanh (six) and erf (two polynomials of seven), and those that nvcc made of sums in ATen's kernels.
 # A composition of operations has those of its functions only, and in fp32 one more in tanh's gradient. SiLU's forward of

@@ -60,9 +60,12 @@ class Compilation:
         """Compiles the kernel into Triton's table and its cache on disk."""
         if INTERPRETED:
             return
-        how = options(self.num_warps, self.max_registers)
         with torch.cuda.device(self.device):
-            self.kernel.warmup(*self.dtypes, *self.scalars, grid=(1,), **dict(self.constants), **how)
+            self.kernel.warmup(*self.dtypes, *self.scalars, grid=(1,), **dict(self.constants), **self.options)
+
+    @property
+    def options(self) -> dict:
+        return options(self.num_warps, self.max_registers)
 
 
 @contextlib.contextmanager
@@ -93,7 +96,7 @@ class Launcher:
         kernel: the `@triton.jit` function; its parameters are pointers, then scalars, then constants.
         constants: the kernel's constexpr arguments by name, in any order.
         num_warps: warps per program.
-        max_registers: the most registers of a thread, on NVIDIA; None lets the compiler decide.
+        max_registers: the most registers of a thread, of kernels that run on NVIDIA alone; None lets the compiler decide.
         device: index of the CUDA device.
         dtypes: dtypes of the tensors.
     """

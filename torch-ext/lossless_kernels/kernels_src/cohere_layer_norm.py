@@ -62,7 +62,7 @@ def cohere_layer_norm_forward(
     rstd = rsqrt(squares * factor + eps)
     tl.store(mean_ptr + row, mean, mask=mask_if(in_range, store_statistics))
     tl.store(rstd_ptr + row, rstd, mask=mask_if(in_range, store_statistics))
-    # The weight is loaded last: a thread has 96 registers instead of 212 then, and more programs run at a time.
+    # The weight is loaded last: a thread of a row of 4096 elements has 168 registers then, and would spill some otherwise.
     weight = _load_weight_rows(weight_ptr, row, weight_rows, column, mask, HIDDEN_SIZE)
     out = weight * (centred * rstd[:, None, None])
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)

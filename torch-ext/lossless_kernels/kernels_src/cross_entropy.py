@@ -171,6 +171,7 @@ def cross_entropy_forward(
     """
     # The address of a row decides where ATen's vectors begin.
     HEAD: tl.constexpr = KIND == "loop" and (VOCAB % 4 != 0 or SHIFT != 0)
+    tl.static_assert(HELD == 0 or (KIND == "loop" and not HEAD and HELD <= VOCAB // (4 * _LANES)))
     for index in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)  # The interpreter's loops yield Python integers.
         row_ptr = x_ptr + row * row_stride * UNIT

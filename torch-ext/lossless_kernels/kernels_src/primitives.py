@@ -252,27 +252,20 @@ def widened(x):
         return x.to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
         )
 
 
 @triton.jit
 def rounded_sum(x, y):
-    """x + y of one dtype, rounded to it; of bf16 two sums by one instruction, which rounds once.
+    """x + y of one dtype, rounded to it. Two bf16 numbers may be added by one instruction, which rounds once.
 
     Eager adds in fp32 and rounds again, which is the same: fp32 has more than twice the digits, and two more.
     """
     if INTERPRETED or not PTX or x.dtype != tl.bfloat16:
         return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
     else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
-            "=r,r,r",
-            [x, y],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
+        return x + y
 
 
 @triton.jit

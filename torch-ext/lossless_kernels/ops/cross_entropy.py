@@ -151,8 +151,8 @@ class CrossEntropyPlan:
     Attributes:
         num_warps: warps of a forward program, which takes one row at a time.
         unroll: steps of 4096 elements that a forward program loads at once.
-        programs_per_multiprocessor: forward programs for an SM, of which registers let two run at a time: rows stay in
-            the L2 cache until the second read. None: one program for each row.
+        programs_per_multiprocessor: the least forward programs for an SM if rows are many. Registers let one or two run at
+            a time: rows stay in the L2 cache until the second read. None: one program for each row.
         held: the first steps of a row, which stay in registers between its two passes.
         max_registers: the most registers of a forward program's thread.
         block: elements of a backward program.
@@ -181,7 +181,7 @@ _PLANS = {
         0: CrossEntropyPlan(num_warps=8),
     },
 }
-# A program with more rows leaves multiprocessors without work at the end.
+# Rows of a program. With more, multiprocessors have no work at the end.
 _MOST_ROWS = 4
 
 
@@ -220,8 +220,8 @@ def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch
         }
         programs = -(-rows // per_program)
         return launch.bind(cross_entropy_forward_short, constants, _SHORT_WARPS, device, dtypes, programs, *scalars)
-    # Steps begin with the row unless vectors of 16 bytes do not.
-    begins_with_row = vocab % 4 == 0 and shift == 0
+    # Vectors begin with the row, and so do steps; a row with elements before them takes more registers.
+    begins_with_row = softmax.kind == LOOP and vocab % 4 == 0 and shift == 0
     constants = {
         "VOCAB": vocab,
         "KIND": softmax.kind,
@@ -229,12 +229,12 @@ def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch
         "SHIFT": shift if softmax.kind == LOOP else 0,
         "UNIT": unit,
         "UNROLL": plan.unroll,
-        "HELD": plan.held if begins_with_row else 0,
+        "HELD": min(plan.held, vocab // 4096) if begins_with_row else 0,
     }
     programs = rows
     if plan.programs_per_multiprocessor is not None:
-        at_once = plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor
-        programs = min(rows, max(at_once, -(-rows // _MOST_ROWS)))
+        least = plans.gpu(device).multiprocessors * plan.programs_per_multiprocessor
+        programs = min(rows, max(least, -(-rows // _MOST_ROWS)))
     return launch.bind(
         cross_entropy_forward,
         constants,
@@ -243,7 +243,7 @@ def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch
         dtypes,
         programs,
         *scalars,
-        max_registers=plan.max_registers,
+        max_registers=plan.max_registers if begins_with_row or dense else None,
     )
 
 
