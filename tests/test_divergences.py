@@ -350,7 +350,7 @@ def test_autograd_gets_what_the_kernels_compute(kernel, family, form, reduction)
     for wanted in ((True, True), (True, False), (False, True)):
         found = gradients_of(ours_of(kernel, family, form, *arguments), first, second, wanted)
         expected = gradients_of(eager_of(family, form, *arguments), first, second, wanted)
-        for mine, theirs in zip(found, expected):
+        for mine, theirs in zip(found, expected, strict=True):
             assert mine.stride() == theirs.stride()
             # Eager on a CPU adds in another order and has other exponentials: a few roundings, which the defaults allow.
             torch.testing.assert_close(mine, theirs)
@@ -473,7 +473,7 @@ def test_modes_checkpoints_and_hooks_get_eagers_gradients(kernel, family, form):
     ours, eager = ours_of(kernel, family, form), eager_of(family, form)
     expected = gradients_of(eager, first, second)
     with Watching():
-        for mine, theirs in zip(gradients_of(ours, first, second), expected):
+        for mine, theirs in zip(gradients_of(ours, first, second), expected, strict=True):
             assert_bits_equal(mine, theirs)
     assert any("sum" in name or "mean" in name for name in names)
     # Only the backward pass is watched: the formula of its gradients, path by path.

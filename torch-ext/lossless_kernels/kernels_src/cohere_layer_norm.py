@@ -53,6 +53,7 @@ def cohere_layer_norm_forward(
     mask = in_range[:, None, None] & in_row[None, :, :]
     offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
     x = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    # The division runs during the load.
     factor = _mean_factor(rows, HIDDEN_SIZE)
     x = widened(x)
     mean = row_sum(x, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS) * factor
@@ -62,7 +63,7 @@ def cohere_layer_norm_forward(
     rstd = rsqrt(squares * factor + eps)
     tl.store(mean_ptr + row, mean, mask=mask_if(in_range, store_statistics))
     tl.store(rstd_ptr + row, rstd, mask=mask_if(in_range, store_statistics))
-    # The weight is loaded last: a thread of a row of 4096 elements has 168 registers then, and would spill some otherwise.
+    # The weight is loaded last: where a thread has 128 elements, its registers would not hold them and the weight.
     weight = _load_weight_rows(weight_ptr, row, weight_rows, column, mask, HIDDEN_SIZE)
     out = weight * (centred * rstd[:, None, None])
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -118,7 +118,7 @@ def _weight_gradient(products, weight) -> torch.Tensor:
 _MIN_SIZE, _MAX_SIZE = 64, 16384
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
-# Elements of a thread, if a warp has so many: forward by the most elements of a row, and fewer where rows are few (H200).
+# The most elements of a thread (H200): forward, by the most elements of a row; forward where rows are few; backward.
 _FORWARD_ELEMENTS, _FEW_ROWS_ELEMENTS = {512: 32, 7168: 128, 8192: 64, _MAX_SIZE: 128}, 16
 _BACKWARD_ELEMENTS = 16
 

@@ -151,8 +151,8 @@ class CrossEntropyPlan:
     Attributes:
         num_warps: warps of a forward program, which takes one row at a time.
         unroll: steps of 4096 elements that a forward program loads at once.
-        programs_per_multiprocessor: the least forward programs for an SM if rows are many. Registers let one or two run at
-            a time: rows stay in the L2 cache until the second read. None: one program for each row.
+        programs_per_multiprocessor: at least so many forward programs for an SM, if there are as many rows. One or two of
+            them run at a time, so that rows stay in the L2 cache until the second read. None: one program for each row.
         held: the first steps of a row, which stay in registers between its two passes.
         max_registers: the most registers of a forward program's thread.
         block: elements of a backward program.
@@ -220,7 +220,7 @@ def _forward(logits, ignore_index: int, plan: CrossEntropyPlan) -> launch.Launch
         }
         programs = -(-rows // per_program)
         return launch.bind(cross_entropy_forward_short, constants, _SHORT_WARPS, device, dtypes, programs, *scalars)
-    # Vectors begin with the row, and so do steps; a row with elements before them takes more registers.
+    # Otherwise the steps of a row begin after some of its elements, which takes more registers.
     begins_with_row = softmax.kind == LOOP and vocab % 4 == 0 and shift == 0
     constants = {
         "VOCAB": vocab,

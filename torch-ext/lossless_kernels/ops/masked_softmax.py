@@ -151,10 +151,14 @@ class _Walk:
         of_rows, (rows_per_program, warps) = kind.rows, kind.rows.program
         order, unit = of_rows.order, of_rows.unit
         names = ["masked_softmax", "backward" if of_rows.of_gradient else "forward"]
+        max_registers = None
         if order.kind == aten.WARP:
             constants = {"LOG2_SIZE": of_rows.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
         elif of_rows.steps:
             names.append("of_block")
+            if of_rows.of_gradient and warps == 8 and unit > 1:
+                # Three programs run at a time then, not two (H200). Rows that are not read by vectors would spill more.
+                max_registers = 80
             constants = {"STEPS": of_rows.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
         else:
             names.append("of_long_rows")
@@ -165,8 +169,6 @@ class _Walk:
         strides = [stride // unit for stride in (*self.of_scores, *self.of_mask)]
         scalars = self.rows, self.size // unit, *self.levels, *strides, scale
         programs = -(-self.rows // rows_per_program)
-        # Three programs of eight warps run at a time then, not two (H200). Rows that are not aligned would spill more.
-        max_registers = 80 if names[1:] == ["backward", "of_block"] and warps == 8 and unit > 1 else None
         return launch.bind(
             kernel,
             {**constants, "MASKED": kind.masked, "NARROW": kind.narrow},
