@@ -6,6 +6,7 @@ eager's operations (`aot_eager`).
 
 import collections
 import copy
+import inspect
 import json
 import os
 import subprocess
@@ -94,6 +95,46 @@ def test_a_model_is_one_graph_with_the_operators_of_each_layer(models, kernel, s
     (graph,) = graphs
     # The last norm is by itself.
     assert ours_in(graph, kernel) == {name: 2 * count + (name == "rms_norm") for name, count in OF_LAYER.items()}
+
+
+def guards_of(model, seed) -> list[str]:
+    """The guards of a compiled call, one a line."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(tokens_of(seed), use_cache=False)
+    entries = [
+        entry
+        for code in {type(model).forward.__code__, inspect.unwrap(type(model).forward).__code__}
+        for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    ]
+    assert len(entries) == 1
+    return str(entries[0].guard_manager).splitlines()
+
+
+def test_a_layer_adds_few_guards(kernel, launched, seed):
+    """Each costs CPU time at every call. Those that compare two objects are Python code, and the slowest.
+
+    From torch 2.13 on a bound forward's module and the classes of modules are compared too.
+    """
+    added = {}
+    for layers in (2, 5):
+        config = LlamaConfig(num_hidden_layers=layers, **SIZES, attn_implementation="sdpa")
+        eager = LlamaForCausalLM(config).eval()
+        ours = copy.deepcopy(eager)
+        kernel.apply(ours, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, loss=False)
+        for name, model in (("eager", eager), ("ours", ours)):
+            guards = guards_of(model, seed)
+            compared = [each for each in guards if "LAMBDA_GUARD" in each and " is " in each]
+            added.setdefault(name, []).append((len(compared), len(guards)))
+    (compared, guards), (of_eager, guards_of_eager) = (
+        [(after - before) / 3 for before, after in zip(*added[name])] for name in ("ours", "eager")
+    )
+    print(
+        f"a layer adds {guards:.0f} guards, {guards_of_eager:.0f} without kernels; {compared:.0f} comparisons of objects"
+    )
+    assert compared <= (of_eager if torch.__version__ < "2.13" else of_eager + 9)
+    assert guards <= guards_of_eager * 1.5
 
 
 def test_what_is_left_to_inductor_in_a_layer(models, kernel, seed):

@@ -141,9 +141,9 @@ def test_logits_and_gradients(kernel, seed, name, monkeypatch):
     layers, decoder = (kernelized(kernel, model, level, Mode.TRAINING) for level in ("layer", "decoder"))
     layer_name = VARIANTS[name][2] if name in VARIANTS else "LlamaDecoderLayer"
     assert len(replaced(decoder, layer_name)) == 2 and not replaced(layers, layer_name)
-    family, fused, results = python_module(kernel, "decoder"), [], []
-    original = family.fused_forward
-    monkeypatch.setattr(family, "fused_forward", lambda *a: fused.append(a[1]) or original(*a))
+    family, fused, results = python_module(kernel, "layers"), [], []
+    original = family.fused_decoder_forward
+    monkeypatch.setattr(family, "fused_decoder_forward", lambda *a: fused.append(a[1]) or original(*a))
     for each in (layers, decoder):
         ids = tokens(seed)
         out = each(ids, labels=ids)
@@ -201,10 +201,10 @@ def test_a_layer_and_its_attention_against_transformers(kernel, seed, name, dtyp
 
 
 def test_the_fused_kernel_runs(kernel, seed, monkeypatch):
-    family = python_module(kernel, "add_rms_norm")
+    family = python_module(kernel, "decoder")
     calls = []
-    original = family.replacement
-    monkeypatch.setattr(family, "replacement", lambda *a: calls.append(original(*a)) or calls[-1])
+    original = family.add_rms_norm_replacement
+    monkeypatch.setattr(family, "add_rms_norm_replacement", lambda *a: calls.append(original(*a)) or calls[-1])
     kernelized(kernel, make("Llama", seed), "decoder")(tokens(seed))
     assert len(calls) == 2 and None not in calls
 
@@ -273,9 +273,9 @@ def wrapped(owner):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_forwards_that_checkpoint_themselves(kernel, seed, reentrant, monkeypatch):
     """Once more in each class that FSDP2 makes of a layer's."""
-    family, results, counted = python_module(kernel, "decoder"), [], collections.Counter()
-    original = family.fused_forward
-    monkeypatch.setattr(family, "fused_forward", lambda *a: counted.update(["fused"]) or original(*a))
+    family, results, counted = python_module(kernel, "layers"), [], collections.Counter()
+    original = family.fused_decoder_forward
+    monkeypatch.setattr(family, "fused_decoder_forward", lambda *a: counted.update(["fused"]) or original(*a))
     model, ids = make("Llama", seed), tokens(seed)
     for layer in model.model.layers:
         layer.__class__ = wrapped(wrapped(type(layer)))

@@ -781,7 +781,7 @@ def test_a_verdict_costs_less_than_50_ms_and_64_mb(kernel, module):
         for what, comparisons, arguments in (
             ("forward", family._comparisons, forward),
             ("forward of one row", family._comparisons, one_row),
-            ("sum and norm of one row", module("add_rms_norm")._comparisons, (*forward[:5], 1, device, None)),
+            ("sum and norm of one row", family._comparisons, (*one_row, None, True)),
             ("gradients of one row", family._gradient_comparisons, (*forward[:5], 1, 1, device, (True, True), None)),
             ("gradients", family._gradient_comparisons, backward),
             ("formula", family._formulas, (*forward[1:2], "variance_epsilon", llama, dtype, dtype, device)),

@@ -16,9 +16,12 @@ from .core import proof
 from .core.domain import is_autocast, is_checkpointed
 from .core.inspection import checkpoint_wrapper, is_checkpoint_wrapper
 from .core.torch_internals import MISSING, class_before_script
-from .decoder import attention, mlp, recompute, replay
-from .decoder import layer as decoder
-from .ops import rotary_tables as rotary_embedding
+from .decoder import recompute, replay
+from .decoder.attention import project
+from .decoder.layer import formula_of as decoder_formula_of
+from .decoder.layer import forward as decoder_forward
+from .decoder.layer import fused_forward as fused_decoder_forward
+from .decoder.mlp import activation_of, hooked_product, is_function, packed_formula, subject_of
 from .ops.activation import FAST_GELU, GELU, GELU_TANH, NEW_GELU, QUICK_GELU, SILU
 from .ops.activation import replacement as activation_replacement
 from .ops.cohere_layer_norm import eager as cohere_layer_norm
@@ -36,6 +39,8 @@ from .ops.rms_norm.gated import replacement as gated_replacement
 from .ops.rotary import FP32 as VISION_ROTARY
 from .ops.rotary import PLAIN as ROTARY
 from .ops.rotary import replacement as rotary_replacement
+from .ops.rotary_tables import TABLES
+from .ops.rotary_tables import replacement as rotary_tables_replacement
 from .ops.softmax_callers import router, with_our_softmax
 
 # `torch.jit.script` calls the forwards here without compiling them. A module scripted by itself has this class.
@@ -266,7 +271,7 @@ def _gelu(self, input, layer, activation):
         if approximate is not None:
             subject, found = (original, "approximate", approximate), GELU_TANH if approximate == "tanh" else GELU
         out = activation_replacement(input, subject, found)
-    elif mlp.is_function(act):
+    elif is_function(act):
         out = activation_replacement(input, (original, "act", act), activation)
     else:
         out = proof.record_refusal(original, f"act is {getattr(act, '__qualname__', act)}")
@@ -336,11 +341,11 @@ class QuickGELUActivation(_Layer):
 
 def _activation_of(layer, act_fn, x):
     """The subject and formula of a gated MLP's activation, and whether its hooks run in a checkpoint; the formula or None."""
-    subject, hooked = mlp.subject_of(act_fn), False
+    subject, hooked = subject_of(act_fn), False
     if subject is None and not is_dynamo_compiling() and is_checkpointed():
-        subject = mlp.subject_of(act_fn, whatever_hooks=True)
+        subject = subject_of(act_fn, whatever_hooks=True)
         hooked = subject is not None
-    activation = None if subject is None else mlp.activation_of(type(layer), subject, x, layer.__dict__)
+    activation = None if subject is None else activation_of(type(layer), subject, x, layer.__dict__)
     return subject, activation, hooked
 
 
@@ -354,8 +359,8 @@ def _gated_mlp(self, layer, x):
     if activation is None or gate_proj is None or up_proj is None or down_proj is None:
         return _original(self, layer, x)
     if hooked:
-        return down_proj(mlp.hooked_product(act_fn, gate_proj(x), lambda: up_proj(x), subject, activation))
-    gate, up = attention.project(gate_proj, x), attention.project(up_proj, x)
+        return down_proj(hooked_product(act_fn, gate_proj(x), lambda: up_proj(x), subject, activation))
+    gate, up = project(gate_proj, x), project(up_proj, x)
     product = product_replacement(gate, up, subject, activation)
     if product is None:
         product = act_fn(gate) * up
@@ -363,7 +368,7 @@ def _gated_mlp(self, layer, x):
         compute = functools.partial(product_again, subject=subject, activation=activation)
         return recompute.project(down_proj, product, gate, up, compute)
     del gate, up  # Eager has freed both too when it projects.
-    return attention.project(down_proj, product)
+    return project(down_proj, product)
 
 
 class LlamaMLP(_Layer):
@@ -402,9 +407,9 @@ class Phi3MLP(_Layer):
         subject, activation, hooked = _activation_of(self, act_fn, hidden_states)
         if activation is None or gate_up_proj is None or down_proj is None:
             return _original(self, Phi3MLP, hidden_states)
-        gate, up = attention.project(gate_up_proj, hidden_states).chunk(2, dim=-1)
+        gate, up = project(gate_up_proj, hidden_states).chunk(2, dim=-1)
         if hooked:
-            return down_proj(mlp.hooked_product(act_fn, gate, lambda up=up: up, subject, activation))
+            return down_proj(hooked_product(act_fn, gate, lambda up=up: up, subject, activation))
         product = product_replacement(gate, up, subject, activation)
         if product is None:
             product = up * act_fn(gate)
@@ -412,7 +417,7 @@ class Phi3MLP(_Layer):
             compute = functools.partial(product_again, subject=subject, activation=activation)
             return recompute.project(down_proj, product, gate, up, compute)
         del gate, up
-        return attention.project(down_proj, product)
+        return project(down_proj, product)
 
 
 class SoftmaxTopKRouter(_Layer):
@@ -493,7 +498,7 @@ def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, pa
     """The output of a decoder layer; `arguments` are those that its attention alone reads."""
     # Layers of transformers up to 5.22 checkpoint the whole call, later ones their forward.
     wrapper = type(self).forward
-    checkpoints = self.training and getattr(self, "gradient_checkpointing", False) and is_checkpoint_wrapper(wrapper)
+    checkpoints = getattr(self, "gradient_checkpointing", False) and self.training and is_checkpoint_wrapper(wrapper)
     if not is_dynamo_compiling() and not checkpoints:
         out = replay.replay(self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments)
         if out is not None:
@@ -501,32 +506,32 @@ def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, pa
     arguments.update(
         attention_mask=attention_mask, past_key_values=past_key_values, position_embeddings=position_embeddings
     )
-    formula = decoder.formula_of(type(self), hidden_states, self.__dict__)
+    formula = decoder_formula_of(type(self), hidden_states, self.__dict__)
     if formula is None or (checkpoints and is_dynamo_compiling()):
         return _original(self, layer, hidden_states, **arguments)
     if checkpoints:
         fused = functools.partial(_fused_decoder, formula)
         return checkpoint_wrapper(wrapper, fused)(self, hidden_states, **arguments)
-    out = decoder.fused_forward(self, formula, hidden_states, arguments)
+    out = fused_decoder_forward(self, formula, hidden_states, arguments)
     if not is_dynamo_compiling():
         replay.record(self, hidden_states, position_embeddings)
     return out
 
 
 def _fused_decoder(formula, layer, hidden_states, **arguments):
-    return decoder.fused_forward(layer, formula, hidden_states, arguments)
+    return fused_decoder_forward(layer, formula, hidden_states, arguments)
 
 
 class LlamaRotaryEmbedding(_Layer):
     """cos and sin of `position_ids * inv_freq`, times `attention_scaling`: `[batch, tokens, head_dim]`, in x's dtype.
 
     Replaces transformers' `LlamaRotaryEmbedding` and classes that compute the same, named by `name_layers`. The
-    original runs if frequencies depend on the length ("dynamic", "longrope").
+    original runs if frequencies depend on the length ("dynamic", "longrope"), and under torch.compile.
     """
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own = isinstance(self, LlamaRotaryEmbedding)
-        out = None if own else rotary_embedding.replacement(self, x, position_ids, type(self))
+        out = None if own or is_dynamo_compiling() else rotary_tables_replacement(self, x, position_ids, type(self))
         return _original(self, LlamaRotaryEmbedding, x, position_ids) if out is None else out
 
 
@@ -594,13 +599,13 @@ _FORMULAS = {
     **dict.fromkeys(
         (LlamaMLP, GeGLUMLP), lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     ),
-    Phi3MLP: lambda self, x: mlp.packed_formula(x, self.gate_up_proj, self.down_proj, self.activation_fn),
+    Phi3MLP: lambda self, x: packed_formula(x, self.gate_up_proj, self.down_proj, self.activation_fn),
     SoftmaxTopKRouter: lambda self, hidden_states: router(hidden_states, self.weight, self.top_k),
     **dict.fromkeys(
         (LlamaDecoderLayer, MixtralDecoderLayer, Qwen3VLTextDecoderLayer),
-        lambda self, hidden_states, **arguments: decoder.forward(self, hidden_states, arguments),
+        lambda self, hidden_states, **arguments: decoder_forward(self, hidden_states, arguments),
     ),
-    LlamaRotaryEmbedding: lambda self, x, position_ids: rotary_embedding.TABLES.eager(
+    LlamaRotaryEmbedding: lambda self, x, position_ids: TABLES.eager(
         x, position_ids, self.inv_freq, self.attention_scaling
     ),
     RotaryPosEmbVision: lambda self, q, k, cos, sin: VISION_ROTARY.eager(q, k, cos, sin, -2),

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import inspection, proof
-from ..core.domain import is_bare, keeps_its_saved_tensors, runs_kernels
+from ..core.domain import is_bare, keeps_its_saved_tensors
 from ..core.torch_internals import MODULE_CALL
 from ..ops.rotary import replacement as rotary_replacement
 
@@ -40,9 +40,6 @@ class AttentionFormula:
         window: the source of the attention function's `sliding_window`: "module", "config", or "" if it gets none.
         extra: the name of a further argument of the attention function, in `_EXTRAS`, "" if there is none.
         packed: one projection, `qkv_proj`, computes query, key and value.
-
-    Attributes:
-        children: the names of the module's children.
     """
 
     normed: str = ""
@@ -50,11 +47,11 @@ class AttentionFormula:
     extra: str = ""
     packed: bool = False
 
-    def __post_init__(self):
+    @functools.cached_property
+    def children(self) -> frozenset[str]:
+        """The names of the module's children."""
         projections = ("qkv_proj",) if self.packed else ("q_proj", "k_proj", "v_proj")
-        children = frozenset((*projections, "o_proj", *(("q_norm", "k_norm") if self.normed else ())))
-        # No cached property: until Python 3.12 it has a lock, which TorchDynamo cannot trace.
-        object.__setattr__(self, "children", children)
+        return frozenset((*projections, "o_proj", *(("q_norm", "k_norm") if self.normed else ())))
 
     @property
     def formula(self) -> str:
@@ -85,8 +82,7 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
     variant = formula_of(owner, hidden_states) if is_bare(module) else None
     if variant is None or not all(name in module._modules for name in variant.children):
         return module(hidden_states=hidden_states, **arguments)[0]
-    # TorchDynamo would guard the class's attribute for each module by itself.
-    found = (module.forward.__func__ if is_dynamo_compiling() else owner.forward).__globals__
+    found = owner.forward.__globals__
     functions = Functions(
         found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"], found["apply_rotary_pos_emb"]
     )
@@ -222,8 +218,6 @@ _GLOBALS = ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "apply_rotary_
 
 def formula_of(owner: type, hidden_states: torch.Tensor) -> Optional[AttentionFormula]:
     """The variant that `owner.forward` computes, proved on the device of `hidden_states`; None if it is none."""
-    if is_dynamo_compiling():
-        return _formula_for_compile(owner, hidden_states.device)
     known, key = inspection.code_of(owner).memo, ("attention", hidden_states.get_device())
     if key in known:
         return known[key]
@@ -245,11 +239,6 @@ def _match_formula(forward, device) -> tuple[Optional[AttentionFormula], bool]:
     key = ("attention", forward, device)
     variant = proof.match_formula(key, subject, candidates)
     return variant, proof.verdict_on(key) is not None
-
-
-@torch.compiler.assume_constant_result
-def _formula_for_compile(owner, device) -> Optional[AttentionFormula]:
-    return _match_formula(owner.forward, device)[0] if runs_kernels(device) else None
 
 
 def _looks_known(forward) -> bool:

@@ -13,7 +13,7 @@ from ..core import LAYERS_MODULE, inspection, proof
 from ..core.calls import Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
-from ..ops.rms_norm import add as add_rms_norm
+from ..ops.rms_norm.add import replacement as add_rms_norm_replacement
 from ..ops.rms_norm.formulas import EPS_NAMES
 from ..ops.rms_norm.plan import warmup_shapes
 from .attention import Scaled, attend
@@ -109,8 +109,10 @@ def forward(layer, hidden_states: torch.Tensor, arguments: dict, formula: Decode
 
 def fused_forward(layer, formula: DecoderFormula, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
     """`forward` with the kernels, and without module calls that run only a forward."""
+    if is_dynamo_compiling():
+        return _computed(_COMPILED, layer, formula, hidden_states, arguments)
     # A plain function may replace a module.
-    if not is_dynamo_compiling() and not formula.children <= layer._modules.keys():
+    if not formula.children <= layer._modules.keys():
         return forward(layer, hidden_states, arguments, formula)
     return _computed(_KERNELS, layer, formula, hidden_states, arguments)
 
@@ -154,9 +156,7 @@ def _called_as_module(layer, name, hidden_states):
 
 def _called_by_name(layer, name, hidden_states):
     module = layer._modules[name]
-    # TorchDynamo has fewer guards for a module's call, and no call is left.
-    called = not is_dynamo_compiling() and is_bare(module)
-    return module.forward(hidden_states) if called else module(hidden_states)
+    return module.forward(hidden_states) if is_bare(module) else module(hidden_states)
 
 
 def _attended_by_module(layer, hidden_states, arguments):
@@ -187,21 +187,27 @@ def fused(hidden_states: torch.Tensor, residual: torch.Tensor, norm: torch.nn.Mo
     if name is not None and is_bare(norm) and keeps_its_saved_tensors(norm):
         eps = getattr(norm, name, None)
         weight = norm._parameters.get("weight")
-        added = add_rms_norm.replacement(hidden_states, residual, weight, eps, owner, name, norm.__dict__)
+        added = add_rms_norm_replacement(hidden_states, residual, weight, eps, owner, name, norm.__dict__)
         if added is not None:
             return added
     return unfused(hidden_states, residual, norm)
 
 
-def _unfused_by_name(hidden_states, residual, layer, name):
+def _unfused_module(hidden_states, residual, layer, name):
     return unfused(hidden_states, residual, getattr(layer, name))
+
+
+def _fused_module(hidden_states, residual, layer, name):
+    return fused(hidden_states, residual, getattr(layer, name))
 
 
 def _fused_by_name(hidden_states, residual, layer, name):
     return fused(hidden_states, residual, layer._modules[name])
 
 
-_MODULE_CALLS = _Operations(_called_as_module, _attended_by_module, _unfused_by_name)
+_MODULE_CALLS = _Operations(_called_as_module, _attended_by_module, _unfused_module)
+# Compiled code has no calls of modules, and TorchDynamo has the fewest guards for those that it traces.
+_COMPILED = _Operations(_called_as_module, _attended_by_module, _fused_module)
 _KERNELS = _Operations(_called_by_name, _attended, _fused_by_name)
 
 

@@ -9,7 +9,6 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 
 from ..core import launch, proof
 from ..core.calls import Calls, Outside
@@ -110,10 +109,8 @@ class _TablesCall:
 def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, owner: type) -> Optional[Tables]:
     """`owner.forward(module, x, position_ids)` from the kernel; None where that forward must run.
 
-    It runs under torch.compile, where Inductor fuses the operations, and if frequencies change as sequences grow.
+    It runs if frequencies change as sequences grow.
     """
-    if is_dynamo_compiling():
-        return None
     state = module.__dict__
     inv_freq = state["_buffers"].get("inv_freq")
     scaling, rope_type = state.get("attention_scaling"), state.get("rope_type")

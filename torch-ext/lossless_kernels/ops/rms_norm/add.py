@@ -16,8 +16,8 @@ from ...core.inspection import are_current, code_of, functions_of
 from ...core.layout import Output, contiguous_strides
 from ...core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import backward as rms_norm_backward
-from . import compiled
 from .call import NO_GRADIENTS, Inference, Training, check_weight
+from .compiled import variant_of_call
 from .formulas import BY_NAME, EAGER, EPS_NAME, LLAMA, RMSNormFormula, eager_rstd, in_domain
 from .function import check_arguments
 from .plan import forward
@@ -372,7 +372,7 @@ def _compiled(hidden_states, residual, weight, eps, owner, eps_name) -> Optional
     if residual.dtype != hidden_states.dtype or residual.shape != hidden_states.shape:
         return None
     training = is_grad_enabled() and any(each.requires_grad for each in tensors)
-    variant = compiled.variant_of_call(hidden_states, weight, eps, owner, eps_name, training, added=True)
+    variant = variant_of_call(hidden_states, weight, eps, owner, eps_name, training, added=True)
     if variant is None:
         return None
     if training:

@@ -1,6 +1,6 @@
 """RMSNorm under torch.compile: registered operators that return the bits of the uncompiled layer."""
 
-import operator
+from operator import index
 from typing import Optional
 
 import torch
@@ -154,12 +154,12 @@ def variant_of_call(hidden_states, weight, eps, owner, eps_name, training, fused
     if hidden_states.dim() < 2 or not isinstance(eps, (int, float)):
         return None
     if weight is None:
-        hidden_size, weight_dtype = operator.index(hidden_states.shape[-1]), None
+        hidden_size, weight_dtype = index(hidden_states.shape[-1]), None
     elif weight.device != hidden_states.device or weight.dim() != 1:
         return None
     else:
         # A constant in the graph, even if every other size is symbolic; `int` would stay symbolic.
-        hidden_size, weight_dtype = operator.index(weight.shape[0]), weight.dtype
+        hidden_size, weight_dtype = index(weight.shape[0]), weight.dtype
     dtype, device = hidden_states.dtype, hidden_states.device
     if hidden_states.shape[-1] != hidden_size:
         return None

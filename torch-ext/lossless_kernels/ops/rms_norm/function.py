@@ -13,8 +13,8 @@ from ...core import proof
 from ...core.domain import NO_STATE, PLAIN_TYPES, are_ours, check_floating
 from ...core.inspection import are_current, code_of
 from ...core.torch_internals import dispatch_modes, forward_ad
-from . import compiled
 from .call import NO_GRADIENTS, call_of, calls, torch_calls
+from .compiled import replacement as compiled_replacement
 from .formulas import EAGER, EPS_NAME, LLAMA
 
 
@@ -83,7 +83,7 @@ def replacement(
         state: the layer's `__dict__`.
     """
     if is_dynamo_compiling():
-        return compiled.replacement(hidden_states, weight, eps, owner, eps_name, fused)
+        return compiled_replacement(hidden_states, weight, eps, owner, eps_name, fused)
     table = torch_calls if fused else calls
     # The id may belong to another weight by now: everything that decides is compared.
     recent = table.recent.get(id(weight))
