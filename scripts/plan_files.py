@@ -4,7 +4,7 @@ A file: `{"compute_capability": 9, "found": {gpu, driver, torch, triton, date, c
 the configurations were measured. An entry of "plans":
 
     op               an op that a family of the package declares in TUNING
-    hidden_size      null for an op without one
+    hidden_size      elements of a row; null for an op without rows
     element_size     bytes of an element of the activations
     least_rows       the fewest rows that the launch configuration is for
     most_rows        the most; null: no limit
@@ -184,12 +184,12 @@ def checked_entry(where: str, values, compute_capability: int, allowed: Fields) 
     expect(not streamed or entry.plan["fused"], "plan, streamed", "false in a plan that is not fused", streamed)
     rows = entry.plan.get("rows_per_program")
     expect(not streamed or rows == 1, "plan, rows_per_program", "1 for streamed rows", rows)
-    has_size = "rows_per_program" in values_of
+    has_size = "block" not in values_of
     size = entry.hidden_size
     expect(_is_count(size) if has_size else size is None, "hidden_size", "a number" if has_size else "null", size)
     if has_size:
         expect(not streamed or size >= _LEAST_STREAMED, "hidden_size", f"at least {_LEAST_STREAMED} to stream", size)
-        each = entry.plan["rows_per_program"] * (1 << (size - 1).bit_length()) // (32 * entry.plan["num_warps"])
+        each = entry.plan.get("rows_per_program", 1) * (1 << (size - 1).bit_length()) // (32 * entry.plan["num_warps"])
         expect(each <= _MAX_ELEMENTS_PER_THREAD, "plan", f"at most {_MAX_ELEMENTS_PER_THREAD} elements a thread", each)
     measured = entry.measured
     expect(

@@ -167,7 +167,7 @@ def compilations(kernels: Kernels, point: Point, device, dtype) -> Iterable:
     """The kernels that Triton must compile for the candidates of a point."""
     import torch
 
-    sets = [point.tuned.unfilled(*point.case.shape, dtype, device)]
+    sets = [point.tuned.unfilled(point.case.shape, dtype, device)]
     default = kernels.default(point, device)
     stages = kernels.candidates(point, device)
     # The kernel that adds the partial sums depends on the rows per program.
@@ -440,7 +440,7 @@ def parse(arguments=None):
     )
     what.add_argument(
         "--hidden-sizes", nargs="+", type=hidden, default=HIDDEN_SIZES, metavar="N",
-        help=f"hidden sizes of norms (default: {' '.join(map(str, HIDDEN_SIZES))})",
+        help=f"hidden sizes of norms, and row lengths of softmax (default: {' '.join(map(str, HIDDEN_SIZES))})",
     )  # fmt: skip
     what.add_argument(
         "--rows", nargs="+", type=row_range, default=ROWS, metavar="LEAST[:MEASURED]",

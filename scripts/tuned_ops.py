@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
-from cases import EPS, OPS
+from cases import DTYPES, EPS, OPS
 
 # Backward passes are tuned from this many rows on.
 TRAINING_ROWS = 512
@@ -36,6 +36,9 @@ MOST_READ_A_THREAD = 128
 # per program, since each row is one request.
 PREFETCHING_ROWS = 512
 MOST_PREFETCHED = 2
+# Softmax: the longest rows of which a program takes several; elements that are measured, and heads that share a mask.
+MOST_OF_A_WARP = 2048
+SOFTMAX_ELEMENTS, HEADS = 1 << 26, 32
 
 Fields = dict[str, Any]
 
@@ -50,6 +53,9 @@ class Given:
     rstd: Any = None
     d_sum: Any = None
     residual: Any = None
+    mask: Any = None
+    y: Any = None
+    statistics: Any = None
 
 
 class TunedOp:
@@ -91,7 +97,7 @@ class TunedOp:
         """The tensors that the kernels take, of a benchmark's inputs."""
         raise NotImplementedError
 
-    def unfilled(self, rows: int, hidden_size: int, dtype, device) -> Given:
+    def unfilled(self, shape: tuple, dtype, device) -> Given:
         """The same without values, for compiling."""
         raise NotImplementedError
 
@@ -213,9 +219,10 @@ or read in two layouts at once (by_lane); programs per row; prefetching of later
         *inputs_, weight = (tensor.detach() for tensor in inputs.arguments)
         return Given(inputs_[0], weight, residual=inputs_[-1])
 
-    def unfilled(self, rows, hidden_size, dtype, device):
+    def unfilled(self, shape, dtype, device):
         import torch
 
+        rows, hidden_size = shape
         x, dy = (torch.empty(rows, hidden_size, dtype=dtype, device=device) for _ in range(2))
         weight, rstd = torch.empty(hidden_size, dtype=dtype, device=device), torch.empty(rows, 1, device=device)
         return Given(x, weight, dy, rstd, dy if self.adds else None, residual=dy)
@@ -364,10 +371,10 @@ class Activation(TunedOp):
         (x,) = inputs.arguments
         return Given(x.detach(), dy=inputs.dy)
 
-    def unfilled(self, rows, hidden_size, dtype, device):
+    def unfilled(self, shape, dtype, device):
         import torch
 
-        x, dy = (torch.empty(rows, hidden_size, dtype=dtype, device=device) for _ in range(2))
+        x, dy = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return Given(x, dy=dy)
 
     def eager(self, package):
@@ -379,6 +386,110 @@ class Activation(TunedOp):
         return found[1:] if OPS[self.op].backward else found
 
 
+class Softmax(TunedOp):
+    """Softmax, its gradient, and both of masked attention scores, where a program keeps a row in registers."""
+
+    chooses = "warps per program, for rows of more than 2048 elements"
+    has_size = True
+
+    def __init__(self, op: str):
+        super().__init__(op)
+        self.masked, self.backward = op.startswith("masked"), OPS[op].backward
+        self.sources = ("masked_softmax" if self.masked else "softmax",)
+
+    def shapes(self, hidden_sizes, ranges):
+        for size in hidden_sizes:
+            if size > MOST_OF_A_WARP:
+                queries = SOFTMAX_ELEMENTS // (HEADS * size)
+                # A mask is that of all heads.
+                yield (1, HEADS, queries, size) if self.masked else (HEADS * queries, size), 1, None
+
+    def candidates(self, point, default, _):
+        size = point.case.hidden_size
+        return [[{"num_warps": warps} for warps in powers_of_two(1, 16) if 16 <= size // (32 * warps) <= 128]]
+
+    def default(self, package, point, device):
+        import torch
+
+        unfilled = self.unfilled(point.case.shape, getattr(torch, DTYPES[point.dtype]), "meta")
+        kind = self._kind(package, unfilled, device, self.backward)
+        _, warps = (kind.rows if self.masked else kind).program
+        return package.module("ops.softmax").SoftmaxPlan(warps)
+
+    def _kind(self, package, given: Given, device, backward: bool):
+        """The kind of the kernel with the launch configuration that the package uses now."""
+        x = given.x
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        if self.masked:
+            multiple = self._walk(package, given).multiple
+            kind = package.module("ops.masked_softmax").Kind.of(backward, x.dtype, size, multiple, True, 1.0)
+            return kind.planned(size, rows, device)
+        kind = package.module("ops.softmax").Kind.of(backward, x.dtype, x.dtype, size, size)
+        return kind.planned("softmax", x.dtype, size, rows, device)
+
+    def _walk(self, package, given: Given):
+        return package.module("ops.masked_softmax")._Walk.of(given.x.shape, given.mask.expand(given.x.shape).stride())
+
+    def _launch(self, package, given: Given, backward: bool):
+        x = given.x
+        kind = self._kind(package, given, x.device, backward)
+        if self.masked:
+            return self._walk(package, given).bind(kind, 1.0, x.device)
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        return package.module("ops.softmax")._bind(kind, rows, size, size, x.device)
+
+    def call(self, package, sets):
+        import torch
+
+        launch = self._launch(package, sets[0], self.backward)
+
+        def call(index):
+            given = sets[index]
+            out = torch.empty_like(given.x)
+            if self.masked and self.backward:
+                launch.call_5(given.dy, given.x, given.statistics, out, given.mask)
+            elif self.masked:
+                launch.call_4(given.x, out, given.statistics, given.mask)
+            elif self.backward:
+                launch.call_3(given.dy, given.y, out)
+            else:
+                launch.call_2(given.x, out)
+            return (out,)
+
+        return call
+
+    def given(self, package, inputs):
+        import torch
+
+        x, *mask = (tensor.detach() for tensor in inputs.arguments)
+        given = Given(x, dy=inputs.dy)
+        if self.masked:
+            given.mask = mask[0]
+            given.statistics = torch.empty(x.numel() // x.shape[-1], 2, dtype=torch.float32, device=x.device)
+            self._launch(package, given, False).call_4(x, torch.empty_like(x), given.statistics, given.mask)
+        elif self.backward:
+            given.y = torch.softmax(x, -1)
+        return given
+
+    def unfilled(self, shape, dtype, device):
+        import torch
+
+        x, dy = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        given = Given(x, dy=dy, y=dy)
+        if self.masked:
+            given.mask = torch.empty(shape[0], 1, *shape[2:], dtype=dtype, device=device)
+            given.statistics = torch.empty(x.numel() // shape[-1], 2, dtype=torch.float32, device=device)
+        return given
+
+    def eager(self, package):
+        from ops.softmax import eager
+
+        return eager()[self.op.removesuffix("_backward")]
+
+    def expected(self, found):
+        return found[1:] if self.backward else found
+
+
 TUNED = {
     tuned.op: tuned
     for tuned in (
@@ -388,5 +499,6 @@ TUNED = {
         NormBackward("add_rms_norm_backward"),
         Activation("silu"),
         Activation("silu_backward"),
+        *map(Softmax, ("softmax", "softmax_backward", "masked_softmax", "masked_softmax_backward")),
     )
 }

@@ -5,6 +5,7 @@ Shapes leave masked elements and masked rows at the ends of tensors, in fp32 and
 by tensor, so that an access past the end of one leaves its allocation.
 
     compute-sanitizer --tool memcheck python tests/one_pass.py
+    compute-sanitizer --tool racecheck python tests/one_pass.py --dtype bf16
     ncu --metrics dram__bytes_read.sum,dram__bytes_write.sum python tests/one_pass.py --traffic
 """
 
@@ -22,10 +23,11 @@ import torch
 from kernels import get_local_kernel
 from transformers.models.cohere import modeling_cohere as layers
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUILD = Path(__file__).resolve().parent.parent / "build"
 
 
-def every_function(kernel, device):
+def every_function(kernel, device, dtypes):
     """Yields a name after each call of a function and of its gradients."""
 
     def normal(*shape, dtype=torch.float32):
@@ -34,7 +36,7 @@ def every_function(kernel, device):
     def differentiated(*results):
         torch.autograd.backward(results, [torch.randn_like(result) for result in results])
 
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         # Rows: one, few, and many; columns: one program, several kinds of tile, and a row read twice.
         for rows in (1, 5, 700):
             for columns in (64, 1020, 4096, 8192):
@@ -110,13 +112,16 @@ def traffic(kernel, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traffic", action="store_true", help="two forward passes of RMSNorm alone")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="of the other calls (default: both)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("one_pass: error: expected a GPU, torch finds no CUDA device", file=sys.stderr)
         return 2
     torch.manual_seed(0)
     kernel = get_local_kernel(BUILD)
-    for name in (traffic if options.traffic else every_function)(kernel, torch.device("cuda")):
+    device = torch.device("cuda")
+    dtypes = [DTYPES[each] for each in options.dtype]
+    for name in traffic(kernel, device) if options.traffic else every_function(kernel, device, dtypes):
         torch.cuda.synchronize()
         print(name, flush=True)
     print("every call returned")

@@ -479,3 +479,60 @@ def test_tuned_plans_have_the_bits_of_the_default_ones(kernel, module, plans, wr
         assert {("rms_norm_forward", 2, 8, None), ("rms_norm_backward", 2, 4, None)} < used
         assert {("activation_forward", 8, None, 512), ("activation_backward", 8, None, 512)} < used
         assert ("rms_norm_sum_chains" in {one.kernel.__name__ for one in launchers}) is not fused
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
+def test_softmax_has_tuned_warps_where_a_program_keeps_a_row(kernel, module, plans, write, monkeypatch, seed):
+    """Each of the four ops has a plan of its own, for rows of one length. Verdicts are kept with the plan."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    generator = torch.Generator().manual_seed(seed)
+    scores, dy = (torch.randn(1, 2, 3, 4096, generator=generator) for _ in range(2))
+    mask = torch.randn(1, 1, 3, 4096, generator=generator)
+    launched = []
+    through_triton = module("launch").Launcher.through_triton
+    monkeypatch.setattr(
+        module("launch").Launcher,
+        "through_triton",
+        lambda self, *given: (launched.append((self.kernel.__name__, self.num_warps)), through_triton(self, *given))[1],
+    )
+
+    def results(size):
+        forget_calls(module)
+        x, masked = (scores[..., :size].contiguous().requires_grad_() for _ in range(2))
+        outs = kernel.softmax(x), kernel.masked_softmax(masked, mask[..., :size].contiguous(), 0.5)
+        given = dy[..., :size].contiguous()
+        return [*(out.detach() for out in outs), *torch.autograd.grad(outs, (x, masked), (given, given))]
+
+    monkeypatch.setattr(plans, "gpu", lambda device: plans.Gpu(9, 227 << 10))
+    ops = ("softmax", "softmax_backward", "masked_softmax", "masked_softmax_backward")
+    write()
+    expected = {size: results(size) for size in (4096, 4092, 1000)}
+    default = {*launched}
+    entry = {**ENTRY, "hidden_size": 4096, "element_size": 4, "least_rows": 1, "most_rows": None}
+    write(*({**entry, "op": op, "plan": {"num_warps": 1 << number}} for number, op in enumerate(ops)))
+    used = {}
+    for size, before in expected.items():
+        launched.clear()
+        for found, one in zip(results(size), before, strict=True):
+            assert_bits_equal(found, one)
+        used[size] = {*launched}
+    assert {warps for _, warps in used[4096]} == {1, 2, 4, 8}
+    assert used[4092] | used[1000] <= default
+
+
+@pytest.mark.parametrize("op", ["softmax", "masked_softmax_backward"])
+def test_softmax_has_no_more_elements_a_thread_than_registers_hold(read, write, op):
+    entry = {**ENTRY, "op": op, "hidden_size": 32768, "plan": {"num_warps": 1}}
+    with pytest.raises(plan_files.PlanError, match="at most 512 elements a thread, found 1024"):
+        read(write(entry))
+
+
+@pytest.mark.parametrize("of_gradient", [False, True])
+def test_a_proof_of_softmax_takes_the_same_rows_with_any_plan(module, of_gradient):
+    softmax, masked = module("ops.softmax"), module("ops.masked_softmax")
+    plan = softmax.SoftmaxPlan(4)
+    kind = softmax.Kind.of(of_gradient, torch.bfloat16, torch.bfloat16, 4096, 4096)
+    assert softmax._sizes(dataclasses.replace(kind, plan=plan)) == softmax._sizes(kind)
+    of_mask = masked.Kind.of(of_gradient, torch.bfloat16, 4096, 4096, True, 0.5)
+    planned = dataclasses.replace(of_mask, rows=dataclasses.replace(of_mask.rows, plan=plan))
+    assert masked._sizes(planned) == masked._sizes(of_mask)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from ..core import launch, operators, proof
 from ..core import softmax as aten
 from ..core.calls import Calls, Outside
+from ..core.declarations import TUNING
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
@@ -31,8 +32,8 @@ from ..core.domain import (
 from ..core.layout import contiguous_strides, row_levels
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .softmax import Kind as KindOfRows
+from .softmax import SoftmaxPlan, softmax, with_small_terms
 from .softmax import _formula as eager_gradient
-from .softmax import softmax, with_small_terms
 
 if launch.AVAILABLE:
     from ..kernels_src import masked_softmax as kernels
@@ -89,6 +90,9 @@ def _combined(scores, mask, scale):
 # Calls
 
 
+TUNING.update(dict.fromkeys(("masked_softmax", "masked_softmax_backward"), SoftmaxPlan))
+
+
 @dataclass(frozen=True)
 class Kind:
     """The properties that a kernel is compiled for.
@@ -108,6 +112,10 @@ class Kind:
         """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
         rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
         return cls(replace(rows, unit=1 if multiple % unit else unit), masked, _is_number_of(scale, dtype))
+
+    def planned(self, size: int, rows: int, device: torch.device) -> "Kind":
+        """The kind with the launch configuration that is tuned for it on this GPU."""
+        return replace(self, rows=self.rows.planned("masked_softmax", self.rows.dtype, size, rows, device))
 
 
 def _is_number_of(scale: float, dtype: torch.dtype) -> bool:
@@ -274,7 +282,10 @@ def _resolve(scores, *others) -> Optional[_Call]:
         raise Outside("a mask in another memory order")
     if walk.rows > _MAX_ROWS or walk.size > _MAX_SIZE:
         raise Outside("too many rows, or too long ones")
-    kinds = [Kind.of(each, dtype, walk.size, walk.multiple, bool(mask), scale) for each in (False, True)]
+    kinds = [
+        Kind.of(each, dtype, walk.size, walk.multiple, bool(mask), scale).planned(walk.size, walk.rows, device)
+        for each in (False, True)
+    ]
     if not all(_proved(kind, device) for kind in kinds[: 1 + needs_grad]):
         return None
     return _Call(
@@ -369,10 +380,9 @@ def _sizes(kind: Kind) -> list[int]:
         first, last = _SHORTEST_LOOP, [range(_LONG, 2 * _LONG), range(_FEW_THREADS, _SHORTEST_LOOP - 1, -1)]
 
     def fits(size):
-        return (
-            Kind.of(rows.of_gradient, rows.dtype, size, _multiple(kind, size), kind.masked, _SCALES[kind.narrow])
-            == kind
-        )
+        multiple, scale = _multiple(kind, size), _SCALES[kind.narrow]
+        found = Kind.of(rows.of_gradient, rows.dtype, size, multiple, kind.masked, scale)
+        return found == replace(kind, rows=replace(rows, plan=None))
 
     shortest = next(filter(fits, range(first, _LONG)))
     return sorted({shortest, next(filter(fits, chain(*last)), shortest)})
@@ -451,7 +461,7 @@ def _gradient_comparisons(kind, device):
         dy[1], dy[3], dy[5, 0], dy[7, -1] = -0.0, 0.0, math.inf, math.nan
         scores, mask, walk = _sample(kind, device, source, y.log(), at)
         dy, x = dy.view_as(scores).to(dtype), _combined(scores, *mask or (None,), scale)
-        kinds = (Kind.of(of_gradient, dtype, size, walk.multiple, masked, scale) for of_gradient in (False, True))
+        kinds = (Kind.of(False, dtype, size, walk.multiple, masked, scale), kind)
         empty = functools.partial(torch.full_like, scores, math.nan)
         statistics = torch.tensor([0.0, 1.0], dtype=torch.float32, device=device).repeat(rows, 1)
         call = _Call(*(walk.bind(each, scale, device) for each in kinds), scale, empty, statistics.clone)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Optional
 
@@ -11,9 +11,10 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from ..core import launch, operators, proof
+from ..core import launch, operators, plans, proof
 from ..core import softmax as aten
 from ..core.calls import UNSEEN, Calls, Outside, remember
+from ..core.declarations import TUNING
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
@@ -82,6 +83,16 @@ _MAX_SIZE = 1 << 30
 
 
 @dataclass(frozen=True)
+class SoftmaxPlan:
+    """The launch configuration of a kernel that keeps a row in registers: the warps of its program."""
+
+    num_warps: int
+
+
+TUNING.update(dict.fromkeys(("softmax", "softmax_backward"), SoftmaxPlan))
+
+
+@dataclass(frozen=True)
 class Kind:
     """The properties that a kernel is compiled for.
 
@@ -95,6 +106,7 @@ class Kind:
         head: eager's rows do not begin at multiples of 16 bytes, which shifts the vectors of LOOP.
         dense: rows with such a head follow each other without a gap.
         shift: elements from the last multiple of 16 bytes to the first of them.
+        plan: the tuned launch configuration; None: the default.
     """
 
     of_gradient: bool
@@ -106,6 +118,7 @@ class Kind:
     head: bool = False
     dense: bool = False
     shift: int = 0
+    plan: Optional[SoftmaxPlan] = None
 
     @classmethod
     def of(
@@ -132,9 +145,21 @@ class Kind:
             return 1 << self.steps
         return self.steps * self.order.threads * self.order.vector or _MAX_SIZE
 
+    def planned(self, op: str, dtype: torch.dtype, size: int, rows: int, device: torch.device) -> "Kind":
+        """The kind with the launch configuration that is tuned on this GPU for tensors of this dtype and shape.
+
+        `op` has one if the kernel keeps a row in registers; a gradient has one of its own.
+        """
+        if self.order.kind == aten.WARP or not self.steps:
+            return self
+        op = f"{op}_backward" if self.of_gradient else op
+        return replace(self, plan=plans.tuned(SoftmaxPlan, plans.gpu(device), op, size, rows, dtype.itemsize))
+
     @property
     def program(self) -> tuple[int, int]:
         """Rows and warps of a program."""
+        if self.plan is not None:
+            return 1, self.plan.num_warps
         if self.order.kind == aten.WARP:
             elements, warps = next(program for most, program in _PROGRAMS.items() if self.longest <= most)
             return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
@@ -246,11 +271,13 @@ def _resolve(x, needs_grad, dtype):
     result, device = dtype or x.dtype, x.device
     out = Output.of(functools.partial(functional.softmax, dim=-1, dtype=dtype), x, dtype=result)
     # The output's gradient will most likely be dense, as the output is.
-    if needs_grad and not _proved(Kind.of(True, x.dtype, result, size, size), device):
+    gradient_kind = Kind.of(True, x.dtype, result, size, size).planned("softmax", result, size, rows, device)
+    if needs_grad and not _proved(gradient_kind, device):
         return None
 
     def at(shift):
         kind = Kind.of(False, x_dtype, result, size, row_stride, shift)
+        kind = kind.planned("softmax", x_dtype, size, rows, device)
         return (
             launch.UnaryCall(_bind(kind, rows, size, row_stride, device), out.empty) if _proved(kind, device) else None
         )
@@ -305,7 +332,7 @@ def _resolve_gradient(dy, y, dtype):
     rows, size, dy_row_stride = _rows("the output's gradient", dy)
     if dy.dtype != y.dtype or not y.is_contiguous() or y.shape != dy.shape or not _is_known(dtype, y.dtype):
         raise Outside("an output that is not dense, or of another dtype than its gradient")
-    kind = Kind.of(True, dtype, y.dtype, size, dy_row_stride)
+    kind = Kind.of(True, dtype, y.dtype, size, dy_row_stride).planned("softmax", y.dtype, size, rows, y.device)
     if not _proved(kind, y.device):
         return None
     formula = functools.partial(_formula, dtype=dtype)
@@ -383,7 +410,8 @@ def _sizes(kind: Kind) -> list[int]:
 
     def fits(size):
         row_stride = size if kind.dense else size + kind.unit
-        return Kind.of(kind.of_gradient, kind.dtype, kind.result, size, row_stride, kind.shift) == kind
+        found = Kind.of(kind.of_gradient, kind.dtype, kind.result, size, row_stride, kind.shift)
+        return found == replace(kind, plan=None)
 
     first = -(-_SHORTEST_OF_BLOCKS // kind.unit) * kind.unit
     shortest = next(filter(fits, count(first, kind.unit)))
