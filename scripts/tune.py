@@ -500,7 +500,8 @@ def run(options, gpu, capability: int, console) -> list[Measured]:
 
     kernels = Kernels(load_kernel(options.build))
     before = earlier(kernels, options.output, capability, how(gpu)) if options.update else None
-    todo = list(points(options.ops, options.hidden_sizes, options.rows, options.dtypes, options.most_rows))
+    todo = points(options.ops, options.hidden_sizes, options.rows, options.dtypes, options.most_rows)
+    todo = [point for point in todo if point.tuned.covers(kernels, point)]
     results: list[Measured] = []
     with progress_bar(console) as progress:
         found: dict = {}

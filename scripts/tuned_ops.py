@@ -36,8 +36,7 @@ MOST_READ_A_THREAD = 128
 # per program, since each row is one request.
 PREFETCHING_ROWS = 512
 MOST_PREFETCHED = 2
-# Softmax: the longest rows of which a program takes several; elements that are measured, and heads that share a mask.
-MOST_OF_A_WARP = 2048
+# Softmax: elements that are measured, and heads that share a mask.
 SOFTMAX_ELEMENTS, HEADS = 1 << 26, 32
 
 Fields = dict[str, Any]
@@ -63,7 +62,7 @@ class TunedOp:
 
     Attributes:
         chooses: what its launch configurations choose, for --help.
-        has_size: its launch configurations are for one hidden size and a range of rows each.
+        has_size: its launch configurations are for one hidden size or length of rows, and a range of rows, each.
         sources: the files in `kernels_src` with its kernels.
     """
 
@@ -77,6 +76,10 @@ class TunedOp:
     def shapes(self, hidden_sizes, ranges) -> Iterator[tuple]:
         """`(shape, least rows, most rows)` of each case; `ranges` holds `(least, most, measured)`."""
         raise NotImplementedError
+
+    def covers(self, package, point) -> bool:
+        """Whether a launch configuration has an effect on this case."""
+        return True
 
     def candidates(self, point, default: Fields, threads) -> list[list[Fields]]:
         """Changes of the default's fields to try, by stage."""
@@ -389,7 +392,9 @@ class Activation(TunedOp):
 class Softmax(TunedOp):
     """Softmax, its gradient, and both of masked attention scores, where a program keeps a row in registers."""
 
-    chooses = "warps per program, for rows of more than 2048 elements"
+    chooses = """\
+warps per program, for any number of rows of one length, if a program keeps a row in registers: from 1025 (gradients)
+or 2049 elements to about 24500 in 16 bits, and to about 12250 in fp32 and of masked scores"""
     has_size = True
 
     def __init__(self, op: str):
@@ -399,10 +404,17 @@ class Softmax(TunedOp):
 
     def shapes(self, hidden_sizes, ranges):
         for size in hidden_sizes:
-            if size > MOST_OF_A_WARP:
-                queries = SOFTMAX_ELEMENTS // (HEADS * size)
-                # A mask is that of all heads.
-                yield (1, HEADS, queries, size) if self.masked else (HEADS * queries, size), 1, None
+            queries = SOFTMAX_ELEMENTS // (HEADS * size)
+            # A mask is that of all heads.
+            yield (1, HEADS, queries, size) if self.masked else (HEADS * queries, size), 1, None
+
+    def covers(self, package, point):
+        import torch
+
+        unfilled = self.unfilled(point.case.shape, getattr(torch, DTYPES[point.dtype]), "meta")
+        with package.planned({"num_warps": 4}):
+            kind = self._kind(package, unfilled, torch.device("cpu"), self.backward)
+        return (kind.rows if self.masked else kind).plan is not None
 
     def candidates(self, point, default, _):
         size = point.case.hidden_size

@@ -97,6 +97,20 @@ def test_a_model_is_one_graph_with_the_operators_of_each_layer(models, kernel, s
     assert ours_in(graph, kernel) == {name: 2 * count + (name == "rms_norm") for name, count in OF_LAYER.items()}
 
 
+@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm", "mlp"])
+def test_a_function_in_the_place_of_a_module(models, seed, name):
+    eager, ours = (model.eval().model.layers[0] for model in models)
+    for layer in (eager, ours):
+        delattr(layer, name)
+        setattr(layer, name, torch.tanh)
+    hidden_states, position_ids = torch.randn(1, 9, 64), torch.arange(9)[None]
+    tables = models[0].model.rotary_emb(hidden_states, position_ids)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = eager(hidden_states, position_embeddings=tables)
+        assert_bits_equal(compiled(hidden_states, position_embeddings=tables), expected)
+
+
 def guards_of(model, seed) -> list[str]:
     """The guards of a compiled call, one a line."""
     torch._dynamo.reset()

@@ -483,7 +483,7 @@ def test_tuned_plans_have_the_bits_of_the_default_ones(kernel, module, plans, wr
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
 def test_softmax_has_tuned_warps_where_a_program_keeps_a_row(kernel, module, plans, write, monkeypatch, seed):
-    """Each of the four ops has a plan of its own, for rows of one length. Verdicts are kept with the plan."""
+    """Each of the four ops has a plan of its own, for rows of one length. The keys of verdicts hold the plan."""
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     generator = torch.Generator().manual_seed(seed)
     scores, dy = (torch.randn(1, 2, 3, 4096, generator=generator) for _ in range(2))
@@ -494,6 +494,11 @@ def test_softmax_has_tuned_warps_where_a_program_keeps_a_row(kernel, module, pla
         module("launch").Launcher,
         "through_triton",
         lambda self, *given: (launched.append((self.kernel.__name__, self.num_warps)), through_triton(self, *given))[1],
+    )
+
+    keys, is_proved = [], module("proof").kernel_is_proved
+    monkeypatch.setattr(
+        module("proof"), "kernel_is_proved", lambda key, *given: keys.append(key) or is_proved(key, *given)
     )
 
     def results(size):
@@ -510,13 +515,22 @@ def test_softmax_has_tuned_warps_where_a_program_keeps_a_row(kernel, module, pla
     default = {*launched}
     entry = {**ENTRY, "hidden_size": 4096, "element_size": 4, "least_rows": 1, "most_rows": None}
     write(*({**entry, "op": op, "plan": {"num_warps": 1 << number}} for number, op in enumerate(ops)))
-    used = {}
+    used, warps_in_keys = {}, {}
     for size, before in expected.items():
         launched.clear()
+        keys.clear()
         for found, one in zip(results(size), before, strict=True):
             assert_bits_equal(found, one)
         used[size] = {*launched}
-    assert {warps for _, warps in used[4096]} == {1, 2, 4, 8}
+        kinds = [getattr(kind, "rows", kind) for _, kind, _ in keys]
+        warps_in_keys[size] = [kind.plan.num_warps for kind in kinds if kind.plan is not None]
+    assert used[4096] == {
+        ("softmax_forward_of_block", 1),
+        ("softmax_backward_of_block", 2),
+        ("masked_softmax_forward_of_block", 4),
+        ("masked_softmax_backward_of_block", 8),
+    }
+    assert sorted({*warps_in_keys[4096]}) == [1, 2, 4, 8] and not warps_in_keys[4092] + warps_in_keys[1000]
     assert used[4092] | used[1000] <= default
 
 

@@ -183,6 +183,23 @@ def few(make, *given):
         yield stage[:1] + [stage[warps.index(count)] for count in (1, 2) if count in warps]
 
 
+@pytest.mark.parametrize(
+    "op, of_16_bits, of_fp32",
+    [
+        ("softmax", {4096, 5120, 8192, 16384}, {4096, 5120, 8192}),
+        ("softmax_backward", {2048, 4096, 5120, 8192, 16384}, {2048, 4096, 5120, 8192}),
+        ("masked_softmax", {4096, 5120, 8192}, {4096, 5120, 8192}),
+        ("masked_softmax_backward", {2048, 4096, 5120, 8192}, {2048, 4096, 5120, 8192}),
+    ],
+)
+def test_softmax_is_tuned_where_a_program_keeps_a_row(kernel, op, of_16_bits, of_fp32):
+    kernels = tune.Kernels(kernel)
+    for dtype, expected in (("bf16", of_16_bits), ("fp32", of_fp32)):
+        found = [point for point in every_point(ops=[op], dtypes=[dtype]) if point.tuned.covers(kernels, point)]
+        assert {point.case.hidden_size for point in found} == expected
+        assert all(point.tuned.candidates(point, {}, None)[0] for point in found)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
 @pytest.mark.parametrize("op", ["softmax", "softmax_backward", "masked_softmax", "masked_softmax_backward"])
 def test_candidates_of_softmax_return_the_defaults_bits(kernel, monkeypatch, op):
@@ -198,7 +215,7 @@ def test_candidates_of_softmax_return_the_defaults_bits(kernel, monkeypatch, op)
         "through_triton",
         lambda self, *given: (launched.append(self.num_warps), through_triton(self, *given))[1],
     )
-    (point,) = every_point(ops=[op], hidden_sizes=[2048, 4096], dtypes=["fp32"])
+    (point,) = every_point(ops=[op], hidden_sizes=[4096], dtypes=["fp32"])
     assert (point.case.rows, point.kind) == (96, (op, 4096, 4, 1, None))
     sets = [point.tuned.given(kernels, each) for each in measure.draw(point.case, torch.float32, "cpu", 2)]
     default = kernels.default(point, torch.device("cpu"))

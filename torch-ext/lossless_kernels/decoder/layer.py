@@ -108,7 +108,7 @@ def forward(layer, hidden_states: torch.Tensor, arguments: dict, formula: Decode
 
 
 def fused_forward(layer, formula: DecoderFormula, hidden_states: torch.Tensor, arguments: dict) -> torch.Tensor:
-    """`forward` with the kernels, and without module calls that run only a forward."""
+    """`forward` with the kernels, and without module calls that run only a forward, unless TorchDynamo traces."""
     if is_dynamo_compiling():
         return _computed(_COMPILED, layer, formula, hidden_states, arguments)
     # A plain function may replace a module.

@@ -271,9 +271,10 @@ def _resolve(x, needs_grad, dtype):
     result, device = dtype or x.dtype, x.device
     out = Output.of(functools.partial(functional.softmax, dim=-1, dtype=dtype), x, dtype=result)
     # The output's gradient will most likely be dense, as the output is.
-    gradient_kind = Kind.of(True, x.dtype, result, size, size).planned("softmax", result, size, rows, device)
-    if needs_grad and not _proved(gradient_kind, device):
-        return None
+    if needs_grad:
+        kind = Kind.of(True, x.dtype, result, size, size).planned("softmax", result, size, rows, device)
+        if not _proved(kind, device):
+            return None
 
     def at(shift):
         kind = Kind.of(False, x_dtype, result, size, row_stride, shift)
