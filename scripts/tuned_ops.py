@@ -405,28 +405,27 @@ or 2049 elements to about 24500 in 16 bits, and to about 12250 in fp32 and of ma
     def shapes(self, hidden_sizes, ranges):
         for size in hidden_sizes:
             queries = SOFTMAX_ELEMENTS // (HEADS * size)
-            # A mask is that of all heads.
+            # All heads have one mask.
             yield (1, HEADS, queries, size) if self.masked else (HEADS * queries, size), 1, None
 
     def covers(self, package, point):
-        import torch
-
-        unfilled = self.unfilled(point.case.shape, getattr(torch, DTYPES[point.dtype]), "meta")
         with package.planned({"num_warps": 4}):
-            kind = self._kind(package, unfilled, torch.device("cpu"), self.backward)
-        return (kind.rows if self.masked else kind).plan is not None
+            return self._kind_of_rows(package, point, "cpu").plan is not None
 
     def candidates(self, point, default, _):
         size = point.case.hidden_size
         return [[{"num_warps": warps} for warps in powers_of_two(1, 16) if 16 <= size // (32 * warps) <= 128]]
 
     def default(self, package, point, device):
+        _, warps = self._kind_of_rows(package, point, device).program
+        return package.module("ops.softmax").SoftmaxPlan(warps)
+
+    def _kind_of_rows(self, package, point, device):
         import torch
 
         unfilled = self.unfilled(point.case.shape, getattr(torch, DTYPES[point.dtype]), "meta")
-        kind = self._kind(package, unfilled, device, self.backward)
-        _, warps = (kind.rows if self.masked else kind).program
-        return package.module("ops.softmax").SoftmaxPlan(warps)
+        kind = self._kind(package, unfilled, torch.device(device), self.backward)
+        return kind.rows if self.masked else kind
 
     def _kind(self, package, given: Given, device, backward: bool):
         """The kind of the kernel with the launch configuration that the package uses now."""

@@ -148,6 +148,7 @@ def test_a_layer_adds_few_guards(kernel, launched, seed):
         f"a layer adds {guards:.0f} guards, {guards_of_eager:.0f} without kernels; {compared:.0f} comparisons of objects"
     )
     assert compared <= (of_eager if torch.__version__ < "2.13" else of_eager + 9)
+    # 1.2 times as many with torch 2.11 and 2.13, 1.43 with 2.15.
     assert guards <= guards_of_eager * 1.5
 
 
