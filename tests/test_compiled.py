@@ -129,7 +129,7 @@ def guards_of(model, seed) -> list[str]:
 def test_a_layer_adds_few_guards(kernel, launched, seed):
     """Each costs CPU time at every call. Those that compare two objects are Python code, and the slowest.
 
-    From torch 2.13 on a bound forward's module and the classes of modules are compared too.
+    Torch 2.13 also compares a bound forward's module and the classes of modules.
     """
     added = {}
     for layers in (2, 5):
