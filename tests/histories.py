@@ -39,7 +39,7 @@ import transformers
 from bits import bits_equal
 from graphs import Around, add_rms_norm, cross_entropy, linear_cross_entropy
 from kernels import Mode, get_local_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
-from places import modeling, python_module
+from places import modeling, name_of_cache, python_module
 from torch import nn
 from torch.autograd import forward_ad, graph
 from torch.nn.modules.module import register_module_forward_hook
@@ -170,7 +170,7 @@ class Decoder(Subject):
         named = {"use_cache": False}
         if world.cache is not None:
             batch, tokens = world.cache_batch, draw.pick("more tokens", 1, 2)
-            named = {"use_cache": True, "past_key_values": world.cache}
+            named = {"use_cache": True, name_of_cache(): world.cache}
         elif draw.rarely("mask", None, "padding") and tokens > 1:
             named["attention_mask"] = (torch.arange(batch * tokens) > 0).long().view(batch, tokens)
         if draw.rarely("labels", None, "labels"):
@@ -562,7 +562,7 @@ def gradients_of_parts(world, draw):
     """Of what a layer returns, or of cached keys or values: what else is computed has no gradient."""
     of, number = draw.pick("of", "keys", "values", "hidden states"), draw.pick("layer", -1, 0)
     cache = transformers.DynamicCache(config=world.model.config)
-    out = world.model(draw.tokens(1, 3), past_key_values=cache, output_hidden_states=of == "hidden states")
+    out = world.model(draw.tokens(1, 3), **{name_of_cache(): cache}, output_hidden_states=of == "hidden states")
     part = out.hidden_states[number] if of == "hidden states" else getattr(cache.layers[number], of)
     return part, torch.autograd.grad(part, world.needing(), draw.like(part), allow_unused=True)
 

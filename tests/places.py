@@ -1,6 +1,7 @@
 """Where the package's Python modules are, by the names that tests call them."""
 
 import importlib
+import inspect
 from types import ModuleType
 from typing import Callable, Union
 
@@ -74,3 +75,9 @@ def python_module(kernel: Union[ModuleType, str], name: str) -> ModuleType:
 def modeling(folder: str) -> ModuleType:
     """The Python module of transformers with the models of this folder."""
     return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+
+
+def name_of_cache() -> str:
+    """The name of the cache among the arguments of transformers' models: "cache" from 5.24 on, "past_key_values" before."""
+    taken = {*inspect.signature(modeling("llama").LlamaModel.forward).parameters}
+    return taken.intersection(("past_key_values", "cache")).pop()

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from bits import assert_bits_equal
+from places import name_of_cache
 from test_decoder import SIZES
 from transformers import (
     Gemma2Config,
@@ -126,7 +127,7 @@ def test_one_cache_for_several_calls(kernel, replays, seed):
             with torch.inference_mode(inference), torch.no_grad():
                 positions = torch.arange(start, start + count, device=DEVICE)[None]
                 step = tokens[:, start : start + count]
-                found.append(model(input_ids=step, position_ids=positions, past_key_values=cache).logits.clone())
+                found.append(model(input_ids=step, position_ids=positions, **{name_of_cache(): cache}).logits.clone())
             start += count
         return found
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from .core import warn
+from .core.inspection import CACHE, PAST_KEY_VALUES
 from .core.torch_internals import dispatch_modes, function_modes
 
-_CACHE = "past_key_values"
 # Arguments of a captured call: tensors, and what two calls can be compared by.
 _LEAVES = (torch.Tensor, bool, int, float, str)
 
@@ -70,9 +70,11 @@ class _Forward:
         self.step: Optional[_Step] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args or not _decodes_one_token(self.model, kwargs):
+        name = _name_of_cache(kwargs)
+        if args or name is None or not _decodes_one_token(self.model, kwargs, kwargs[name]):
             return self.original(*args, **kwargs)
-        places, leaves = _flatten({name: each for name, each in kwargs.items() if name != _CACHE})
+        cache = kwargs[name]
+        places, leaves = _flatten({other: each for other, each in kwargs.items() if other != name})
         if not all(each is None or isinstance(each, _LEAVES) for each in leaves):
             return self.original(**kwargs)
         surroundings = (
@@ -81,7 +83,6 @@ class _Forward:
             torch.get_autocast_dtype("cuda"),
         )
         call = (places, [_look(each) for each in leaves], surroundings)
-        cache = kwargs[_CACHE]
         if self.last is None or cache is not self.last[0] or call != self.last[1]:
             self.last, self.step, self.can_be_captured = (cache, call), None, False
             self.hooked = _hooked(self.model)
@@ -91,19 +92,19 @@ class _Forward:
             self.can_be_captured = not self.hooked and _is_plain(output, cache) and _on_the_host(cache) == before
             return output
         if self.step is None:
-            self.step = _Step(self.original, cache, places, leaves)
+            self.step = _Step(functools.partial(self.original, **{name: cache}), places, leaves)
         return self.step(leaves)
 
 
 class _Step:
     """A captured call. It returns copies of what the graph wrote, because the next replay writes there again."""
 
-    def __init__(self, forward, cache, places, leaves):
+    def __init__(self, forward, places, leaves):
         self.inputs = [each.clone() if isinstance(each, torch.Tensor) else each for each in leaves]
         self.graph = torch.cuda.CUDAGraph()
         device = next(each.device for each in leaves if isinstance(each, torch.Tensor))
         with torch.cuda.device(device), torch.cuda.graph(self.graph):
-            self.output = forward(**_unflatten(places, self.inputs), **{_CACHE: cache})
+            self.output = forward(**_unflatten(places, self.inputs))
 
     def __call__(self, leaves):
         for mine, given in zip(self.inputs, leaves):
@@ -140,8 +141,14 @@ def _look(leaf):
     return leaf
 
 
-def _decodes_one_token(model, kwargs):
-    tokens, cache = kwargs.get("input_ids"), kwargs.get(_CACHE)
+def _name_of_cache(kwargs) -> Optional[str]:
+    """The cache's name among a call's arguments; None if none or two are given."""
+    given = [name for name in (PAST_KEY_VALUES, CACHE) if kwargs.get(name) is not None]
+    return given[0] if len(given) == 1 else None
+
+
+def _decodes_one_token(model, kwargs, cache):
+    tokens = kwargs.get("input_ids")
     return (
         isinstance(tokens, torch.Tensor)
         and tokens.is_cuda

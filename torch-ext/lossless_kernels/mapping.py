@@ -16,7 +16,7 @@ import torch
 
 from . import layers
 from .core import proof, warn
-from .core.inspection import functions_of, owns_nothing, without_checkpoint_wrappers
+from .core.inspection import CACHE, PAST_KEY_VALUES, functions_of, owns_nothing, without_wrappers
 from .decoder import layer as decoder
 from .ops import cohere_layer_norm, complex_rotary, rotary
 from .ops.rms_norm.formulas import EPS_NAME, EPS_NAMES
@@ -170,7 +170,7 @@ def name_functions(module: torch.nn.Module, keep: bool = False) -> dict[str, tor
 
 def unnamed_functions(module: torch.nn.Module) -> dict[FunctionType, str]:
     """The functions that the module's forward calls by a global name and that `name_functions` would name: their layer names."""
-    forward = without_checkpoint_wrappers(class_forward(module))
+    forward = without_wrappers(class_forward(module))
     if not isinstance(forward, FunctionType):
         return {}
     named = {name: forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names}}
@@ -190,7 +190,7 @@ def class_forward(module: torch.nn.Module) -> Optional[Callable]:
 
 def functions_called(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules in the places of functions, made by `name_functions`, that the module's forward calls."""
-    forward = without_checkpoint_wrappers(class_forward(module))
+    forward = without_wrappers(class_forward(module))
     if not _functions or not isinstance(forward, FunctionType):
         return []
     named = (forward.__globals__.get(name) for name in _NAMES_BY_FUNCTION.keys() & {*forward.__code__.co_names})
@@ -314,7 +314,10 @@ def _quietly(prove: Callable, *arguments) -> Any:
 
 
 def _arguments(layer_class: type) -> list:
-    return [(each.name, each.kind) for each in inspect.signature(layer_class.forward).parameters.values()]
+    """The names and kinds of the forward's arguments; `CACHE` by its old name, since a decoder layer of ours takes either."""
+    old = {CACHE: PAST_KEY_VALUES}
+    given = inspect.signature(layer_class.forward).parameters.values()
+    return [(old.get(each.name, each.name), each.kind) for each in given]
 
 
 def is_replaceable(module: torch.nn.Module, forward: Optional[Callable]) -> bool:

@@ -27,6 +27,8 @@ _HIDDEN_NAMES = frozenset(
 _MISSING = object()
 # Types of defaults and bound arguments that own nothing and never change.
 CONSTANTS = (type(None), bool, int, float, str)
+# The name of the cache among the arguments of decoder layers and attentions: transformers up to 5.23, and from 5.24 on.
+PAST_KEY_VALUES, CACHE = "past_key_values", "cache"
 
 
 def reads_only_attributes(function: Callable) -> bool:
@@ -165,7 +167,7 @@ class Code:
             for name in ("__getattr__", "__getattribute__")
         ):
             return
-        functions, helpers, absent = [without_checkpoint_wrappers(owner.forward)], [], []
+        functions, helpers, absent = [without_wrappers(owner.forward)], [], []
         for function in functions:
             attributes = _attributes_read(function)
             if attributes is None:
@@ -234,11 +236,44 @@ def is_checkpoint_wrapper(forward: Callable) -> bool:
     return named and forward.__globals__["__name__"] == "transformers.modeling_layers"
 
 
-def without_checkpoint_wrappers(forward: Callable) -> Callable:
-    """The forward inside the wrappers of `is_checkpoint_wrapper`, one for each subclass; any other forward itself."""
-    while is_checkpoint_wrapper(forward):
-        forward = forward.__closure__[0].cell_contents
-    return forward
+def _renames_cache(forward: Callable) -> bool:
+    """Whether this is the wrapper by which transformers, from 5.24 on, gives `PAST_KEY_VALUES` its new name, `CACHE`."""
+    code = getattr(forward, "__code__", None)
+    if (
+        code is None
+        or code.co_name != "wrapped_func"
+        or forward.__globals__["__name__"] != "transformers.utils.deprecation"
+    ):
+        return False
+    return [_in_closure(forward, name) for name in ("old_name", "new_name")] == [PAST_KEY_VALUES, CACHE]
+
+
+def _in_closure(function, name: str):
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def without_wrappers(forward: Callable) -> Callable:
+    """The forward inside transformers' wrappers that a call without gradient checkpointing and with today's names of
+    arguments passes through unchanged; any other forward itself."""
+    while True:
+        if is_checkpoint_wrapper(forward):
+            forward = _in_closure(forward, "forward")
+        elif _renames_cache(forward):
+            forward = _in_closure(forward, "func")
+        else:
+            return forward
+
+
+@torch.compiler.assume_constant_result
+def name_of_cache(owner: type) -> str:
+    """The name that the cache has among the arguments of the class's forward."""
+    memo = code_of(owner).memo
+    name = memo.get(CACHE)
+    if name is None:
+        code = getattr(without_wrappers(owner.forward), "__code__", None)
+        taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code is not None else ()
+        name = memo[CACHE] = CACHE if CACHE in taken else PAST_KEY_VALUES
+    return name
 
 
 def checkpoint_wrapper(wrapper: FunctionType, forward: Callable) -> FunctionType:

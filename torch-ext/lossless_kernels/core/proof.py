@@ -23,7 +23,7 @@ from torch import nn
 
 from . import LAYERS_MODULE, launch
 from .domain import identity_hook, is_watched
-from .inspection import without_checkpoint_wrappers
+from .inspection import without_wrappers
 from .torch_internals import graph_task, no_modes, other_arithmetic, saved_tensor_hooks_enabled
 
 _POLICIES = ("on", "off", "strict")
@@ -261,7 +261,7 @@ def record_dependency(original: Callable, other: Callable) -> None:
 
 def verdicts_about(original: Callable) -> tuple[list[Verdict], list[str]]:
     """The verdicts about a forward function and its dependencies, and the reasons of refusals."""
-    original = without_checkpoint_wrappers(original)
+    original = without_wrappers(original)
     originals = {original, *_dependencies.get(original, ())}
     verdicts = [verdict for verdict in list(_verdicts.values()) if verdict.subject.original in originals]
     return verdicts, sorted({reason for each in originals for reason in tuple(_refusals.get(each, ()))})
@@ -278,7 +278,7 @@ def record_unreadable_forward(owner: type) -> None:
     """Records for reports that `owner.forward` ran because `functions_of(owner)` is None."""
     ours = getattr(owner.forward, "__module__", None) == LAYERS_MODULE
     record_refusal(
-        without_checkpoint_wrappers(owner.forward),
+        without_wrappers(owner.forward),
         "a layer of this package used by itself" if ours else HIDDEN_DEPENDENCY,
     )
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..core import inspection, proof
 from ..core.domain import is_bare, keeps_its_saved_tensors
+from ..core.inspection import CACHE, PAST_KEY_VALUES
 from ..core.torch_internals import MODULE_CALL
 from ..ops.rotary import replacement as rotary_replacement
 
@@ -40,12 +41,14 @@ class AttentionFormula:
         window: the source of the attention function's `sliding_window`: "module", "config", or "" if it gets none.
         extra: the name of a further argument of the attention function, in `_EXTRAS`, "" if there is none.
         packed: one projection, `qkv_proj`, computes query, key and value.
+        cache: the argument's name. From transformers 5.24 on it is `CACHE`, and `update` gets the arguments that are left, too.
     """
 
     normed: str = ""
     window: str = ""
     extra: str = ""
     packed: bool = False
+    cache: str = PAST_KEY_VALUES
 
     @functools.cached_property
     def children(self) -> frozenset[str]:
@@ -61,13 +64,6 @@ class AttentionFormula:
         return ", ".join(filter(None, ("attention", packed, self.normed, window, extra)))
 
 
-_NORMED = ("", HEADS, TRANSPOSED, ALL_HEADS)
-_FORMULAS = [
-    AttentionFormula(*each)
-    for each in itertools.product(_NORMED, ("", "module", "config"), ("", *_EXTRAS), (False, True))
-]
-
-
 class Functions(NamedTuple):
     """The globals of an attention's forward: those named in `_GLOBALS`."""
 
@@ -80,13 +76,22 @@ def attend(module: nn.Module, hidden_states: torch.Tensor, arguments: dict) -> t
     """`module(hidden_states=hidden_states, **arguments)[0]`, for the attention of a decoder layer."""
     owner = type(module)
     variant = formula_of(owner, hidden_states) if is_bare(module) else None
-    if variant is None or not all(name in module._modules for name in variant.children):
+    if (
+        variant is None
+        or not all(name in module._modules for name in variant.children)
+        or (variant.cache == CACHE and PAST_KEY_VALUES in arguments)
+    ):
         return module(hidden_states=hidden_states, **arguments)[0]
-    found = owner.forward.__globals__
+    found = globals_of(owner)
     functions = Functions(
         found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"], found["apply_rotary_pos_emb"]
     )
     return compute(module, variant, functions, hidden_states, **arguments)
+
+
+def globals_of(owner: type) -> dict:
+    """The globals of an attention's forward, those of `Functions` among them."""
+    return inspection.without_wrappers(owner.forward).__globals__
 
 
 def compute(
@@ -97,7 +102,6 @@ def compute(
     /,
     position_embeddings=None,
     attention_mask=None,
-    past_key_values=None,
     **arguments,
 ) -> torch.Tensor:
     """The output of transformers' `LlamaAttention.forward`, or of the variant's."""
@@ -133,8 +137,8 @@ def compute(
         query, key = modules["q_norm"](query), modules["k_norm"](key)
     cos, sin = position_embeddings
     query, key = _rotated(functions.rotate, query, key, cos, sin)
-    given = attention_mask, past_key_values, arguments
-    out, _ = mixed(module, variant, functions.interfaces, functions.eager, query, key, value, *given)
+    of_functions = functions.interfaces, functions.eager
+    out, _ = mixed(module, variant, *of_functions, query, key, value, attention_mask, arguments)
     return project(modules["o_proj"], out.reshape(*leading, -1).contiguous())
 
 
@@ -147,12 +151,17 @@ def mixed(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask,
-    past_key_values,
     arguments: dict,
 ) -> tuple[torch.Tensor, Callable]:
-    """The output `[batch, tokens, heads, head_dim]` of the module's attention function, and the function."""
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
+    """The output `[batch, tokens, heads, head_dim]` of the module's attention function, and the function.
+
+    `arguments` hold the cache and what the function gets besides.
+    """
+    cache = arguments.pop(variant.cache, None)
+    if cache is not None:
+        # It may change them.
+        others = {"kwargs": arguments} if variant.cache == CACHE else {}
+        key, value = cache.update(key, value, module.layer_idx, **others)
     config = module.config
     interface = interfaces.get_interface(config._attn_implementation, eager)
     if variant.window:
@@ -221,20 +230,22 @@ def formula_of(owner: type, hidden_states: torch.Tensor) -> Optional[AttentionFo
     known, key = inspection.code_of(owner).memo, ("attention", hidden_states.get_device())
     if key in known:
         return known[key]
-    variant, final = _match_formula(owner.forward, hidden_states.device)
+    variant, final = _match_formula(
+        inspection.without_wrappers(owner.forward), inspection.name_of_cache(owner), hidden_states.device
+    )
     if final:
         known[key] = variant
     return variant
 
 
-def _match_formula(forward, device) -> tuple[Optional[AttentionFormula], bool]:
+def _match_formula(forward, cache, device) -> tuple[Optional[AttentionFormula], bool]:
     """The variant, and whether the result is final."""
     if not _looks_known(forward):
         proof.record_refusal(forward, "its forward uses names that no known attention uses")
         return None, True
     subject = proof.Subject(forward, device, "any dtype")
     candidates = {
-        variant: functools.partial(_comparisons, forward, variant, device) for variant in _candidates(forward)
+        variant: functools.partial(_comparisons, forward, variant, device) for variant in _candidates(forward, cache)
     }
     key = ("attention", forward, device)
     variant = proof.match_formula(key, subject, candidates)
@@ -248,7 +259,7 @@ def _looks_known(forward) -> bool:
     return names <= _NAMES and names.issuperset(_GLOBALS) and forward.__globals__.keys() >= {*_GLOBALS}
 
 
-def _candidates(forward) -> list[AttentionFormula]:
+def _candidates(forward, cache) -> list[AttentionFormula]:
     """The variants with such names. A wrong one costs as much time as the right one."""
     names = forward.__code__.co_names
     if "sliding_window" in names:
@@ -258,7 +269,9 @@ def _candidates(forward) -> list[AttentionFormula]:
     norms = (HEADS, TRANSPOSED, ALL_HEADS) if "q_norm" in names else ("",)
     extra = next((name for name, (attribute, _) in _EXTRAS.items() if attribute in names), "")
     packed = "qkv_proj" in names
-    return [AttentionFormula(normed, window, extra, packed) for normed, window in itertools.product(norms, windows)]
+    return [
+        AttentionFormula(normed, window, extra, packed, cache) for normed, window in itertools.product(norms, windows)
+    ]
 
 
 class Scaled(proof.Part):
@@ -306,8 +319,10 @@ class _Recorder:
         # [batch, tokens, heads, head_dim], not contiguous.
         return (query * key + value).transpose(1, 2), None
 
-    def update(self, key, value, *arguments):
-        self.calls.append(("update", arguments))
+    def update(self, key, value, *arguments, **named):
+        others = named.get("kwargs", {})
+        self.calls.append(("update", (*arguments, [*named], {**others})))
+        others["added by the cache"] = True
         return key * 3.0, value * 0.5
 
 
@@ -362,7 +377,7 @@ def _comparisons(forward, variant, device):
         module.train(training)
         hidden_states = data.clone().requires_grad_()
         arguments = {"attention_mask": None if absent else mask, **(dict.fromkeys(named) if absent else named)}
-        arguments["past_key_values"] = recorder if cached else None
+        arguments[variant.cache] = recorder if cached else None
         functions = Functions(recorder, _rotate, _rotate)
         with torch.enable_grad():
             if ours:

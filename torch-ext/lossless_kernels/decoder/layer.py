@@ -321,7 +321,8 @@ class _Attention(Scaled):
 
 def _comparisons(owner, formula, device):
     # The layer passes these on to its attention, whatever their values.
-    names = ("attention_mask", "position_ids", "past_key_values", "position_embeddings", "another")
+    cache = inspection.name_of_cache(owner)
+    names = ("attention_mask", "position_ids", cache, "position_embeddings", "another")
     given = {"use_cache": True, **{name: object() for name in names}}
     yield from _of_arguments(owner, formula, device, torch.float32, given)
     yield from _of_arguments(owner, formula, device, torch.bfloat16, {"use_cache": False, **dict.fromkeys(names)})

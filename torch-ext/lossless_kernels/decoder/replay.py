@@ -17,6 +17,7 @@ from torch.nn import Linear, functional
 
 from ..core import LAYERS_MODULE, inspection, launch
 from ..core.domain import allocator, are_plain, has_global_hooks, have_strides, is_bare
+from ..core.inspection import CACHE, PAST_KEY_VALUES
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import any_autocast, dispatch_modes, forward_ad, function_modes, linear, tensor_guard
 from ..ops import gated_activation, rotary
@@ -35,9 +36,10 @@ _PARTS_OF_MLP = itemgetter("gate_proj", "up_proj", "down_proj", "act_fn")
 _FORWARD_AND_CALL = attrgetter("forward", "__call__")
 # The attentions, and the MLP layers of this package, that a replay supports.
 _VARIANTS = [
-    attention.AttentionFormula(normed, window)
+    attention.AttentionFormula(normed, window, cache=cache)
     for normed in ("", attention.HEADS)
     for window in ("", "module", "config")
+    for cache in (PAST_KEY_VALUES, CACHE)
 ]
 _MLPS = frozenset(("LlamaMLP", "GeGLUMLP"))
 
@@ -91,11 +93,14 @@ class Call:
         self.activation = mlp.attributes_of(act_fn)
         subject = mlp.subject_of(act_fn)
         activation = mlp.activation_of(type(gated), subject, hidden_states, gated.__dict__)
+        self.renamed = inspection.name_of_cache(type(layer)) == CACHE
+        if self.variant is None or self.renamed != (self.variant.cache == CACHE):
+            raise _Unsupported
         if self.variant not in _VARIANTS or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
             raise _Unsupported
         head_norms = _HEAD_NORMS(self_attn._modules) if self.variant.normed else ()
         norms = first_norm, second_norm, *head_norms
-        self.globals = type(self_attn).forward.__globals__
+        self.globals = attention.globals_of(type(self_attn))
         others = (*norms, self_attn, gated, act_fn, self.globals["apply_rotary_pos_emb"])
         if not all(map(is_bare, (*linears, *others))) or attention.LINEAR_FORWARD is not Linear.forward:
             raise _Unsupported
@@ -234,8 +239,10 @@ class Call:
     def __call__(self, layer: nn.Module, hidden_states, cos, sin, attention_mask, past_key_values, arguments: dict):
         """The layer's output; None, before any operation, if the call differs. The last three are the attention's."""
         found = self.matches(layer, hidden_states, cos, sin)
-        if found is None:
+        if found is None or (self.renamed and past_key_values is not None):
             return None
+        if not self.renamed:
+            arguments[PAST_KEY_VALUES] = past_key_values
         self_attn, weights, (q_proj, k_proj, v_proj, *_) = found
         normed = self.empty_rows()
         self.normalize(hidden_states, weights[0], normed)
@@ -258,7 +265,6 @@ class Call:
             key,
             value,
             attention_mask,
-            past_key_values,
             arguments,
         )
         # As soon as eager does: the MLP needs the most memory.

@@ -119,6 +119,9 @@ def replacement(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, 
         return None
     if type(scaling) not in (float, int) or not scaling > 0:
         return None
+    # transformers from 5.24 on computes a gradient of frequencies.
+    if inv_freq.requires_grad and torch.is_grad_enabled():
+        return None
     # `matmul_precision` decides whether an fp32 matrix product may round its factors first (TF32).
     facts = (x.dtype, x.device, scaling, rope_type, matmul_precision())
     # The class owns its calls: its forward is a closure, which no other table keeps.
@@ -191,14 +194,17 @@ _NAMES = frozenset(
 
 
 def _function(forward: Callable) -> Optional[Callable]:
-    """The function inside transformers' `dynamic_rope_update` and `torch.no_grad`; None if `forward` is another one."""
-    if not _is_decorated(forward, torch.no_grad()):
-        return None
-    # Decorators of other contexts have the same code, so the context is checked.
-    context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
-    update = forward.__wrapped__
+    """The function inside transformers' `dynamic_rope_update`, and `torch.no_grad` before 5.24; None if `forward` is another
+    one."""
+    update = forward
+    if _is_decorated(forward, torch.no_grad()):
+        # Decorators of other contexts have the same code, so the context is checked.
+        context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
+        if not isinstance(getattr(context, "__self__", None), torch.no_grad):
+            return None
+        update = forward.__wrapped__
     function = getattr(update, "__wrapped__", None)
-    if not isinstance(getattr(context, "__self__", None), torch.no_grad) or not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType):
         return None
     code = function.__code__
     # A nested function would have its own names.
