@@ -148,8 +148,9 @@ def test_a_layer_adds_few_guards(kernel, launched, seed):
         f"a layer adds {guards:.0f} guards, {guards_of_eager:.0f} without kernels; {compared:.0f} comparisons of objects"
     )
     assert compared <= (of_eager if torch.__version__ < "2.13" else of_eager + 9)
-    # 1.2 times as many with torch 2.11 and 2.13, 1.43 with 2.15.
-    assert guards <= guards_of_eager * 1.5
+    # 1.2 to 1.3 times as many with torch 2.11 and 2.13, 1.43 with 2.15; 280 guards instead of 179 where transformers takes no
+    # kernels, which spares eager a module for the rotary function.
+    assert guards <= guards_of_eager * 1.6
 
 
 def test_what_is_left_to_inductor_in_a_layer(models, kernel, seed):
