@@ -494,7 +494,7 @@ def nanochats_function():
     """It rotates the other way. transformers 5.24 gives it no layer name any more."""
     function = modeling_nanochat.apply_rotary_pos_emb
     named = isinstance(function, torch.nn.Module)
-    return function if named else use_kernel_forward_from_hub("rotary_pos_emb")(function)
+    return function if named else use_kernel_func_from_hub("rotary_pos_emb")(function)
 
 
 def first_time(kernel, function):
