@@ -49,7 +49,7 @@ ROWS = (
     Row("2.13.0", "3.7.1", transformers="5.23.0"),
     Row("2.14.0", "3.8.0"),
     Row("2.15.0", "3.9.0"),
-    Row("2.15.0", "3.9.0", transformers="5.23.0"),
+    Row("2.15.0", "3.9.0", transformers="5.24.0"),
 )
 # Every file of tests/ runs in each row but these.
 _NO_CPU = "every test needs a GPU"

@@ -645,6 +645,7 @@ def test_without_a_c_compiler(run_python, build, seed, tmp_path):
     """Triton compiles its launcher with the machine's C compiler, which slim containers lack."""
     code = """
         import json, sys, warnings
+        import decorated
         from pathlib import Path
         import torch
         from bits import assert_bits_equal
