@@ -9,12 +9,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from . import LAYERS_MODULE, launch
+from . import LAYERS_MODULE, ROOT_PACKAGE, launch
 from .torch_internals import (
     MISSING,
     MODULE_CALL,
     current_device,
     dispatch_modes,
+    drop_guards_on,
     empty_strided_cuda,
     forward_ad,
     functorch_level,
@@ -96,7 +97,23 @@ def under_transform() -> bool:
     return functorch_level() is not None or forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result
+def at_trace_time(function: Callable) -> Callable:
+    """Decorates a function that TorchDynamo runs once, while it traces; its result is a constant of the compiled code.
+
+    That code then checks no names of this package, so far as they were read before. It would check each at every call:
+    functions, classes and constants, of which a decoder layer reads 75.
+    """
+
+    @torch.compiler.assume_constant_result
+    @functools.wraps(function)
+    def decide(*arguments):
+        drop_guards_on(ROOT_PACKAGE)
+        return function(*arguments)
+
+    return decide
+
+
+@at_trace_time
 def is_traced_plainly(device: torch.device) -> bool:
     """Whether torch.compile may put an operator into its graph: kernels run on this device, no transform is active."""
     return runs_kernels(device) and not under_transform()
@@ -169,7 +186,7 @@ def _is_ours_or(owner, function) -> bool:
     return function.__module__ == LAYERS_MODULE or function is owner.forward
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _is_bare_for_compile(owner, function, whatever_hooks) -> bool:
     """The rest of `is_bare` while torch.compile traces, where every name that is read becomes a guard.
 

@@ -56,6 +56,12 @@ INDUCTOR = {
     "convert_shape_to_inductor": Internal("_inductor.ir.convert_shape_to_inductor", "the outputs of an operator"),
     "pass_patterns": Internal("_inductor.fx_passes.post_grad.pass_patterns", "one operator for a sum and a norm"),
 }
+# Names of TorchDynamo, looked up while it traces: its import takes a second.
+DYNAMO = {
+    "TracingContext": Internal("_guards.TracingContext", "the guards of what is traced"),
+    "remove": Internal("_guards.GuardsSet.remove_guards_with_source", "guards on names of this package"),
+    "GlobalSource": Internal("_dynamo.source.GlobalSource", "guards on names of this package"),
+}
 _ABSENT = object()
 # What `_private` was asked for.
 _asked: list[Internal] = []
@@ -213,14 +219,38 @@ def inductor_is_loaded() -> bool:
 @functools.cache
 def inductor() -> Optional[SimpleNamespace]:
     """The names in `INDUCTOR`, once Inductor is loaded. None if one is missing; one warning then says so."""
-    found = SimpleNamespace(**{name: _look_up(each.path) for name, each in INDUCTOR.items()})
-    missing = [f"torch.{each.path}" for name, each in INDUCTOR.items() if getattr(found, name) is _ABSENT]
+    return _names_of(
+        INDUCTOR, "Inductor's code calls our operators through torch's dispatcher, which takes 10 us more for each"
+    )
+
+
+@functools.cache
+def _dynamo() -> Optional[SimpleNamespace]:
+    return _names_of(DYNAMO, "compiled code checks names of this package at every call, which takes some 5 us more")
+
+
+def _names_of(table: dict[str, Internal], otherwise: str) -> Optional[SimpleNamespace]:
+    found = SimpleNamespace(**{name: _look_up(each.path) for name, each in table.items()})
+    missing = [f"torch.{each.path}" for name, each in table.items() if getattr(found, name) is _ABSENT]
     if missing:
-        warn(
-            f"torch {torch.__version__} has no {', '.join(missing)}: results are the same, but "
-            "Inductor's code calls our operators through torch's dispatcher, which takes 10 us more for each"
-        )
+        warn(f"torch {torch.__version__} has no {', '.join(missing)}: results are the same, but {otherwise}")
     return None if missing else found
+
+
+def drop_guards_on(package: str) -> None:
+    """Removes from what TorchDynamo traces the guards on names in this package's Python modules, which never change.
+
+    TorchDynamo reads a module under a name of its own: `__import_` and the module's, with `_dot_` in place of dots.
+    """
+    found = _dynamo()
+    context = found and found.TracingContext.try_get()
+    if context is None:
+        return
+    guards = context.guards_context.dynamo_guards
+    prefix = f"G['__import_{package.replace('.', '_dot_')}"
+    names = {guard.name.split("'")[1] for guard in guards if guard.name.startswith((f"{prefix}_dot_", f"{prefix}'"))}
+    for name in names:
+        found.remove(guards, found.GlobalSource(name))
 
 
 def tensor_guard(*tensors: torch.Tensor):

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from ..core import LAYERS_MODULE, inspection, proof
 from ..core.calls import Outside
 from ..core.declarations import WARMUP, Warmup
-from ..core.domain import NO_STATE, is_bare, keeps_its_saved_tensors, runs_kernels
+from ..core.domain import NO_STATE, at_trace_time, is_bare, keeps_its_saved_tensors, runs_kernels
 from ..ops.rms_norm.add import replacement as add_rms_norm_replacement
 from ..ops.rms_norm.formulas import EPS_NAMES
 from ..ops.rms_norm.plan import warmup_shapes
@@ -258,7 +258,7 @@ def formula_of(owner: type, hidden_states: Any, state: Mapping = NO_STATE) -> Op
     return formula
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _formula_for_compile(owner, device) -> Optional[DecoderFormula]:
     """TorchDynamo has no guards for the fields of a constant dataclass, and cannot read its properties."""
     return _match_formula(owner, device)[0] if runs_kernels(device) else None

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from ..core import inspection, proof
 from ..core.calls import UNSEEN, remember
 from ..core.declarations import WARMUP, Warmup
-from ..core.domain import FLOAT_DTYPES, NO_STATE, identity_hook, is_bare, runs_kernels, under_transform
+from ..core.domain import FLOAT_DTYPES, NO_STATE, at_trace_time, identity_hook, is_bare, runs_kernels, under_transform
 from ..ops.activation import Activation, by_value, forward_of, original_of, reads_only_attributes, with_forward
 from ..ops.gated_activation import ACTIVATIONS, product_is_ours, product_of
 
@@ -83,7 +83,7 @@ def activation_of(owner: type, subject, x: torch.Tensor, state: Mapping = NO_STA
     return _recognize(key, owner, subject, x.dtype, x.device)
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _activation_for_compile(owner, subject, dtype, device) -> Optional[str]:
     if not runs_kernels(device) or under_transform():
         return None

@@ -18,6 +18,7 @@ from ..core.domain import (
     PLAIN_TYPES,
     are_ours,
     are_plain,
+    at_trace_time,
     check_floating,
     gradients_apart,
     have_strides,
@@ -514,7 +515,7 @@ def _activation_backward_op(name: str, dy: torch.Tensor, input: torch.Tensor) ->
 operators.differentiate(_activation_op, _activation_backward_op)
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _proved_for_compile(subject, activation_name, dtype, device, training) -> bool:
     if not runs_kernels(device) or under_transform() or not reads_only_attributes(subject):
         return False

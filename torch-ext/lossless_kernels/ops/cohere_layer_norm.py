@@ -23,6 +23,7 @@ from ..core.domain import (
     are_as_saved,
     are_ours,
     are_plain,
+    at_trace_time,
     layouts_if_hooked,
     runs_kernels,
     under_transform,
@@ -513,7 +514,7 @@ def _op_gradient(ctx, dy, d_mean, d_rstd):
 torch.library.register_autograd(_cohere_layer_norm_op, _op_gradient, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _is_proved_for_compile(owner, dtype, weight_dtype, size, device) -> bool:
     """Whether the forward is proved for all row classes: a graph with dynamic shapes meets them all."""
     if not runs_kernels(device) or under_transform() or functions_of(owner) is None:

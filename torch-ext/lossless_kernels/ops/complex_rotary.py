@@ -16,6 +16,7 @@ from ..core.domain import (
     allocator,
     are_ours,
     are_plain,
+    at_trace_time,
     check_floating,
     have_strides,
     is_traced_plainly,
@@ -303,7 +304,7 @@ def unsqueeze_dim_of(function: Callable) -> Optional[int]:
     return dim
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _dim_for_compile(subject) -> Optional[int]:
     return unsqueeze_dim_of(function_behind(subject))
 

@@ -20,6 +20,7 @@ from ..core.domain import (
     allocator,
     are_ours,
     are_plain,
+    at_trace_time,
     check_floating,
     have_strides,
     runs_kernels,
@@ -591,7 +592,7 @@ def _gated_activation_backward_op(
 operators.differentiate(_gated_activation_op, _gated_activation_backward_op)
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _proved_for_compile(subject, activation_name, dtype, device, training) -> bool:
     if dtype not in FLOAT_DTYPES or not runs_kernels(device) or under_transform():
         return False

@@ -16,6 +16,7 @@ from ..core.domain import (
     allocator,
     are_ours,
     are_plain,
+    at_trace_time,
     check_floating,
     have_strides,
     runs_kernels,
@@ -607,7 +608,7 @@ torch.library.register_autograd(_rotary_op, _op_gradient, setup_context=_setup_c
 _USUAL = Sizes(128, 128, 8)
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _proved_for_compile(subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device, training) -> Optional[str]:
     """The name of the function's variant; None if no kernel is proved for it."""
     if not {dtype, cos_dtype} <= {*FLOAT_DTYPES} or not runs_kernels(device) or under_transform():

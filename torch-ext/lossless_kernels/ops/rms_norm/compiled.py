@@ -7,7 +7,7 @@ import torch
 from torch import is_grad_enabled
 
 from ...core import operators, plans
-from ...core.domain import runs_kernels, under_transform
+from ...core.domain import at_trace_time, runs_kernels, under_transform
 from ...core.inspection import functions_of
 from ...core.reduction import ROW_CLASSES
 from . import backward as rms_norm_backward
@@ -121,7 +121,7 @@ def _backward(ctx, dy, d_rstd):
 torch.library.register_autograd(_rms_norm_with_rstd_op, _backward, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
+@at_trace_time
 def _variant_for_compile(
     owner, eps_name, dtype, weight_dtype, hidden_size, device, training, fused=False, added=False
 ) -> Optional[str]:
