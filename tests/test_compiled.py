@@ -9,9 +9,11 @@ import copy
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -115,7 +117,7 @@ def guards_of(model, seed) -> list[str]:
     """The guards of a compiled call, one a line."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
+    with torch.set_grad_enabled(model.training):
         compiled(tokens_of(seed), use_cache=False)
     entries = [
         entry
@@ -151,6 +153,88 @@ def test_a_layer_adds_few_guards(kernel, launched, seed):
     # 1.2 to 1.3 times as many with torch 2.11 and 2.13, 1.43 with 2.15; 280 guards instead of 179 where transformers takes no
     # kernels, which spares eager a module for the rotary function.
     assert guards <= guards_of_eager * 1.6
+
+
+def names_of_ours(kernel, guards) -> set[tuple[str, str]]:
+    """The names of this package that guards check: Python module and name."""
+    package = kernel.__name__.replace(".", "_dot_")
+    found = re.findall(rf"source=G\['__import_{package}_dot_(\w+)'\]\.(\w+)", "\n".join(guards))
+    return {(module.replace("_dot_", "."), name) for module, name in found}
+
+
+def never_changes(value) -> bool:
+    """Whether nobody gives a name with this value another one: functions, classes, operators, and tables of these."""
+    if isinstance(value, Mapping):
+        return all(map(never_changes, value.values()))
+    if isinstance(value, tuple):
+        return all(map(never_changes, value))
+    kinds = (
+        FunctionType,
+        BuiltinFunctionType,
+        ModuleType,
+        type,
+        torch._ops.OpOverload,
+        str,
+        bool,
+        int,
+        float,
+        type(None),
+    )
+    return isinstance(value, kinds) or getattr(type(value), "__dataclass_params__", MUTABLE).frozen
+
+
+MUTABLE = SimpleNamespace(frozen=False)
+
+
+@pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.TRAINING], ids=str)
+def test_compiled_code_checks_no_names_of_this_package(kernel, launched, seed, mode, monkeypatch):
+    """Each check takes CPU time at every call. One may be left, of a name that the last layer reads last."""
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES, attn_implementation="sdpa"))
+    model.train(mode == Mode.TRAINING)
+    kernel.apply(model, mode=mode | Mode.TORCH_COMPILE, loss=False)
+    assert len(names_of_ours(kernel, guards_of(model, seed))) <= 1
+    monkeypatch.setattr(python_module(kernel, "domain"), "drop_guards_on", lambda _: None)
+    names = names_of_ours(kernel, guards_of(model, seed))
+    print(f"{len(names)} names would be checked")
+    assert len(names) > 50
+    changing = [
+        (module, name)
+        for module, name in names
+        if not never_changes(getattr(sys.modules[f"{kernel.__name__}.{module}"], name))
+    ]
+    assert not changing
+
+
+def test_other_names_are_checked(kernel, launched, seed):
+    """Another forward in a layer's place is found."""
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES, attn_implementation="sdpa")).eval()
+    kernel.apply(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, loss=False)
+    compiled = torch.compile(model, backend="eager")
+    norm = model.model.norm
+    with torch.no_grad():
+        before = compiled(tokens_of(seed), use_cache=False).logits
+        norm.forward = MethodType(lambda self, x: torch.zeros_like(x), norm)
+        after = compiled(tokens_of(seed), use_cache=False).logits
+    assert before.any() and not after.any()
+
+
+@pytest.mark.parametrize("name", ["TracingContext", "remove", "GlobalSource"])
+def test_without_a_private_name_of_dynamo(kernel, launched, seed, name, monkeypatch):
+    """One warning, and the checks, with the same results."""
+    internals = python_module(kernel, "core.torch_internals")
+    assert {*internals.DYNAMO} == {"TracingContext", "remove", "GlobalSource"}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES, attn_implementation="sdpa")).eval()
+    kernel.apply(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, loss=False)
+    absent = internals.Internal("_guards.absent", "a test")
+    internals._dynamo.cache_clear()
+    try:
+        monkeypatch.setitem(internals.DYNAMO, name, absent)
+        with pytest.warns(RuntimeWarning, match="no torch._guards.absent: results are the same") as warned:
+            guards = guards_of(model, seed)
+        assert len([each for each in warned if "absent" in str(each.message)]) == 1
+        assert names_of_ours(kernel, guards)
+    finally:
+        internals._dynamo.cache_clear()
 
 
 def test_what_is_left_to_inductor_in_a_layer(models, kernel, seed):
