@@ -150,9 +150,8 @@ def test_a_layer_adds_few_guards(kernel, launched, seed):
         f"a layer adds {guards:.0f} guards, {guards_of_eager:.0f} without kernels; {compared:.0f} comparisons of objects"
     )
     assert compared <= (of_eager if torch.__version__ < "2.13" else of_eager + 9)
-    # 1.2 to 1.3 times as many with torch 2.11 and 2.13, 1.43 with 2.15; 280 guards instead of 179 where transformers takes no
-    # kernels, which spares eager a module for the rotary function.
-    assert guards <= guards_of_eager * 1.6
+    # 1.1 times as many with torch 2.11, 1.2 with 2.13 and 2.15.
+    assert guards <= guards_of_eager * 1.35
 
 
 def names_of_ours(kernel, guards) -> set[tuple[str, str]]:
@@ -218,11 +217,11 @@ def test_other_names_are_checked(kernel, launched, seed):
     assert before.any() and not after.any()
 
 
-@pytest.mark.parametrize("name", ["TracingContext", "remove", "GlobalSource"])
+@pytest.mark.parametrize("name", ["TracingContext", "remove", "GlobalSource", "config"])
 def test_without_a_private_name_of_dynamo(kernel, launched, seed, name, monkeypatch):
     """One warning, and the checks, with the same results."""
     internals = python_module(kernel, "core.torch_internals")
-    assert {*internals.DYNAMO} == {"TracingContext", "remove", "GlobalSource"}
+    assert {*internals.DYNAMO} == {"TracingContext", "remove", "GlobalSource", "config"}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES, attn_implementation="sdpa")).eval()
     kernel.apply(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, loss=False)
     absent = internals.Internal("_guards.absent", "a test")

@@ -498,7 +498,7 @@ def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, pa
     """The output of a decoder layer; `arguments` are those that its attention alone reads."""
     # Layers of transformers up to 5.22 checkpoint the whole call, later ones their forward.
     wrapper = type(self).forward
-    checkpoints = getattr(self, "gradient_checkpointing", False) and self.training and is_checkpoint_wrapper(wrapper)
+    checkpoints = self.training and getattr(self, "gradient_checkpointing", False) and is_checkpoint_wrapper(wrapper)
     if not is_dynamo_compiling() and not checkpoints:
         out = replay.replay(self, hidden_states, position_embeddings, attention_mask, past_key_values, arguments)
         if out is not None:

@@ -61,7 +61,9 @@ DYNAMO = {
     "TracingContext": Internal("_guards.TracingContext", "the guards of what is traced"),
     "remove": Internal("_guards.GuardsSet.remove_guards_with_source", "guards on names of this package"),
     "GlobalSource": Internal("_dynamo.source.GlobalSource", "guards on names of this package"),
+    "config": Internal("_dynamo.config", "whether torch has guards on hooks"),
 }
+_HOOKS = tuple(f"._{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
 _ABSENT = object()
 # What `_private` was asked for.
 _asked: list[Internal] = []
@@ -240,17 +242,20 @@ def _names_of(table: dict[str, Internal], otherwise: str) -> Optional[SimpleName
 def drop_guards_on(package: str) -> None:
     """Removes from what TorchDynamo traces the guards on names in this package's Python modules, which never change.
 
-    TorchDynamo reads a module under a name of its own: `__import_` and the module's, with `_dot_` in place of dots.
+    Also those on hooks of modules, where torch has none in the code that it traces itself, which is its default.
+    TorchDynamo reads a Python module under a name of its own: `__import_` and the module's, with `_dot_` in place of dots.
     """
     found = _dynamo()
     context = found and found.TracingContext.try_get()
     if context is None:
         return
     guards = context.guards_context.dynamo_guards
-    prefix = f"G['__import_{package.replace('.', '_dot_')}"
-    names = {guard.name.split("'")[1] for guard in guards if guard.name.startswith((f"{prefix}_dot_", f"{prefix}'"))}
-    for name in names:
-        found.remove(guards, found.GlobalSource(name))
+    package = f"G['__import_{package.replace('.', '_dot_')}"
+    ours, hooks = (f"{package}_dot_", f"{package}'"), _HOOKS if found.config.skip_nnmodule_hook_guards else ()
+    names = {guard.name.split("'")[1] for guard in guards if guard.name.startswith(ours)}
+    of_hooks = {guard.originating_source for guard in guards if guard.name.endswith(hooks)}
+    for source in (*map(found.GlobalSource, names), *of_hooks):
+        found.remove(guards, source)
 
 
 def tensor_guard(*tensors: torch.Tensor):
