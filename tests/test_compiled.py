@@ -187,11 +187,12 @@ MUTABLE = SimpleNamespace(frozen=False)
 
 @pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.TRAINING], ids=str)
 def test_compiled_code_checks_no_names_of_this_package(kernel, launched, seed, mode, monkeypatch):
-    """Each check takes CPU time at every call. One may be left, of a name that the last layer reads last."""
+    """Each check takes CPU time at every call. One in a hundred may be left."""
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES, attn_implementation="sdpa"))
     model.train(mode == Mode.TRAINING)
     kernel.apply(model, mode=mode | Mode.TORCH_COMPILE, loss=False)
-    assert len(names_of_ours(kernel, guards_of(model, seed))) <= 1
+    guards = guards_of(model, seed)
+    assert 100 * len(names_of_ours(kernel, guards)) <= len(guards)
     monkeypatch.setattr(python_module(kernel, "domain"), "drop_guards_on", lambda _: None)
     names = names_of_ours(kernel, guards_of(model, seed))
     print(f"{len(names)} names would be checked")
@@ -217,11 +218,11 @@ def test_other_names_are_checked(kernel, launched, seed):
     assert before.any() and not after.any()
 
 
-@pytest.mark.parametrize("name", ["TracingContext", "remove", "GlobalSource", "config"])
+@pytest.mark.parametrize("name", ["TracingContext", "copy", "restore", "config"])
 def test_without_a_private_name_of_dynamo(kernel, launched, seed, name, monkeypatch):
     """One warning, and the checks, with the same results."""
     internals = python_module(kernel, "core.torch_internals")
-    assert {*internals.DYNAMO} == {"TracingContext", "remove", "GlobalSource", "config"}
+    assert {*internals.DYNAMO} == {"TracingContext", "copy", "restore", "config"}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES, attn_implementation="sdpa")).eval()
     kernel.apply(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, loss=False)
     absent = internals.Internal("_guards.absent", "a test")

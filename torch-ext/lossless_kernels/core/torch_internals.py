@@ -6,8 +6,11 @@ replacement, and one warning says which names are missing. An existing name may 
 """
 
 import functools
+import itertools
 import os
 import sys
+import weakref
+from collections.abc import MutableMapping
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -59,11 +62,13 @@ INDUCTOR = {
 # Names of TorchDynamo, looked up while it traces: its import takes a second.
 DYNAMO = {
     "TracingContext": Internal("_guards.TracingContext", "the guards of what is traced"),
-    "remove": Internal("_guards.GuardsSet.remove_guards_with_source", "guards on names of this package"),
-    "GlobalSource": Internal("_dynamo.source.GlobalSource", "guards on names of this package"),
+    "copy": Internal("_guards.GuardsContext.copy_graphstate", "guards on names of this package"),
+    "restore": Internal("_guards.GuardsContext.restore_graphstate", "guards on names of this package"),
     "config": Internal("_dynamo.config", "whether torch has guards on hooks"),
 }
 _HOOKS = tuple(f"._{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+# Those that torch makes itself and leaves out in the end.
+_NO_CODE = "EMPTY_NN_MODULE_HOOKS_DICT"
 _ABSENT = object()
 # What `_private` was asked for.
 _asked: list[Internal] = []
@@ -239,23 +244,42 @@ def _names_of(table: dict[str, Internal], otherwise: str) -> Optional[SimpleName
     return None if missing else found
 
 
+class _Seen:
+    """How many guards of what is traced were looked at, and those of them that may go."""
+
+    def __init__(self):
+        self.count = 0
+        self.dropped: list = []
+
+
+_seen: MutableMapping[Any, _Seen] = weakref.WeakKeyDictionary()
+
+
 def drop_guards_on(package: str) -> None:
     """Removes from what TorchDynamo traces the guards on names in this package's Python modules, which never change.
 
-    Also those on hooks of modules, where torch has none in the code that it traces itself, which is its default.
+    Also those on hooks of modules, where torch has none in the code that it traces itself, which is its default. A removal
+    takes as long as all guards are many, so that up to one guard in a hundred is left.
+
     TorchDynamo reads a Python module under a name of its own: `__import_` and the module's, with `_dot_` in place of dots.
     """
     found = _dynamo()
-    context = found and found.TracingContext.try_get()
-    if context is None:
+    tracing = found and found.TracingContext.try_get()
+    if tracing is None:
         return
-    guards = context.guards_context.dynamo_guards
     package = f"G['__import_{package.replace('.', '_dot_')}"
     ours, hooks = (f"{package}_dot_", f"{package}'"), _HOOKS if found.config.skip_nnmodule_hook_guards else ()
-    names = {guard.name.split("'")[1] for guard in guards if guard.name.startswith(ours)}
-    of_hooks = {guard.originating_source for guard in guards if guard.name.endswith(hooks)}
-    for source in (*map(found.GlobalSource, names), *of_hooks):
-        found.remove(guards, source)
+    context = tracing.guards_context
+    guards, seen = context.dynamo_guards, _seen.setdefault(context, _Seen())
+    for guard in itertools.islice(guards, seen.count, None):
+        if guard.name.startswith(ours) or (guard.name.endswith(hooks) and guard.create_fn_name() != _NO_CODE):
+            seen.dropped.append(guard)
+    seen.count = len(guards)
+    if 100 * len(seen.dropped) > len(guards):
+        state = found.copy(context)
+        state.dynamo_guards.difference_update(seen.dropped)
+        seen.count, seen.dropped = len(state.dynamo_guards), []
+        found.restore(context, state)
 
 
 def tensor_guard(*tensors: torch.Tensor):
