@@ -74,9 +74,10 @@ SPILLED = {
     ("masked_softmax_backward_of_block", "float32", None): 20,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
-    # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements.
+    # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements, masked scores of 8192.
     SPILLED |= {("group_norm_forward", "bfloat16", None): 24, ("group_norm_forward", "float32", None): 20}
     SPILLED |= {("layer_norm_forward", "float32", None): 8}
+    SPILLED |= {("masked_softmax_backward_of_block", "bfloat16", None): 28}
 # The same on the other generations: rows of 32768 elements spill more there, and GroupNorm on sm_120.
 SPILLED_ELSEWHERE = {
     **SPILLED,
