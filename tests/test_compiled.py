@@ -161,24 +161,21 @@ def names_of_ours(kernel, guards) -> set[tuple[str, str]]:
     return {(module.replace("_dot_", "."), name) for module, name in found}
 
 
-def never_changes(value) -> bool:
-    """Whether nobody gives a name with this value another one: functions, classes, operators, and tables of these."""
-    if isinstance(value, Mapping):
-        return all(map(never_changes, value.values()))
-    if isinstance(value, tuple):
-        return all(map(never_changes, value))
-    kinds = (
-        FunctionType,
-        BuiltinFunctionType,
-        ModuleType,
-        type,
-        torch._ops.OpOverload,
-        str,
-        bool,
-        int,
-        float,
-        type(None),
-    )
+def never_changes(module, name) -> bool:
+    """Whether nobody gives this name another value: a function, a class, an operator or a constant."""
+    if f"global {name}\n" in inspect.getsource(module):
+        return False
+    value = getattr(module, name)
+    if isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, torch._ops.OpOverload)):
+        return True
+    return name.isupper() and is_constant(value)
+
+
+def is_constant(value) -> bool:
+    """Whether it is a text or number, a class or function, or a table of such with at least one entry."""
+    if isinstance(value, (Mapping, tuple)):
+        return bool(value) and all(map(is_constant, value.values() if isinstance(value, Mapping) else value))
+    kinds = FunctionType, type, str, bool, int, float
     return isinstance(value, kinds) or getattr(type(value), "__dataclass_params__", MUTABLE).frozen
 
 
@@ -198,9 +195,7 @@ def test_compiled_code_checks_no_names_of_this_package(kernel, launched, seed, m
     print(f"{len(names)} names would be checked")
     assert len(names) > 50
     changing = [
-        (module, name)
-        for module, name in names
-        if not never_changes(getattr(sys.modules[f"{kernel.__name__}.{module}"], name))
+        (module, name) for module, name in names if not never_changes(sys.modules[f"{kernel.__name__}.{module}"], name)
     ]
     assert not changing
 
@@ -216,6 +211,27 @@ def test_other_names_are_checked(kernel, launched, seed):
         norm.forward = MethodType(lambda self, x: torch.zeros_like(x), norm)
         after = compiled(tokens_of(seed), use_cache=False).logits
     assert before.any() and not after.any()
+
+
+def test_hooks_from_before_compilation_run(kernel, launched, seed):
+    """Of later ones torch's compiled code knows nothing, unless `skip_nnmodule_hook_guards` is off."""
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES, attn_implementation="sdpa")).eval()
+    kernel.apply(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, loss=False)
+    compiled, tokens = torch.compile(model, backend="eager"), tokens_of(seed)
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        plain = compiled(tokens, use_cache=False).logits
+        torch._dynamo.reset()
+        hook = mlp.register_forward_hook(lambda module, arguments, out: out * 0)
+        hooked = compiled(tokens, use_cache=False).logits
+        assert (hooked != plain).any()
+        assert_bits_equal(hooked, model(tokens, use_cache=False).logits)
+        hook.remove()
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            assert_bits_equal(compiled(tokens, use_cache=False).logits, plain)
+            mlp.register_forward_hook(lambda module, arguments, out: out * 0)
+            assert_bits_equal(compiled(tokens, use_cache=False).logits, hooked)
 
 
 @pytest.mark.parametrize("name", ["TracingContext", "copy", "restore", "config"])

@@ -100,16 +100,32 @@ def test_without_a_cache(models):
         assert_bits_equal(found, expected)
 
 
-def test_the_old_name_warns_as_it_does_in_transformers(kernel, models):
-    results = []
-    for model in models:
-        cache = DynamicCache(config=model.config)
-        with pytest.warns(FutureWarning, match="`past_key_values` is deprecated") as record:
-            results.append((decode(model, cache, name="past_key_values"), cache, len(record)))
-    (expected, _, warned), (found, cache, warned_by_ours) = results
-    assert cache.get_seq_length() == 9 and warned_by_ours == warned
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_the_old_name(kernel, models, monkeypatch):
+    """transformers warns of it; the layers here take either."""
+    counted(kernel, monkeypatch, replays := [])
+    caches = [DynamicCache(config=model.config) for model in models]
+    expected, found = (decode(*each, name="past_key_values") for each in zip(models, caches))
+    assert caches[1].get_seq_length() == 9 and None not in replays
     for ours, theirs in zip(found, expected, strict=True):
         assert_bits_equal(ours, theirs)
+
+
+def test_by_position(models):
+    results = []
+    for model in models:
+        layer, cache = model.model.layers[0], DynamicCache(config=model.config)
+        hidden_states = torch.randn(2, 4, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
+        positions = torch.arange(4)[None]
+        tables = model.model.rotary_emb(hidden_states, positions)
+        given = {"position_embeddings": tables, "attention_mask": None, "position_ids": positions, "cache": cache}
+        names = [name for name in inspect.signature(type(layer).forward).parameters if name in given]
+        leading = [given.pop(name) for name in names[: names.index("cache") + 1]]
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            results.append(layer(hidden_states, *leading, **given))
+        assert cache.get_seq_length() == 4
+    assert_bits_equal(*results)
 
 
 class Paged(DynamicCache):
@@ -172,7 +188,7 @@ def test_which_name_a_class_has(kernel, models):
 
 @pytest.mark.parametrize("names", [("past_key_values", "other"), ("other", "cache")])
 def test_other_renamed_arguments_keep_a_forward(kernel, names):
-    """A layer here takes the arguments of today alone."""
+    """A layer of this package would not know the old name."""
     old, new = names
 
     class Other(torch.nn.Module):

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .core import proof
 from .core.domain import is_autocast, is_checkpointed
-from .core.inspection import CACHE, PAST_KEY_VALUES, checkpoint_wrapper, is_checkpoint_wrapper, name_of_cache
+from .core.inspection import checkpoint_wrapper, is_checkpoint_wrapper, name_of_cache
 from .core.torch_internals import MISSING, class_before_script
 from .decoder import recompute, replay
 from .decoder.attention import project
@@ -504,14 +504,9 @@ def _decoded(self, layer, hidden_states, position_embeddings, attention_mask, pa
         if out is not None:
             return out
     arguments.update(attention_mask=attention_mask, position_embeddings=position_embeddings)
-    cache = name_of_cache(type(self))
-    # The class's own forward says that the name is an old one.
-    renamed = cache == CACHE and past_key_values is not None
-    if renamed or cache == PAST_KEY_VALUES:
-        arguments[PAST_KEY_VALUES] = past_key_values
-    else:
-        arguments.setdefault(CACHE, None)
-    formula = None if renamed else decoder_formula_of(type(self), hidden_states, self.__dict__)
+    # By position, or by its old name, a cache comes as `past_key_values` here.
+    arguments.setdefault(name_of_cache(type(self)), past_key_values)
+    formula = decoder_formula_of(type(self), hidden_states, self.__dict__)
     if formula is None or (checkpoints and is_dynamo_compiling()):
         return _original(self, layer, hidden_states, **arguments)
     if checkpoints:

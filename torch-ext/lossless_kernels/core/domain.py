@@ -100,15 +100,15 @@ def under_transform() -> bool:
 def at_trace_time(function: Callable) -> Callable:
     """Decorates a function that TorchDynamo runs once, while it traces; its result is a constant of the compiled code.
 
-    That code then checks no names of this package, so far as they were read before. It would check each at every call:
-    functions, classes and constants, of which a decoder layer reads 75.
+    The compiled code then checks no names of this package that were read before. It would check each at every call: some 75
+    functions, classes and constants, where decoder layers are replaced.
     """
 
     @torch.compiler.assume_constant_result
     @functools.wraps(function)
-    def decide(*arguments):
+    def decide(*arguments, **named):
         drop_guards_on(ROOT_PACKAGE)
-        return function(*arguments)
+        return function(*arguments, **named)
 
     return decide
 

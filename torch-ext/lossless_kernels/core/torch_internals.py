@@ -67,7 +67,7 @@ DYNAMO = {
     "config": Internal("_dynamo.config", "whether torch has guards on hooks"),
 }
 _HOOKS = tuple(f"._{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
-# Those that torch makes itself and leaves out in the end.
+# torch's own guards on empty dictionaries of hooks, for which it generates no check.
 _NO_CODE = "EMPTY_NN_MODULE_HOOKS_DICT"
 _ABSENT = object()
 # What `_private` was asked for.
@@ -258,8 +258,9 @@ _seen: MutableMapping[Any, _Seen] = weakref.WeakKeyDictionary()
 def drop_guards_on(package: str) -> None:
     """Removes from what TorchDynamo traces the guards on names in this package's Python modules, which never change.
 
-    Also those on hooks of modules, where torch has none in the code that it traces itself, which is its default. A removal
-    takes as long as all guards are many, so that up to one guard in a hundred is left.
+    Also those on hooks of modules, if `torch._dynamo.config.skip_nnmodule_hook_guards` is set, as it is by default: then
+    torch does not check hooks either. A removal copies all guards. It waits until more than one in a hundred may go, so
+    that fewer are left.
 
     TorchDynamo reads a Python module under a name of its own: `__import_` and the module's, with `_dot_` in place of dots.
     """

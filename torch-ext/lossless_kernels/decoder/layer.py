@@ -155,7 +155,10 @@ def _called_as_module(layer, name, hidden_states):
 
 
 def _called_or_inlined(layer, name, hidden_states):
-    """While TorchDynamo traces: of a forward it checks less at every call than of a module's call."""
+    """While TorchDynamo traces: of a forward it checks less at every call than of a module's call.
+
+    It would trace the same forward in the call of a module that is compiled by itself.
+    """
     module = getattr(layer, name)
     inlined = isinstance(module, torch.nn.Module) and is_bare(module)
     return module.forward(hidden_states) if inlined else module(hidden_states)

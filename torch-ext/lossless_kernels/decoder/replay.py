@@ -93,8 +93,7 @@ class Call:
         self.activation = mlp.attributes_of(act_fn)
         subject = mlp.subject_of(act_fn)
         activation = mlp.activation_of(type(gated), subject, hidden_states, gated.__dict__)
-        self.renamed = inspection.name_of_cache(type(layer)) == CACHE
-        if self.variant is None or self.renamed != (self.variant.cache == CACHE):
+        if self.variant is None or self.variant.cache != inspection.name_of_cache(type(layer)):
             raise _Unsupported
         if self.variant not in _VARIANTS or subject is None or activation is None or _layer_of_ours(gated) not in _MLPS:
             raise _Unsupported
@@ -237,12 +236,14 @@ class Call:
         return self_attn, weights, weights_and_biases
 
     def __call__(self, layer: nn.Module, hidden_states, cos, sin, attention_mask, past_key_values, arguments: dict):
-        """The layer's output; None, before any operation, if the call differs. The last three are the attention's."""
+        """The layer's output; None, before any operation, if the call differs.
+
+        The last three are the attention's; its cache is put into the last, and taken out.
+        """
         found = self.matches(layer, hidden_states, cos, sin)
-        if found is None or (self.renamed and past_key_values is not None):
+        if found is None:
             return None
-        if not self.renamed:
-            arguments[PAST_KEY_VALUES] = past_key_values
+        arguments.setdefault(self.variant.cache, past_key_values)
         self_attn, weights, (q_proj, k_proj, v_proj, *_) = found
         normed = self.empty_rows()
         self.normalize(hidden_states, weights[0], normed)
