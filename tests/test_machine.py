@@ -74,10 +74,14 @@ SPILLED = {
     ("masked_softmax_backward_of_block", "float32", None): 20,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
-    # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements, masked scores of 8192.
+    # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements, some bytes more of masked
+    # scores and jsd.
     SPILLED |= {("group_norm_forward", "bfloat16", None): 24, ("group_norm_forward", "float32", None): 20}
     SPILLED |= {("layer_norm_forward", "float32", None): 8}
-    SPILLED |= {("masked_softmax_backward_of_block", "bfloat16", None): 28}
+    SPILLED |= {("masked_softmax_forward_of_block", "bfloat16", None): 8}
+    SPILLED |= {("masked_softmax_backward_of_block", dtype, None): 28 for dtype in ("bfloat16", "float32")}
+    SPILLED |= {("jsd_forward", "bfloat16", None): 12, ("jsd_forward", "float32", None): 28}
+    SPILLED |= {("jsd_backward", "bfloat16", None): 20}
 # The same on the other generations: rows of 32768 elements spill more there, and GroupNorm on sm_120.
 SPILLED_ELSEWHERE = {
     **SPILLED,
