@@ -428,7 +428,7 @@ def test_the_proof_tells_a_wrong_order(family, monkeypatch, seed, of_gradient, d
 
 
 # Rows of each kind of block, where a dtype has it.
-BLOCKS = (4096, 4095, 9225, 9224, 32768)
+BLOCKS = (4096, 4095, 9225, 9224, 32768, 32776)
 
 
 @pytest.mark.parametrize("of_gradient", [False, True])

@@ -32,7 +32,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 200, 511, 512, 513, 1000, 1023, 1024)
 # The same of rows of one block: where ATen's kernel, its threads, or the tile of a program change.
 BLOCK_SIZES = (1025, 1028, 1031, 1032, 1040, 2047, 2048, 2049, 2052, 2055, 2056, 3072, 4096, 4100, 4128, 8192, 9216)
-LONG_SIZES = (9217, 9220, 9224, 12252, 12256, 12268, 12272, 16384, 24504, 24512, 24536, 24544, 32001, 32768, 50257)
+LONG_SIZES = (9217, 9220, 9224, 12252, 12256, 12268, 12272, 12288, 16384, 24504, 24512, 24536, 24544)
+LONG_SIZES += (24576, 32001, 32768, 50257)
 SPECIAL = (-math.inf, math.inf, math.nan, -0.0, 0.0, 1e-40, -6e4)
 
 
@@ -466,8 +467,8 @@ def changes_of(kind):
 
 
 # A row of each kind of block: elements, its stride, and elements to its address.
-BLOCKS = {"registers": (4096, 4096, 0), "shared": (9224, 9224, 0), "loop": (32768, 32768, 0), "head": (9225, 9225, 0)}
-BLOCKS |= {"head, gaps": (9225, 9233, 0), "address": (9224, 9224, 1)}
+BLOCKS = {"registers": (4096, 4096, 0), "shared": (9224, 9224, 0), "whole steps": (16384, 16384, 0)}
+BLOCKS |= {"loop": (32776, 32776, 0), "head": (9225, 9225, 0), "head, gaps": (9225, 9233, 0), "address": (9224, 9224, 1)}
 
 
 @pytest.mark.parametrize("of_gradient", [False, True])

@@ -180,6 +180,8 @@ def masked_softmax_forward_of_block(
     """`masked_softmax_forward` of a row that a program reads once; STEPS, THREADS and VECTOR: `softmax_forward_of_block`."""
     scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     TILE: tl.constexpr = THREADS * VECTOR
+    # 2 to 3% less time for rows of 4096 elements (H200). Rows that are taken by vectors gain nothing.
+    KEPT: tl.constexpr = VECTOR == 1
     row = tl.program_id(0)
     offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
     of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
@@ -187,7 +189,8 @@ def masked_softmax_forward_of_block(
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         inside = element < size * UNIT
-        tiles = tiles + (_masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED),)
+        x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED, KEPT)
+        tiles = tiles + (x,)
     scores_ptr += offset
     mask_ptr += of_mask
     out_ptr += offset
@@ -241,7 +244,7 @@ def masked_softmax_backward_of_block(
         y = _softmax(x, statistics)
         products = products + (_product(dy, y),)
         factors = factors + (y,)
-    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR)
+    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR, IN_SEQUENCE=False)
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         dx = _to_scores(_gradient(products[step], factors[step], total), scale, dx_ptr.dtype.element_ty)

@@ -103,9 +103,14 @@ def softmax_backward(
 
 
 @triton.jit
-def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr):
-    """scores * scale + mask of a row's elements, each operation rounded to the scores' dtype, in fp32; -inf outside."""
-    scores = tl.load(scores_ptr + element, mask=inside, other=0.0)
+def _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED: tl.constexpr, KEPT: tl.constexpr = False):
+    """scores * scale + mask of a row's elements, each operation rounded to the scores' dtype, in fp32; -inf outside.
+
+    Args:
+        KEPT: the caches evict scores last.
+    """
+    POLICY: tl.constexpr = "evict_last" if KEPT else ""
+    scores = tl.load(scores_ptr + element, mask=inside, other=0.0, eviction_policy=POLICY)
     scaled = (scores.to(tl.float32) * scale).to(scores.dtype)
     if MASKED:
         return widened(rounded_sum(scaled, tl.load(mask_ptr + element, mask=inside, other=float("-inf"))))
@@ -183,12 +188,18 @@ def _softmax_of_block(
 
 
 @triton.jit
-def _sum_of_tiles(tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """The sum of a row."""
+def _sum_of_tiles(
+    tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, IN_SEQUENCE: tl.constexpr
+):
+    """The sum of a row, whose threads are added by trees or in sequence."""
     total = tl.zeros([THREADS], tl.float32)
     for step in tl.static_range(STEPS):
         total = chain_of_vectors(total, tiles[step], THREADS, VECTOR=VECTOR)
-    return tl.max(sum_of_block(total, THREADS), axis=0)
+    if IN_SEQUENCE:
+        total = blocks_in_sequence(total, THREADS // 32)
+    else:
+        total = sum_of_block(total, THREADS)
+    return tl.max(total, axis=0)
 
 
 @triton.jit(do_not_specialize=["size", "row_stride"])
@@ -232,8 +243,13 @@ def softmax_backward_of_block(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
+    IN_SEQUENCE: tl.constexpr,
 ):
-    """`softmax_backward` of a row that a program reads once. The arguments are those of `softmax_forward_of_block`."""
+    """`softmax_backward` of a row that a program reads once. The other arguments are those of `softmax_forward_of_block`.
+
+    Args:
+        IN_SEQUENCE: ATen's block adds its threads in sequence, and not by trees.
+    """
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0).to(tl.int64)
     products = ()
@@ -245,7 +261,7 @@ def softmax_backward_of_block(
         y = tl.load(y_ptr + row * (size * UNIT) + element, mask=mask, other=0.0)
         products = products + (_product(dy, y),)
         factors = factors + (y,)
-    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR)
+    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR, IN_SEQUENCE)
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         dx = _gradient(products[step], factors[step], total)

@@ -111,7 +111,11 @@ class Kind:
     def of(cls, of_gradient: bool, dtype: torch.dtype, size: int, multiple: int, masked: bool, scale: float) -> "Kind":
         """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
         rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
-        return cls(replace(rows, unit=1 if multiple % unit else unit), masked, _is_number_of(scale, dtype))
+        unit = 1 if multiple % unit else unit
+        if rows.order.kind == aten.LOOP and (of_gradient or unit == 1):
+            # A gradient keeps two numbers of each element, and rows that are not read by vectors take more registers.
+            rows = replace(rows, steps=0)
+        return cls(replace(rows, unit=unit), masked, _is_number_of(scale, dtype))
 
     def planned(self, size: int, rows: int, device: torch.device) -> "Kind":
         """The kind with the launch configuration that is tuned for it on this GPU."""

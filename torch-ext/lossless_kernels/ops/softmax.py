@@ -79,6 +79,8 @@ _WARPS, _WARPS_WITHOUT_VECTORS = {4096: 2, 1 << 14: 4, 1 << 15: 8}, {4096: 2, 92
 _GRADIENT_WARPS = {2: {4096: 4, 1 << 14: 8, 1 << 15: 16}, 4: {4096: 4, 9216: 8, 1 << 15: 16}}
 # Those of a program that does not; for gradients as many as ATen has, or the sum in sequence takes all registers.
 _LOOP_WARPS = 8
+# The longest rows of LOOP that a program keeps in registers; of gradients, which keep two numbers of each element.
+_LONGEST_IN_REGISTERS, _LONGEST_GRADIENT = 1 << 15, 1 << 14
 _MAX_SIZE = 1 << 30
 
 
@@ -101,7 +103,8 @@ class Kind:
         result: the softmax's dtype.
         order: ATen's division of a row among threads.
         steps: WARP: the logarithm of the next power of two of a row's length, which decides the order of additions.
-            REGISTERS, SHARED: how often all threads take a vector. LOOP: 0, for any number.
+            Otherwise: how often all threads take a vector, if a program keeps the row in registers. 0 if it does not: the
+            rows of LOOP that are longer, are not read by vectors, or have elements that are taken one by one.
         unit: the number of elements, up to 16 bytes, that one access can read.
         head: eager's rows do not begin at multiples of 16 bytes, which shifts the vectors of LOOP.
         dense: rows with such a head follow each other without a gap.
@@ -132,8 +135,12 @@ class Kind:
         unit = math.gcd(size, row_stride, 16 // itemsize)
         if order.kind == aten.WARP:
             return cls(of_gradient, dtype, result, order, aten.next_power_of_two(size).bit_length() - 1, unit)
+        steps, rest = divmod(size, order.threads * order.vector)
         if order.kind != aten.LOOP:
-            return cls(of_gradient, dtype, result, order, -(-size // (order.threads * order.vector)), unit)
+            return cls(of_gradient, dtype, result, order, steps + (rest > 0), unit)
+        longest = _LONGEST_GRADIENT if of_gradient else _LONGEST_IN_REGISTERS
+        if rest == 0 and shift == 0 and unit > 1 and size <= longest:
+            return cls(of_gradient, dtype, result, order, steps, unit)
         if size % order.vector == 0 and shift == 0:
             return cls(of_gradient, dtype, result, order, 0, unit)
         return cls(of_gradient, dtype, result, order, 0, unit, True, row_stride == size, shift)
@@ -163,7 +170,7 @@ class Kind:
         if self.order.kind == aten.WARP:
             elements, warps = next(program for most, program in _PROGRAMS.items() if self.longest <= most)
             return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
-        if self.order.kind == aten.LOOP:
+        if not self.steps:
             return 1, max(self.order.threads // 32, 4) if self.of_gradient else _LOOP_WARPS
         of_length = _WARPS if self.unit > 1 else _WARPS_WITHOUT_VECTORS
         if self.of_gradient:
@@ -185,6 +192,7 @@ def _bind(kind: Kind, rows: int, size: int, row_stride: int, device: torch.devic
     elif kind.steps:
         names = ("softmax_forward_of_block", "softmax_backward_of_block")
         constants = {"STEPS": kind.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
+        constants |= {"IN_SEQUENCE": order.in_sequence} if kind.of_gradient else {}
     else:
         names = ("softmax_forward_of_long_rows", "softmax_backward_of_long_rows")
         constants = {"THREADS": order.threads, "VECTOR": order.vector}
