@@ -394,7 +394,8 @@ class Softmax(TunedOp):
 
     chooses = """\
 warps per program, for any number of rows of one length, if a program keeps a row in registers: from 1025 (gradients)
-or 2049 elements to about 24500 in 16 bits, and to about 12250 in fp32 and of masked scores"""
+or 2049 elements to about 24500 in 16 bits, and to about 12250 in fp32 and of masked scores; longer rows that fill whole
+steps, up to 32768 elements, or 16384 of gradients"""
     has_size = True
 
     def __init__(self, op: str):

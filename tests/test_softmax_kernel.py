@@ -4,6 +4,7 @@ The interpreter has numpy's exponentials, for the transcription too, rounds an F
 (`interpreter.multiply_add`) and truncates to bf16: `cast` does likewise.
 """
 
+import itertools
 import math
 import os
 import random
@@ -214,7 +215,8 @@ def test_rows_with_small_terms_are_divided_by_division(module, monkeypatch, seed
     """And no others. Each row has the transcription's bits."""
     family, source = module("ops.softmax"), module("kernels_src.softmax")
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    for size, result in ((choose.choice(BLOCK_SIZES[7:-1]), dtype), (9224, dtype), (2056, torch.float32)):
+    sizes = choose.choice(BLOCK_SIZES[7:-1]), choose.choice((9224, 24576))
+    for size, result in [*((size, dtype) for size in sizes), (2056, torch.float32)]:
         x = rows_with_tails(choose, generator, size, dtype)
         expected = aten_model.softmax(x, numpy_exp, cast, dtype=result)
         by_division = is_added_by_fmas(terms_of(x))
@@ -467,8 +469,10 @@ def changes_of(kind):
 
 
 # A row of each kind of block: elements, its stride, and elements to its address.
-BLOCKS = {"registers": (4096, 4096, 0), "shared": (9224, 9224, 0), "whole steps": (16384, 16384, 0)}
-BLOCKS |= {"loop": (32776, 32776, 0), "head": (9225, 9225, 0), "head, gaps": (9225, 9233, 0), "address": (9224, 9224, 1)}
+BLOCKS = {"registers": (4096, 4096, 0), "shared": (9224, 9224, 0), "loop": (32776, 32776, 0)}
+# Loops whose rows stay in registers: of fp32 and of 16 bits.
+BLOCKS |= {"whole steps": (16384, 16384, 0), "more whole steps": (24576, 24576, 0)}
+BLOCKS |= {"head": (9225, 9225, 0), "head, gaps": (9225, 9233, 0), "address": (9224, 9224, 1)}
 
 
 @pytest.mark.parametrize("of_gradient", [False, True])
@@ -536,7 +540,7 @@ def test_a_proof_has_rows_of_its_kind(module, chooser, of_gradient):
             )
         if kind.order.kind != "warp":
             assert found[0] <= min(sizes), kind
-            assert kind.order.kind == "loop" or found[-1] >= max(sizes), kind
+            assert not kind.steps or found[-1] >= max(sizes), kind
 
 
 @interpreted
@@ -849,7 +853,7 @@ def test_output_and_gradient_are_those_of_eager(kernel, module, seed, monkeypatc
 def test_small_terms_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    for size in (2049, 4096, 9216, 9224):
+    for size in (2049, 4096, 9216, 9224, 16384, 24576, 32768):
         x = rows_with_tails(choose, generator, size, dtype).cuda()
         for result in {dtype, torch.float32}:
             assert module("ops.softmax").replacement(x, -1, result) is not None
@@ -863,13 +867,14 @@ def test_the_transcription_is_what_eager_computes(seed, dtype):
     """Given the exponentials of the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
     for size in SIZES + BLOCK_SIZES + LONG_SIZES:
-        for result in {dtype, torch.float32}:
-            shift = 1 if size > 9216 and not (dtype == torch.bfloat16 and result == torch.float32) else 0
+        for result, shift in itertools.product({dtype, torch.float32}, (0, 1) if size > 9216 else (0,)):
+            if shift and dtype == torch.bfloat16 and result == torch.float32:  # Eager's copy begins at a multiple.
+                continue
             x = torch.randn(32 * size + shift, generator=generator, device="cuda").to(dtype)[shift:].view(32, size)
             dy = torch.randn(32, size, generator=generator, device="cuda").to(result)
             y, dx = gradients_of(lambda x: functional.softmax(x, -1, dtype=result), x, dy)  # noqa: B023
             of_model = aten_model.softmax(x.cpu(), lambda x: torch.exp(x.cuda()).cpu(), dtype=result, misaligned=shift)
-            assert_bits_equal(of_model, y.cpu(), f"output of {size} to {result}")
+            assert_bits_equal(of_model, y.cpu(), f"output of {size} to {result}, shift {shift}")
             of_model = aten_model.softmax_backward(dy.cpu(), y.cpu(), dtype=dtype)
             assert_bits_equal(of_model, dx.cpu(), f"gradient of {size} from {result}")
 

@@ -188,9 +188,7 @@ def _softmax_of_block(
 
 
 @triton.jit
-def _sum_of_tiles(
-    tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, IN_SEQUENCE: tl.constexpr
-):
+def _sum_of_tiles(tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, IN_SEQUENCE: tl.constexpr):
     """The sum of a row, whose threads are added by trees or in sequence."""
     total = tl.zeros([THREADS], tl.float32)
     for step in tl.static_range(STEPS):

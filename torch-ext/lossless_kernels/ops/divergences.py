@@ -424,8 +424,8 @@ def _order(elements: int, dtype: torch.dtype, device: torch.device):
     return full_reduction(elements, dtype.itemsize, gpu.multiprocessors, gpu.threads)[0]
 
 
-# Sums of each length: one sum shows another order of additions in one of three cases or more.
-_PROOF_SUMS = 16
+# Sums of each length: one sum shows another order of additions in one of three cases, fewer blocks in one of six or more.
+_PROOF_SUMS = 24
 _PROOF_CLASSES = 40
 # Elements of the longest sum: of more than 512 blocks if the GPU has as many.
 _MOST_ELEMENTS = 1 << 23
@@ -439,8 +439,8 @@ def _lengths(width: int, dtype: torch.dtype, device: torch.device) -> list[int]:
         return [_ELEMENTWISE]
     vector = 16 // dtype.itemsize
     step = width * vector
-    found = (width, 2 * width - 1, step, 2 * step - 1, 45 * step + 3, 300 * step + 1, 1500 * step, _MOST_ELEMENTS - 1)
-    of_width = [elements for elements in found if _order(elements, dtype, device).width == width]
+    found = (width, 2 * width - 1, step, 2 * step - 1, 45 * step + 3, 150 * step, 300 * step + 1, 1500 * step)
+    of_width = [each for each in (*found, _MOST_ELEMENTS - 1) if _order(each, dtype, device).width == width]
     return [elements for elements in of_width if elements < _MOST_ELEMENTS]
 
 

@@ -136,11 +136,9 @@ class Kind:
         if order.kind == aten.WARP:
             return cls(of_gradient, dtype, result, order, aten.next_power_of_two(size).bit_length() - 1, unit)
         steps, rest = divmod(size, order.threads * order.vector)
-        if order.kind != aten.LOOP:
-            return cls(of_gradient, dtype, result, order, steps + (rest > 0), unit)
         longest = _LONGEST_GRADIENT if of_gradient else _LONGEST_IN_REGISTERS
-        if rest == 0 and shift == 0 and unit > 1 and size <= longest:
-            return cls(of_gradient, dtype, result, order, steps, unit)
+        if order.kind != aten.LOOP or (rest == shift == 0 and unit > 1 and size <= longest):
+            return cls(of_gradient, dtype, result, order, steps + (rest > 0), unit)
         if size % order.vector == 0 and shift == 0:
             return cls(of_gradient, dtype, result, order, 0, unit)
         return cls(of_gradient, dtype, result, order, 0, unit, True, row_stride == size, shift)
