@@ -565,7 +565,9 @@ def test_without_proof_eager_runs(kernel, module, nothing_known, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(module("cross_entropy"), "_PROOF_ROWS", 16)
     x, target = torch.randn(3, 2111), torch.tensor([1, 2, 3])
-    with pytest.warns(RuntimeWarning, match="cross_entropy on cpu, torch.float32, 2111 classes, log-probabilities"):
+    with pytest.warns(
+        RuntimeWarning, match="cross_entropy on cpu, torch.float32, 2111 classes, log-probabilities.*differ"
+    ):
         loss, gradient = gradients_of(lambda x: kernel.cross_entropy(x, target), x)
     expected, theirs = gradients_of(lambda x: functional.cross_entropy(x, target), x)
     assert_bits_equal(loss, expected)

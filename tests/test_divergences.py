@@ -506,7 +506,7 @@ def test_without_proof_eager_runs(kernel, family, nothing_known, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(family, "_MOST_ELEMENTS", 1 << 14)
     first, second = example(family, family._KL, 40, 77)
-    with pytest.warns(RuntimeWarning, match="kl_div on cpu, .* target, sum, sums of 512 threads, keeps"):
+    with pytest.warns(RuntimeWarning, match="kl_div on cpu, .* target, sum, sums of 512 threads, keeps .*differ"):
         found = kernel.kl_div(first, second, "sum")
     assert_bits_equal(found, functional.kl_div(first, second, reduction="sum"))
 

@@ -282,7 +282,7 @@ def test_without_proof_eager_runs(kernel, family, nothing_known, monkeypatch):
     """A CPU's tanh has other bits."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     tensors = [torch.randn(shape) for shape in ((2, 96), 1, 96, 96)]
-    with pytest.warns(RuntimeWarning, match="eager on cpu, torch.float32, rows of 96 elements, output, keeps"):
+    with pytest.warns(RuntimeWarning, match="eager on cpu, torch.float32, rows of 96 elements, output, keeps .*differ"):
         assert_bits_equal(kernel.dyt(*tensors), family.eager(*tensors))
 
 

@@ -207,14 +207,14 @@ def test_rows_with_small_terms_are_divided_by_division(family, module, monkeypat
     source = module("kernels_src.softmax")
     for size in (choose.choice((2056, 3072, 4096, 4104, 8192)), 9224):
         scores, mask = scores_with_tails(choose, generator, size, dtype)
-        for each in (mask, None):
-            check(family, (scores, each, 0.5, torch.randn(scores.shape, generator=generator).to(dtype)), size)
-            by_division = is_added_by_fmas(terms_of(combined(scores, each, 0.5)[0, 0]))
-            assert 20 < int(by_division.sum()) < len(by_division) - 15
-            with monkeypatch.context() as patch:
-                patch.setattr(source, "divide_by_reciprocal", lambda x, y, reciprocal: x * 0.0 + 2.0)
-                out = family.replacement(scores, each, 0.5)
-            assert torch.equal((out[0, 0] != 2).all(-1), by_division), (size, each is None)
+        mask = choose.choice((mask, None))
+        check(family, (scores, mask, 0.5, torch.randn(scores.shape, generator=generator).to(dtype)), size)
+        by_division = is_added_by_fmas(terms_of(combined(scores, mask, 0.5)[0, 0]))
+        assert 20 < int(by_division.sum()) < len(by_division) - 15
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "divide_by_reciprocal", lambda x, y, reciprocal: x * 0.0 + 2.0)
+            out = family.replacement(scores, mask, 0.5)
+        assert torch.equal((out[0, 0] != 2).all(-1), by_division), (size, mask is None)
 
 
 @interpreted
@@ -766,7 +766,7 @@ def test_without_proof_eager_runs(kernel, family, module, nothing_known, monkeyp
     scores, mask = torch.randn(6, 777), torch.randn(777)
     with pytest.warns(
         RuntimeWarning,
-        match="eager_masked_softmax on cpu, torch.float32, a mask, rows of up to 1024 elements, output, keeps",
+        match="eager_masked_softmax on cpu, torch.float32, a mask, rows of up to 1024 elements, output, keeps .*differ",
     ):
         assert family.replacement(scores, mask, 0.5) is None
     assert_bits_equal(kernel.masked_softmax(scores, mask, 0.5), family.eager_masked_softmax(scores, mask, 0.5))

@@ -799,7 +799,7 @@ def test_without_proof_eager_runs(kernel, nothing_known, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     x = torch.randn(6, 777)
     with pytest.warns(
-        RuntimeWarning, match="softmax on cpu, torch.float32, rows of up to 1024 elements, output, keeps"
+        RuntimeWarning, match="softmax on cpu, torch.float32, rows of up to 1024 elements, output, keeps .*differ"
     ):
         assert_bits_equal(kernel.softmax(x), functional.softmax(x, -1))
 
