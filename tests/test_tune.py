@@ -206,7 +206,8 @@ def test_candidates_of_softmax_return_the_defaults_bits(kernel, monkeypatch, op)
     import measure
 
     kernels = tune.Kernels(kernel)
-    monkeypatch.setattr(tuned_ops, "SOFTMAX_ELEMENTS", 3 * tuned_ops.HEADS * 4096)
+    monkeypatch.setattr(tuned_ops, "HEADS", 4)
+    monkeypatch.setattr(tuned_ops, "SOFTMAX_ELEMENTS", 3 * 4 * 4096)
     launched = []
     launcher = python_module(kernel, "launch").Launcher
     through_triton = launcher.through_triton
@@ -216,7 +217,7 @@ def test_candidates_of_softmax_return_the_defaults_bits(kernel, monkeypatch, op)
         lambda self, *given: (launched.append(self.num_warps), through_triton(self, *given))[1],
     )
     (point,) = every_point(ops=[op], hidden_sizes=[4096], dtypes=["fp32"])
-    assert (point.case.rows, point.kind) == (96, (op, 4096, 4, 1, None))
+    assert (point.case.rows, point.kind) == (12, (op, 4096, 4, 1, None))
     sets = [point.tuned.given(kernels, each) for each in measure.draw(point.case, torch.float32, "cpu", 2)]
     default = kernels.default(point, torch.device("cpu"))
     expected = [kernels.call(point, default, sets)(index) for index in range(2)]
