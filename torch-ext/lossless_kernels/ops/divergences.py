@@ -424,7 +424,8 @@ def _order(elements: int, dtype: torch.dtype, device: torch.device):
     return full_reduction(elements, dtype.itemsize, gpu.multiprocessors, gpu.threads)[0]
 
 
-# Sums of each length: one sum shows another order of additions in one of three cases, fewer blocks in one of six or more.
+# Sums of each length up to _MOST_REPEATED. One sum exposes a wrong reduction order with a probability of about 1/3, and
+# too few blocks with 1/6 or more.
 _PROOF_SUMS = 24
 _PROOF_CLASSES = 40
 # Elements of the longest sum: of more than 512 blocks if the GPU has as many.

@@ -113,7 +113,7 @@ class Kind:
         rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
         unit = 1 if multiple % unit else unit
         if rows.order.kind == aten.LOOP and (of_gradient or unit == 1):
-            # The gradient's kernel of rows in registers adds threads by trees; rows without vectors take more registers.
+            # The gradient's kernel of rows in registers adds threads by trees. Rows without vectors take more registers.
             rows = replace(rows, steps=0)
         return cls(replace(rows, unit=unit), masked, _is_number_of(scale, dtype))
 
