@@ -369,8 +369,8 @@ _ELEMENTS, _ROWS_OF_BLOCKS = 1 << 16, 128
 # are so far above the others.
 _APART = 12.0
 _GRADIENT_ELEMENTS, _GRADIENT_ROWS = 1 << 22, 252
-# Rows of loops: the shortest, the longest of those with fewer threads, and long ones.
-_SHORTEST_LOOP, _FEW_THREADS, _LONG = 1025, 2055, 40000
+# Rows of loops: the shortest, the longest of those with fewer threads, and long ones, of which a few have all alignments.
+_SHORTEST_LOOP, _FEW_THREADS, _LONG, _FEW = 1025, 2055, 40000, 64
 
 
 def _sizes(kind: Kind) -> list[int]:
@@ -381,9 +381,11 @@ def _sizes(kind: Kind) -> list[int]:
     elif rows.steps:
         first, last = (rows.steps - 1) * tile + 1, [range(rows.steps * tile, 0, -1)]
     else:
-        first, last = _SHORTEST_LOOP, [range(_LONG, 2 * _LONG), range(_FEW_THREADS, _SHORTEST_LOOP - 1, -1)]
+        first, last = _SHORTEST_LOOP, [range(_LONG, _LONG + _FEW), range(_FEW_THREADS, _SHORTEST_LOOP - 1, -1)]
 
     def fits(size):
+        if size % rows.unit:
+            return False
         multiple, scale = _multiple(kind, size), _SCALES[kind.narrow]
         found = Kind.of(rows.of_gradient, rows.dtype, size, multiple, kind.masked, scale)
         return found == replace(kind, rows=replace(rows, plan=None))

@@ -405,8 +405,9 @@ _SMALL = 80.0
 _TIMES_OF_BLOCKS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 12}
 _GRADIENT_ROWS = 256
 _GRADIENT_ELEMENTS = 1 << 22
-# Within these lengths are rows of every kind of block, and both ends of those that are bounded.
-_SHORTEST_OF_BLOCKS, _LONGEST_OF_BLOCKS, _LONG = 1025, 24600, 40000
+# Within these lengths are rows of every kind of block, and both ends of those that are bounded. Of rows as long as _LONG a
+# few have all alignments.
+_SHORTEST_OF_BLOCKS, _LONGEST_OF_BLOCKS, _LONG, _FEW = 1025, 24600, 40000, 64
 
 
 def _sizes(kind: Kind) -> list[int]:
@@ -420,10 +421,12 @@ def _sizes(kind: Kind) -> list[int]:
         found = Kind.of(kind.of_gradient, kind.dtype, kind.result, size, row_stride, kind.shift)
         return found == replace(kind, plan=None)
 
-    first = -(-_SHORTEST_OF_BLOCKS // kind.unit) * kind.unit
-    shortest = next(filter(fits, count(first, kind.unit)))
-    in_bounds = range(_LONGEST_OF_BLOCKS // kind.unit * kind.unit, shortest, -kind.unit)
-    in_loops = range(_LONG, 2 * _LONG, kind.unit) if not kind.steps else ()
+    tile = kind.order.threads * kind.order.vector
+    first = max(_SHORTEST_OF_BLOCKS, (kind.steps - 1) * tile + 1)
+    shortest = next(filter(fits, count(-(-first // kind.unit) * kind.unit, kind.unit)))
+    longest = kind.longest if kind.steps else _LONGEST_OF_BLOCKS
+    in_bounds = range(longest // kind.unit * kind.unit, shortest, -kind.unit)
+    in_loops = range(_LONG, _LONG + _FEW, kind.unit) if not kind.steps else ()
     return sorted({shortest, next(filter(fits, chain(in_loops, in_bounds)), shortest)})
 
 
