@@ -31,8 +31,8 @@ from ..core.domain import (
 )
 from ..core.layout import contiguous_strides, row_levels
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from .softmax import LONG_LENGTHS, SoftmaxPlan, softmax, with_small_terms
 from .softmax import Kind as KindOfRows
-from .softmax import SoftmaxPlan, softmax, with_small_terms
 from .softmax import _formula as eager_gradient
 
 if launch.AVAILABLE:
@@ -369,8 +369,8 @@ _ELEMENTS, _ROWS_OF_BLOCKS = 1 << 16, 128
 # are so far above the others.
 _APART = 12.0
 _GRADIENT_ELEMENTS, _GRADIENT_ROWS = 1 << 22, 252
-# Rows of loops: the shortest, the longest of those with fewer threads, and long ones, of which a few have all alignments.
-_SHORTEST_LOOP, _FEW_THREADS, _LONG, _FEW = 1025, 2055, 40000, 64
+# Rows of loops: the shortest, and the longest of those with fewer threads.
+_SHORTEST_LOOP, _FEW_THREADS = 1025, 2055
 
 
 def _sizes(kind: Kind) -> list[int]:
@@ -381,7 +381,7 @@ def _sizes(kind: Kind) -> list[int]:
     elif rows.steps:
         first, last = (rows.steps - 1) * tile + 1, [range(rows.steps * tile, 0, -1)]
     else:
-        first, last = _SHORTEST_LOOP, [range(_LONG, _LONG + _FEW), range(_FEW_THREADS, _SHORTEST_LOOP - 1, -1)]
+        first, last = _SHORTEST_LOOP, [LONG_LENGTHS, range(_FEW_THREADS, _SHORTEST_LOOP - 1, -1)]
 
     def fits(size):
         if size % rows.unit:
@@ -390,7 +390,7 @@ def _sizes(kind: Kind) -> list[int]:
         found = Kind.of(rows.of_gradient, rows.dtype, size, multiple, kind.masked, scale)
         return found == replace(kind, rows=replace(rows, plan=None))
 
-    shortest = next(filter(fits, range(first, _LONG)))
+    shortest = next(filter(fits, range(first, LONG_LENGTHS.start)))
     return sorted({shortest, next(filter(fits, chain(*last)), shortest)})
 
 

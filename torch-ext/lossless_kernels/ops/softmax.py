@@ -405,9 +405,10 @@ _SMALL = 80.0
 _TIMES_OF_BLOCKS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 12}
 _GRADIENT_ROWS = 256
 _GRADIENT_ELEMENTS = 1 << 22
-# Within these lengths are rows of every kind of block, and both ends of those that are bounded. Of rows as long as _LONG a
-# few have all alignments.
-_SHORTEST_OF_BLOCKS, _LONGEST_OF_BLOCKS, _LONG, _FEW = 1025, 24600, 40000, 64
+# Within these lengths are rows of every kind of block, and both ends of those that are bounded.
+_SHORTEST_OF_BLOCKS, _LONGEST_OF_BLOCKS = 1025, 24600
+# Lengths of long rows: these few have all alignments.
+LONG_LENGTHS = range(40000, 40064)
 
 
 def _sizes(kind: Kind) -> list[int]:
@@ -426,7 +427,7 @@ def _sizes(kind: Kind) -> list[int]:
     shortest = next(filter(fits, count(-(-first // kind.unit) * kind.unit, kind.unit)))
     longest = kind.longest if kind.steps else _LONGEST_OF_BLOCKS
     in_bounds = range(longest // kind.unit * kind.unit, shortest, -kind.unit)
-    in_loops = range(_LONG, _LONG + _FEW, kind.unit) if not kind.steps else ()
+    in_loops = LONG_LENGTHS[:: kind.unit] if not kind.steps else ()
     return sorted({shortest, next(filter(fits, chain(in_loops, in_bounds)), shortest)})
 
 
