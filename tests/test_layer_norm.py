@@ -4,6 +4,7 @@ The interpreter rounds an FMA as its version does (`interpreter.multiply_add`) a
 """
 
 import functools
+import itertools
 import math
 import random
 from types import MethodType
@@ -80,7 +81,7 @@ def test_the_kernel_equals_the_transcription(module, seed):
 @interpreted
 @pytest.mark.parametrize("size", [8192 + 516, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_long_rows_are_read_twice(module, seed, size, dtype):
+def test_long_rows(module, seed, size, dtype):
     generator = torch.Generator().manual_seed(seed)
     x, weight, bias = torch.randn(3, 1, size, generator=generator).to(dtype).unbind()
     for found, expected in zip(launched(module("ops.layer_norm"), x, weight[0], bias[0]), transcribed(x, weight, bias)):
@@ -239,14 +240,15 @@ def test_a_proof_is_of_the_kernel_that_will_run(module, monkeypatch):
         return bind(kernel, constants, warps, device, dtypes, rows, *scalars)
 
     monkeypatch.setattr(family, "_PROOF_ROWS", 80)
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", 0)
     monkeypatch.setattr(family.launch, "bind", spy)
     for kind in (family.Kind(torch.float32, 64, 1, True, False), family.Kind(torch.float16, 768, 8, True, True)):
         seen.clear()
-        for what, found, _ in family._comparisons(kind, CPU):
+        for what, found, _ in itertools.islice(family._comparisons(kind, CPU), 3):
             assert found.isnan().any() and found.isfinite().any(), what
         (constants,) = seen
         expected = {"SIZE": kind.size, "STRIDE_UNIT": kind.unit, "WEIGHT": kind.weight, "BIAS": kind.bias}
-        assert constants == {**expected, "STREAMED": False}
+        assert constants == {**expected, "ROWS": kind.program[0]}
 
 
 # What surrounds the kernel
@@ -508,13 +510,15 @@ def test_the_operators_for_torch_compile(kernel, module, seed, dtype):
 
 
 @pytest.mark.gpu
-def test_output_and_gradients_are_those_of_eager(kernel, module, seed, monkeypatch):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_and_gradients_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
+    """Each case compiles a kernel, for seconds if rows are long."""
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
     generator, choose = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
-    for case in range(200):
-        size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, 4096)))
+    for case in range(30):
+        size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, choose.choice((128, 512, 4096)))))
         shape = (choose.randint(1, 5), choose.randint(1, max(1, (1 << 20) // size)), size)
-        dtype, gap = choose.choice(DTYPES), choose.choice((0, 0, 4, 8))
+        gap = choose.choice((0, 0, 4, 8))
         label = f"case {case}, {shape} {dtype}, gap {gap}"
         x, dy = torch.randn(2, *shape[:-1], size + gap, generator=generator, device="cuda").to(dtype)[..., :size]
         x = special_rows((x * choose.choice((0.1, 1.0, 10.0))).flatten(0, 1), choose).view(shape)

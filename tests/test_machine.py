@@ -300,15 +300,21 @@ def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
         if entry["kernel"] != "layer_norm_forward":
             continue
         constants = entry["constants"]
-        steps = -(-constants["SIZE"] // 512)
-        reads = (steps * (1 + constants["STREAMED"])) if constants["STRIDE_UNIT"] * entry["itemsize"] == 16 else 0
-        vectors = steps * (constants["WEIGHT"] + constants["BIAS"])
-        assert entry.count(r"ld\.global\S*\.v4\.b32") == reads + vectors, str(entry)
-        assert entry.count(r"st\.global\S*\.v4\.b32") == steps, str(entry)
-        of_outputs = constants["BIAS"] * steps * 16 // entry["itemsize"]
-        elements = steps * 16 // entry["itemsize"]
-        lanes = 4 // entry["itemsize"]
-        assert entry.count(r"fma\.rn\.f32") >= of_outputs + 2 * elements - lanes + 14, str(entry)
+        size, rows = constants["SIZE"], constants["ROWS"]
+        lanes = 128 >> (size <= 128) + (size <= 256)
+        steps = -(-size // (4 * lanes))
+        of_step = rows * 4 * lanes // (32 * entry["num_warps"])
+        accesses = steps * max(of_step * entry["itemsize"] // 16, 1)
+        width = min(of_step * entry["itemsize"], 16)
+        of_width = {16: r"\.v4\.b32", 8: r"\.v2\.b32", 4: r"\.b32"}[width]
+        reads = accesses * (constants["STRIDE_UNIT"] * entry["itemsize"] == 16)
+        vectors = accesses * (constants["WEIGHT"] + constants["BIAS"])
+        assert entry.count(rf"ld\.global\S*{of_width}") == reads + vectors, str(entry)
+        assert entry.count(rf"st\.global\S*{of_width}") == accesses, str(entry)
+        elements = rows * size // (32 * entry["num_warps"])
+        first = rows * lanes // (32 * entry["num_warps"]) or 1
+        fmas = elements * (2 + constants["BIAS"]) - first + 14
+        assert entry.count(r"fma\.rn\.f32") >= fmas, str(entry)
         assert entry.count(r"(?:fma|mad)\S*\.f32") == entry.count(r"fma\.rn\.f32"), str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
 
@@ -380,32 +386,44 @@ def test_softmax_moves_16_bytes_at_a_time(compiled):
 
 
 def test_softmax_has_cudas_fmas_and_no_others(compiled):
-    """An exponential's three beside the one that rounds down, and that of the gradient. Quotients are rounded correctly."""
+    """An exponential's three beside the one that rounds down, that of the gradient, and those of `QUOTIENT`."""
     for entry, elements, _ in softmaxes(compiled, "forward"):
         assert entry.count(r"fma\.rn\.ftz\.f32") == 3 * elements, str(entry)
         assert entry.count(r"fma\.rm\.ftz\.f32") == elements, str(entry)
-        assert entry.count(r"(?:fma|mad)\S*\.f32") == 4 * elements, str(entry)
-        assert entry.count(r"\{? ?div\.rn\.f32") == entry.count(r"\{? ?(?:div|rcp)\S*\.f32") == elements, str(entry)
+        assert entry.count(r"(?:fma|mad)\S*\.f32") == (4 + sum(QUOTIENT)) * elements, str(entry)
+        assert_no_divisions_but_reciprocals(entry, elements)
     for entry, elements, _ in softmaxes(compiled, "backward"):
         assert entry.count(r"fma\.rn\.f32") == entry.count(r"(?:fma|mad)\S*\.f32") == elements, str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
         assert_only_trivial_fmas_of_bf16(entry)
 
 
+# FMAs of a quotient by the reciprocal, and of one of a row with small terms.
+QUOTIENT = (2, 3)
+
+
+def assert_no_divisions_but_reciprocals(entry, most):
+    """Of sums, which a thread has up to `most` of."""
+    reciprocals = len(re.findall(r"\brcp\.rn\.f32", entry["assembly"]))
+    assert 1 <= reciprocals <= most, str(entry)
+    assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == reciprocals, str(entry)
+
+
 def of_small_terms(entry, elements):
     """Elements that a thread adds, and that it divides, where a row has a small term: in loops, which may be unrolled."""
-    added, divided = (len(re.findall(rf"\b{each}\.f32", entry["assembly"])) for each in ("fma.rn.sat", "div.rn"))
+    added, divided = (len(re.findall(each, entry["assembly"])) for each in (r"\bfma\.rn\.sat\.f32", "0f5F800000"))
     of_tile = elements // entry["constants"]["STEPS"]
-    assert of_tile <= added <= elements and of_tile <= divided <= elements, str(entry)
-    # The other rows: an exponential's four FMAs and two of a quotient by the reciprocal, of which there is one.
-    assert entry.count(r"fma\.rn\.f32") == 2 * elements, str(entry)
+    wider = entry["dtypes"][1] == "torch.float32" != entry["dtypes"][0]
+    of_part = entry["constants"]["THREADS"] // entry.threads if wider else of_tile
+    assert of_tile <= added <= elements and of_part <= divided <= elements, str(entry)
+    of_quotients = QUOTIENT[0] * elements + QUOTIENT[1] * divided
+    assert entry.count(r"fma\.rn\.f32") == of_quotients, str(entry)
     exponentials = {elements + divided}
     if triton.__version__.startswith("3.6."):
         # It computes the terms again for the quotients, and for each part of a vector, where both have other layouts.
         exponentials.add(elements * (1 + entry["constants"]["VECTOR"]) + divided)
-    assert (entry.count(r"(?:fma|mad)\S*\.f32") - 2 * elements) / 4 in exponentials, str(entry)
-    assert len(re.findall(r"\brcp\.rn\.f32", entry["assembly"])) == 1, str(entry)
-    assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == 1 + divided, str(entry)
+    assert (entry.count(r"(?:fma|mad)\S*\.f32") - of_quotients) / 4 in exponentials, str(entry)
+    assert_no_divisions_but_reciprocals(entry, 2)
     return added, divided
 
 
@@ -433,8 +451,8 @@ def test_masked_softmax_reads_rows_once_and_rounds_each_operation(compiled):
     """Scores, mask, and the output's gradient, 16 bytes at a time where a thread has as many of a tile.
 
     A forward kernel of blocks reads and divides rows with small terms again. FMAs are those of softmax: an exponential's
-    four, that of the gradient, and two of a quotient by a reciprocal. The sum of scores and mask is rounded by
-    itself; of bf16 the compiler makes an FMA with one, or an addition, of 16 bits.
+    four, that of the gradient, and `QUOTIENT`. The sum of scores and mask is rounded by itself; of bf16 the compiler makes
+    an FMA with one, or an addition, of 16 bits.
     """
     seen = set()
     for entry in compiled:
@@ -448,9 +466,9 @@ def test_masked_softmax_reads_rows_once_and_rounds_each_operation(compiled):
         if entry["kernel"] == "masked_softmax_forward_of_block":
             added, divided = of_small_terms(entry, elements)
         else:
-            assert entry.count(r"(?:fma|mad)\S*\.f32") == (5 if backward else 4) * elements, str(entry)
-            assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == elements, str(entry)
-            assert len(re.findall(r"\bdiv\.rn\.f32", entry["assembly"])) == elements, str(entry)
+            fmas = (4 + backward + sum(QUOTIENT)) * elements
+            assert entry.count(r"(?:fma|mad)\S*\.f32") == fmas, str(entry)
+            assert_no_divisions_but_reciprocals(entry, elements)
         assert_only_trivial_fmas_of_bf16(entry)
         read = (1 + backward + constants["MASKED"]) * (elements + added + divided) * entry["itemsize"]
         bytes_of_thread = min(tile // entry.threads * entry["itemsize"], 16) if constants["UNIT"] > 1 else 0
@@ -480,14 +498,15 @@ def jsds(compiled, direction):
 
 
 def test_jsd_moves_16_bytes_at_a_time(compiled):
-    """Forward each row is read for its maximum, its sum and the terms, backward for the sum and the gradient."""
+    """Forward each row is read for its maximum (steps, and the last part), its sum and the terms, backward for the sum and
+    the gradient."""
     for direction in ("forward", "backward"):
         found = list(jsds(compiled, direction))
         assert {entry["arch"] for entry, _, _ in found} == set(ARCHS)
         for entry, step, block in found:
             constants = entry["constants"]
             if direction == "forward":
-                read, written = 4 * step + 2 * block + 2 * constants["BY_VECTORS"] * step, block
+                read, written = 6 * step + 2 * block + 2 * constants["BY_VECTORS"] * step, block
             else:
                 tensors = constants["WITH_STUDENT"] + constants["WITH_TEACHER"]
                 # The gradient of kl_div's input does not depend on the input.

@@ -211,7 +211,7 @@ def without_subnormals(y):
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_with_small_terms_are_divided_by_division(module, monkeypatch, seed, dtype):
+def test_rows_with_small_terms_are_divided_down_to_zero(module, monkeypatch, seed, dtype):
     """And no others. Each row has the transcription's bits."""
     family, source = module("ops.softmax"), module("kernels_src.softmax")
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
@@ -219,17 +219,39 @@ def test_rows_with_small_terms_are_divided_by_division(module, monkeypatch, seed
     for size, result in [*((size, dtype) for size in sizes), (2056, torch.float32)]:
         x = rows_with_tails(choose, generator, size, dtype)
         expected = aten_model.softmax(x, numpy_exp, cast, dtype=result)
-        by_division = is_added_by_fmas(terms_of(x))
-        assert 20 < int(by_division.sum()) < len(x) - 15
+        down_to_zero = is_added_by_fmas(terms_of(x))
+        assert 20 < int(down_to_zero.sum()) < len(x) - 15
         found = forward_of(family, x, result)
         assert_bits_equal(without_subnormals(found), without_subnormals(expected), f"{size} to {result}")
         with monkeypatch.context() as patch:
             patch.setattr(source, "divide_by_reciprocal", lambda x, y, reciprocal: x * 0.0 + 2.0)
-            assert torch.equal((forward_of(family, x, result) != 2).all(-1), by_division), (size, result)
+            assert torch.equal((forward_of(family, x, result) != 2).all(-1), down_to_zero), (size, result)
         with monkeypatch.context() as patch:
-            patch.setattr(source, "divide", lambda x, y: x * 0.0 + 2.0)
-            others = ~by_division & ~(terms_of(x).isnan().any(-1))
+            patch.setattr(source, "divide_down_to_zero", lambda x, y, reciprocal: x * 0.0 + 2.0)
+            others = ~down_to_zero & ~(terms_of(x).isnan().any(-1))
             assert torch.equal((forward_of(family, x, result) <= 1).all(-1), others), (size, result)
+
+
+@interpreted
+@pytest.mark.parametrize("size", [96, 1000, 9217, 9232])
+def test_short_and_long_rows_with_small_terms_are_divided_down_to_zero(module, monkeypatch, seed, size):
+    """All rows of a program with such a term, and of long rows those with a difference of 69 or more."""
+    family, source = module("ops.softmax"), module("kernels_src.softmax")
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    x = -torch.rand(24, size, generator=generator)
+    x[:, 0], x[choose.randrange(24), choose.randrange(1, size)] = 0.0, choose.choice((-75.0, -100.0))
+    dtype = torch.bfloat16 if size == 9232 else torch.float32
+    x = x.to(dtype)
+    per_program = family.Kind.of(False, dtype, dtype, size, size).program[0]
+    small = is_added_by_fmas(terms_of(x)).split(per_program)
+    expected = torch.cat([each.any().expand(len(each)) for each in small])
+    assert_bits_equal(
+        without_subnormals(forward_of(family, x, dtype)), without_subnormals(aten_model.softmax(x, numpy_exp, cast))
+    )
+    for name, of_rows in (("divide_down_to_zero", expected), ("divide_by_reciprocal", ~expected)):
+        with monkeypatch.context() as patch:
+            patch.setattr(source, name, lambda x, y, reciprocal: x * 0.0 + 2.0)
+            assert torch.equal((forward_of(family, x, dtype) == 2).all(-1), of_rows), name
 
 
 def test_sums_of_terms_are_those_of_fmas(seed):
@@ -299,6 +321,46 @@ def test_the_reciprocal_of_a_sum_divides_as_exactly_as_a_division(seed):
     x, y = torch.where(torch.rand(x.shape, generator=generator) < 0.1, 0.0, x), 1 + 9215 * torch.rand_like(x)
     y = torch.where(torch.rand(x.shape, generator=generator) < 0.5, 1 + y / 9216, y)
     assert_bits_equal(by_reciprocal(x, y), x / y, "at random")
+
+
+def down_to_zero(x, y, compare=True):
+    """`divide_down_to_zero`, as on a GPU; without `compare` a subnormal quotient is rounded twice."""
+    fma = aten_model.fused_multiply_add
+    scaled = x * 2.0**64
+    quotient = by_reciprocal(scaled, y)
+    multiple = quotient * 2.0**85 + 2.0**23
+    bits = multiple.view(torch.int32) - 0x4B000000
+    rest = fma(multiple - 2.0**23, -y, scaled * 2.0**85)
+    if compare:
+        bits = bits + (rest > y / 2).int() - (rest < -y / 2).int()
+    return torch.where(quotient < 2.0**-62, bits.view(torch.float32), quotient * 2.0**-64)
+
+
+def test_quotients_of_all_sizes_down_to_zero_are_rounded_once(seed):
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    # Subnormal quotients near the middle between two numbers: (k + 1/2) y, and a little more or less.
+    y, k = (torch.randint(low, high, (1 << 18,), generator=generator) for low, high in ((1 << 23, 1 << 24), (0, 1 << 22)))
+    shift = torch.randint(1, 24, y.shape, generator=generator)
+    x = ((2 * k + 1) * y >> shift) + torch.randint(-1, 2, y.shape, generator=generator)
+    taken = (x >= 0) & (x < 1 << 23)
+    x, y = x.int().view(torch.float32)[taken], (y.double() * 2.0 ** (1.0 - shift)).float()[taken]
+    middles = (x >= 0) & (y >= 1) & (y <= 2.0**20)
+    x, y = x[middles], y[middles]
+    assert len(x) > 1000
+    assert_bits_equal(down_to_zero(x, y), x / y, "near the middle")
+    assert not torch.equal(down_to_zero(x, y, compare=False), x / y), "rounded twice some are wrong"
+    bits = torch.randint(0, 127 << 23, (1 << 20,), generator=generator, dtype=torch.int32)
+    bits = torch.where(torch.rand(bits.shape, generator=generator) < 0.5, bits >> choose.randint(1, 8), bits)
+    y = torch.exp2(20 * torch.rand(bits.shape, generator=generator))
+    assert_bits_equal(down_to_zero(bits.view(torch.float32), y), bits.view(torch.float32) / y, "at random")
+    pairs = torch.tensor([hardest_quotient(choose) for _ in range(20_000)], dtype=torch.float32)
+    x = pairs[:, 0] * torch.exp2(torch.randint(-150, 1, (len(pairs),), generator=generator) - 24.0)
+    y = pairs[:, 1] * torch.exp2(torch.randint(0, 20, (len(pairs),), generator=generator) - 23.0)
+    assert_bits_equal(down_to_zero(x, y), x / y, "the hardest")
+    special = torch.tensor([0.0, 1.0, 2.0**-149, 2.0**-126, math.nan, 1.0])
+    divisors = torch.tensor([3.0, 1.0, 1.0, 1.0, 2.0, math.nan])
+    assert torch.equal(down_to_zero(special, divisors).isnan(), (special / divisors).isnan())
+    assert_bits_equal(down_to_zero(special, divisors)[:4], (special / divisors)[:4])
 
 
 # Orders of a row sum of [rows, size], such as a kernel might have by mistake
@@ -853,7 +915,7 @@ def test_output_and_gradient_are_those_of_eager(kernel, module, seed, monkeypatc
 def test_small_terms_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    for size in (2049, 4096, 9216, 9224, 16384, 24576, 32768):
+    for size in (40, 128, 1000, 1024, 2048, 2049, 4096, 9216, 9217, 9224, 16384, 20480, 24576, 32768, 50001):
         x = rows_with_tails(choose, generator, size, dtype).cuda()
         for result in {dtype, torch.float32}:
             assert module("ops.softmax").replacement(x, -1, result) is not None

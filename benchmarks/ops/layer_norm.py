@@ -2,7 +2,8 @@
 
 from cases import AS_FASTEST, EPS, Op
 
-_CASES = dict.fromkeys(((8192, 4096), (32768, 1024)), AS_FASTEST)
+# Hidden sizes of large and small models, and heads.
+_CASES = dict.fromkeys(((8192, 4096), (32768, 1024), (32768, 768), (131072, 128)), AS_FASTEST)
 
 # The weight is the bias, too.
 OPS = {"layer_norm": Op("LayerNorm forward", _CASES, tensors=2, vectors=1)}

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .primitives import exp, log, mask_if, maximum, rounded
-from .softmax import _begin_of_vectors, _maximum_of_row, _scaled, _sum_of_exponentials
+from .softmax import _begin_of_vectors, _extremes_of_row, _scaled, _sum_of_exponentials
 from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
 
 
@@ -27,10 +27,10 @@ def _statistics(
 ):
     """A row's maximum and the logarithm of its sum of exponentials. A positive factor does not change what is largest."""
     DTYPE: tl.constexpr = row_ptr.dtype.element_ty
-    largest = _maximum_of_row(row_ptr, length, THREADS * VECTOR)
+    head, _ = _begin_of_vectors(row, length, length, HEAD, False, 0, THREADS, VECTOR)
+    largest, _ = _extremes_of_row(row_ptr, row_ptr + head, head, length, THREADS, VECTOR, HEAD)
     if SCALED:
         largest = rounded(largest * factor, DTYPE)
-    head, _ = _begin_of_vectors(row, length, length, HEAD, False, 0, THREADS, VECTOR)
     total = _sum_of_exponentials(
         row_ptr, row_ptr + head, head, length, largest, THREADS, VECTOR, HEAD, factor, SCALED, BY_VECTORS
     )

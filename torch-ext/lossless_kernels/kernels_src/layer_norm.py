@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import divide, mask_if, rsqrt
+from .primitives import divide, mask_if, rsqrt, widened
 from .summation import in_vectors, welford_of_block, welford_step
 
 # ATen's block has so many threads, whatever the row's length. A thread reads vectors of four elements.
@@ -11,19 +11,19 @@ _LANES = tl.constexpr(128)
 
 
 @triton.jit
-def _welford(mean, m2, x, lane, STEP: tl.constexpr, SIZE: tl.constexpr):
+def _welford(mean, m2, x, lane, STEP: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
     """Step STEP of all lanes: each adds its vector of four to its mean and M2, unless the row has ended before it."""
-    values = in_vectors(x.to(tl.float32), _LANES)
+    values = in_vectors(tl.reshape(widened(x), [ROWS * LANES * 4]), ROWS * LANES)
     old_mean, old_m2 = mean, m2
     for position in tl.static_range(4):
         mean, m2 = welford_step(mean, m2, values[position], 1.0 / (4 * STEP + position + 1))
-    if (STEP + 1) * 4 * _LANES > SIZE:
-        in_row = lane < SIZE // 4 - STEP * _LANES
+    if (STEP + 1) * 4 * LANES > SIZE:
+        in_row = lane < SIZE // 4 - STEP * LANES
         mean, m2 = tl.where(in_row, mean, old_mean), tl.where(in_row, m2, old_m2)
     return mean, m2
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "store_statistics", "eps"])
+@triton.jit(do_not_specialize=["rows", "x_row_stride", "store_statistics", "eps"])
 def layer_norm_forward(
     x_ptr,
     weight_ptr,
@@ -31,63 +31,60 @@ def layer_norm_forward(
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    rows: tl.int64,
     x_row_stride: tl.int64,
     store_statistics: tl.int32,
     eps: tl.float32,
     SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
-    STREAMED: tl.constexpr,
 ):
     """y[row] = weight * (rstd * (x[row] - mean)) + bias, with the row's mean and rstd = rsqrt(variance + eps) in fp32.
 
-    A program takes a row of SIZE elements, a multiple of four; y is dense.
+    A program takes ROWS rows of SIZE elements, a multiple of four; y is dense.
 
     Args:
         x_row_stride: in units of STRIDE_UNIT elements, which show the compiler the alignment.
         store_statistics: mean and rstd are stored if this is 1.
         WEIGHT, BIAS: without them `weight_ptr` and `bias_ptr` are not accessed. A bias needs a weight.
-        STREAMED: the row is read again for y, instead of being kept in registers.
     """
     tl.static_assert(WEIGHT or not BIAS, "without a weight ATen has another arithmetic for one element of four")
-    COLUMNS: tl.constexpr = 4 * _LANES
+    # Whole warps of lanes without elements are left out.
+    EMPTY: tl.constexpr = 2 if SIZE <= 128 else 1 if SIZE <= 256 else 0
+    LANES: tl.constexpr = _LANES >> EMPTY
+    COLUMNS: tl.constexpr = 4 * LANES
     STEPS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    row = tl.program_id(0).to(tl.int64)
-    x_row_ptr = x_ptr + row * (x_row_stride * STRIDE_UNIT)
-    lane = tl.arange(0, _LANES)
-    mean = tl.zeros([_LANES], tl.float32)
-    m2 = tl.zeros([_LANES], tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    of_row = row < rows
+    x_offset = (row * (x_row_stride * STRIDE_UNIT))[:, None]
+    lane = tl.arange(0, ROWS * LANES) % LANES
+    mean = tl.zeros([ROWS * LANES], tl.float32)
+    m2 = tl.zeros([ROWS * LANES], tl.float32)
     steps = ()
     for step in tl.static_range(STEPS):
-        column = step * COLUMNS + tl.arange(0, COLUMNS)
-        x = tl.load(x_row_ptr + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last" if STREAMED else "")
-        if STREAMED:
-            mean, m2 = _welford(mean, m2, x, lane, step, SIZE)
-        else:
-            steps = steps + (x,)
-    if not STREAMED:
-        for step in tl.static_range(STEPS):
-            mean, m2 = _welford(mean, m2, steps[step], lane, step, SIZE)
-    vectors = (SIZE // 4 - lane + _LANES - 1) // _LANES
-    mean, m2 = welford_of_block(mean, m2, (4 * vectors).to(tl.float32), _LANES)
-    rstd = rsqrt(divide(m2, tl.full([1], SIZE, tl.float32)) + eps)
-    first = tl.arange(0, 1)
-    tl.store(mean_ptr + row + first, mean, mask=mask_if(first == 0, store_statistics))
-    tl.store(rstd_ptr + row + first, rstd, mask=mask_if(first == 0, store_statistics))
+        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = of_row[:, None] & (column < SIZE)
+        steps = steps + (tl.load(x_ptr + x_offset + column, mask=inside, other=0.0),)
+    for step in tl.static_range(STEPS):
+        mean, m2 = _welford(mean, m2, steps[step], lane, step, SIZE, LANES, ROWS)
+    vectors = (SIZE // 4 - lane + LANES - 1) // LANES
+    mean, m2 = welford_of_block(mean, m2, (4 * vectors).to(tl.float32), LANES, BLOCKS=ROWS, EMPTY=EMPTY)
+    rstd = rsqrt(divide(m2, tl.full([ROWS], SIZE, tl.float32)) + eps)
+    tl.store(mean_ptr + row, mean, mask=mask_if(of_row, store_statistics))
+    tl.store(rstd_ptr + row, rstd, mask=mask_if(of_row, store_statistics))
 
     for step in tl.static_range(STEPS):
-        column = step * COLUMNS + tl.arange(0, COLUMNS)
-        in_row = column < SIZE
-        if STREAMED:
-            x = tl.load(x_row_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_first")
-        else:
-            x = steps[step]
-        y = rstd * (x.to(tl.float32) - mean)
+        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = of_row[:, None] & (column < SIZE)
+        y = rstd[:, None] * (widened(steps[step]) - mean[:, None])
         if WEIGHT:
-            weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+            # Loaded for each row, from the L1: a single row would get another layout and pass through shared memory.
+            of_rows = tl.broadcast_to(column, y.shape)
+            weight = widened(tl.load(weight_ptr + of_rows, mask=of_rows < SIZE, other=0.0))
             if BIAS:
-                y = tl.fma(weight, y, tl.load(bias_ptr + column, mask=in_row, other=0.0).to(tl.float32))
+                y = tl.fma(weight, y, widened(tl.load(bias_ptr + of_rows, mask=of_rows < SIZE, other=0.0)))
             else:
                 y = weight * y
-        tl.store(y_ptr + row * SIZE + column, y.to(y_ptr.dtype.element_ty), mask=in_row)
+        tl.store(y_ptr + (row * SIZE)[:, None] + column, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -7,9 +7,18 @@ offset of three levels (`core/layout.row_levels`); `inner` and `middle` are the 
 import triton
 import triton.language as tl
 
-from .primitives import INTERPRETED, divide, exp, exp_add, mask_if, maximum
+from .primitives import divide_by_reciprocal, divide_down_to_zero, exp, exp_add, mask_if, maximum, reciprocal
 from .rms_norm_backward import _row_offset
-from .softmax import _gradient, _masked, _product, _softmax_of_block, _sum_of_tiles, _warp_sum
+from .softmax import (
+    _LEAST_TERM,
+    _gradient,
+    _masked,
+    _product,
+    _quotients,
+    _softmax_of_block,
+    _sum_of_tiles,
+    _warp_sum,
+)
 from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
 
 # fmt: off
@@ -21,28 +30,10 @@ _SCALARS = [
 
 
 @triton.jit
-def _quotient(terms, total):
-    """terms / total, of which total is NaN or at least 1. Zeros, which masks make, are kept out of `div.rn`: ptxas divides
-    what is no normal number in a subroutine. Selections in Triton take more registers, and spill."""
-    if INTERPRETED:
-        return divide(terms, total)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .f32 t; setp.eq.f32 p, $1, 0f00000000; selp.f32 t, 0f3F800000, $1, p;"
-            " div.rn.f32 t, t, $2; selp.f32 $0, $3, t, p; }",
-            "=f,f,f,f",
-            [terms, total, total * 0.0],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-
-
-@triton.jit
 def _softmax(x, statistics):
-    """exp(x - max) / sum. A row's statistics are these two numbers."""
+    """exp(x - max) / sum; `statistics`: these two numbers of a row."""
     largest, total = statistics
-    return _quotient(exp(x - largest), tl.broadcast_to(total, x.shape))
+    return divide_down_to_zero(exp(x - largest), total, reciprocal(total))
 
 
 @triton.jit
@@ -100,7 +91,7 @@ def masked_softmax_forward(
     largest = tl.max(x, axis=1)[:, None]
     terms = exp(x - largest)
     total = _warp_sum(terms, ROWS, LOG2_SIZE, WIDTH)[:, None]
-    tl.store(out_ptr + offset + element, _quotient(terms, total).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offset + element, _quotients(terms, total).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(statistics_ptr + 2 * row.to(tl.int64), largest, mask=row < rows)
     tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, total, mask=row < rows)
 
@@ -144,7 +135,7 @@ def masked_softmax_backward(
     largest = tl.load(statistics_ptr + 2 * of_row.to(tl.int64), mask=of_row < rows, other=0.0)
     total = tl.load(statistics_ptr + 2 * of_row.to(tl.int64) + 1, mask=of_row < rows, other=1.0)
     x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
-    y = _softmax(x, (largest[:, None], total[:, None]))
+    y = _quotients(exp(x - largest[:, None]), total[:, None])
     product = _product(tl.load(dy_ptr + offset + element, mask=inside, other=0.0).to(tl.float32), y)
     dx = _gradient(product, y, _warp_sum(product, ROWS, LOG2_SIZE, WIDTH)[:, None])
     tl.store(dx_ptr + offset + element, _to_scores(dx, scale, dx_ptr.dtype.element_ty), mask=inside)
@@ -224,28 +215,40 @@ def masked_softmax_backward_of_block(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
+    IN_SEQUENCE: tl.constexpr,
     MASKED: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """`masked_softmax_backward` of a row that a program reads once."""
+    """`masked_softmax_backward` of a row that a program reads once; IN_SEQUENCE: `softmax_backward_of_block`."""
     scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
     offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
     of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
     statistics_ptr += 2 * row.to(tl.int64)
-    statistics = (tl.load(statistics_ptr), tl.load(statistics_ptr + 1))
-    products = ()
-    factors = ()
+    largest, divisor = tl.load(statistics_ptr), tl.load(statistics_ptr + 1)
+    gradients = ()
+    terms = ()
+    least = tl.full([TILE], 0xFFFFFFFF, tl.uint32)
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         inside = element < size * UNIT
-        dy = tl.load(dy_ptr + offset + element, mask=inside, other=0.0).to(tl.float32)
-        x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
-        y = _softmax(x, statistics)
-        products = products + (_product(dy, y),)
+        gradients = gradients + (tl.load(dy_ptr + offset + element, mask=inside, other=0.0),)
+        term = exp(_masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED) - largest)
+        least = tl.minimum(least, term.to(tl.uint32, bitcast=True) - 1)
+        terms = terms + (term,)
+    has_small = tl.min(least, axis=0) < _LEAST_TERM
+    inverse = reciprocal(divisor)
+    products = ()
+    factors = ()
+    for step in tl.static_range(STEPS):
+        if has_small:
+            y = divide_down_to_zero(terms[step], divisor, inverse)
+        else:
+            y = divide_by_reciprocal(terms[step], divisor, inverse)
+        products = products + (_product(gradients[step].to(tl.float32), y),)
         factors = factors + (y,)
-    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR, IN_SEQUENCE=False)
+    total = _sum_of_tiles(products, STEPS, THREADS, VECTOR, IN_SEQUENCE)
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
         dx = _to_scores(_gradient(products[step], factors[step], total), scale, dx_ptr.dtype.element_ty)

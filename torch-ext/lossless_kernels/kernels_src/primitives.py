@@ -218,6 +218,30 @@ def divide_by_reciprocal(x, y, reciprocal):
 
 
 @triton.jit
+def divide_down_to_zero(x, y, reciprocal):
+    """x / y in fp32, correctly rounded, subnormal results kept: x is from 0 to 1, y from 1 to 2**20, or either is NaN.
+
+    No branch: `div.rn` takes a subroutine for each small x. `reciprocal` is correctly rounded. The quotient of 2**64 * x is
+    rounded by `divide_by_reciprocal`. If x / y is subnormal, it is rounded again, to a multiple of 2**-149. Only if the
+    first rounding made it the middle of two such multiples can the second be wrong, which the remainder tells.
+    """
+    if INTERPRETED:
+        return x / y
+    else:
+        scaled = x * 18446744073709551616.0
+        quotient = divide_by_reciprocal(scaled, y, reciprocal)
+        # In multiples of 2**-149. Sums with 2**23 are rounded to whole numbers, which are their last bits.
+        multiple = quotient * 38685626227668133590597632.0 + 8388608.0
+        bits = multiple.to(tl.int32, bitcast=True) - 0x4B000000
+        rest = tl.fma(multiple - 8388608.0, -1.0 * y, scaled * 38685626227668133590597632.0)
+        half = y * 0.5
+        bits = bits + (rest > half).to(tl.int32) - (rest < -1.0 * half).to(tl.int32)
+        # 2**-62 is 2**64 times the smallest normal number.
+        subnormal = quotient < 2.168404344971009e-19
+        return tl.where(subnormal, bits.to(tl.float32, bitcast=True), quotient * 5.421010862427522e-20)
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x in fp32, correctly rounded, subnormal results kept."""
     if INTERPRETED:

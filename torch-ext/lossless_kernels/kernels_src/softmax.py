@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from .primitives import (
-    divide,
     divide_by_reciprocal,
+    divide_down_to_zero,
     exp,
     exp_add,
     mask_if,
@@ -18,8 +18,9 @@ from .primitives import (
 )
 from .summation import _sum_in_sequence, _sum_of_lanes, blocks_in_sequence, chain_of_vectors, sum_of_block
 
-# The bits of 2**-100, less one: of zero they are the largest number.
+# The bits of 2**-100, less one: of zero they are the largest number. And an exponent whose term is larger.
 _LEAST_TERM = tl.constexpr(((127 - 100) << 23) - 1)
+_LEAST_EXPONENT = tl.constexpr(-69.0)
 
 
 @triton.jit
@@ -29,6 +30,21 @@ def _warp_sum(terms, ROWS: tl.constexpr, LOG2_SIZE: tl.constexpr, WIDTH: tl.cons
     steps = tl.reshape(terms, [ROWS, 1 << LOG2_STEPS, WIDTH])
     lanes = _sum_in_sequence(tl.zeros([ROWS, WIDTH], tl.float32), steps, ROWS, LOG2_STEPS, WIDTH)
     return _sum_of_lanes(lanes, ROWS, WIDTH, 1, EXCHANGE_ONCE=False)
+
+
+@triton.jit
+def _quotients(terms, total):
+    """terms / total of a tile's rows [ROWS, SIZE], correctly rounded; total [ROWS, 1] is NaN or from 1 to SIZE.
+
+    Three instructions a quotient, unless one of the program's terms is between 0 and 2**-100.
+    """
+    inverse = reciprocal(total)
+    least = tl.min(tl.min(terms.to(tl.uint32, bitcast=True) - 1, axis=1), axis=0)
+    if least < _LEAST_TERM:
+        y = divide_down_to_zero(terms, total, inverse)
+    else:
+        y = divide_by_reciprocal(terms, total, inverse)
+    return y
 
 
 @triton.jit
@@ -71,9 +87,9 @@ def softmax_forward(
         WIDTH: lanes of ATen's warp that share a row.
     """
     row, element, mask = _tile(rows, size * UNIT, ROWS, LOG2_SIZE)
-    x = tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=mask, other=float("-inf")).to(tl.float32)
+    x = widened(tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=mask, other=float("-inf")))
     terms = exp(x - tl.max(x, axis=1)[:, None])
-    y = divide(terms, _warp_sum(terms, ROWS, LOG2_SIZE, WIDTH)[:, None])
+    y = _quotients(terms, _warp_sum(terms, ROWS, LOG2_SIZE, WIDTH)[:, None])
     tl.store(y_ptr + row * (size * UNIT) + element, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -163,6 +179,9 @@ def _softmax_of_block(
     Terms that `_terms_of_block` does not add, or NaN, are computed again, in loops, with eager's instructions.
     """
     TILE: tl.constexpr = THREADS * VECTOR
+    # Of a tile of fp16 and its fp32 results a thread would have too many registers.
+    WIDER: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth > scores_ptr.dtype.element_ty.primitive_bitwidth
+    PART: tl.constexpr = THREADS if WIDER else TILE
     in_tile = tl.arange(0, TILE)
     largest, terms, total = _terms_of_block(tiles, STEPS, THREADS, VECTOR)
     if total == total:
@@ -179,10 +198,11 @@ def _softmax_of_block(
             x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
             lanes = chain_of_vectors(lanes, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
         total = tl.max(sum_of_block(lanes, THREADS), axis=0)
-        for step in range(STEPS):
-            element = step * TILE + in_tile
+        inverse = reciprocal(total)
+        for part in range(STEPS * TILE // PART):
+            element = part * PART + tl.arange(0, PART)
             x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
-            y = divide(exp(x - largest), tl.broadcast_to(total, [TILE]))
+            y = divide_down_to_zero(exp(x - largest), total, inverse)
             tl.store(out_ptr + element, y.to(out_ptr.dtype.element_ty), mask=element < length)
     return largest, total
 
@@ -298,17 +318,46 @@ def _begin_of_vectors(
 
 
 @triton.jit
-def _maximum_of_row(row_ptr, length, TILE: tl.constexpr):
-    """The largest of `length` elements, in fp32. The last come first: the sum begins with those that are in the cache."""
+def _pieces_of_row(head, length, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """How a pass that may take elements in any order divides a row: vectors begin after `head % VECTOR` elements.
+
+    Returns how many tiles the vectors fill; the mask of the tile after them, by whole vectors; and the single elements before
+    and after the vectors, with their mask.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
+    first = head % VECTOR
+    steps = (length - first) // TILE
+    rest = length - first - steps * TILE
+    in_last = tl.arange(0, TILE) // VECTOR < rest // VECTOR
+    index = tl.arange(0, 2 * VECTOR)
+    single = tl.where(index < VECTOR, index, length - rest % VECTOR + index - VECTOR)
+    return steps, in_last, single, single < tl.where(index < VECTOR, first, length)
+
+
+@triton.jit
+def _extremes_of_row(
+    row_ptr, rest_ptr, head, length, THREADS: tl.constexpr, VECTOR: tl.constexpr, HEAD: tl.constexpr
+):
+    """The largest and the smallest element of a row, in fp32. The arguments are those of `_sum_of_exponentials`.
+
+    The last come first: the sum begins with those that are in the cache.
+    """
+    TILE: tl.constexpr = THREADS * VECTOR
     element = tl.arange(0, TILE)
-    of_tile = tl.full([TILE], float("-inf"), tl.float32)
-    tiles = tl.cdiv(length, TILE)
-    for index in range(tiles):
-        tile = tiles - 1 - index
-        mask = element < length - tile * TILE
-        x = tl.load(row_ptr + tile * TILE + element, mask=mask, other=float("-inf")).to(tl.float32)
-        of_tile = maximum(of_tile, x)
-    return tl.max(of_tile, axis=0)
+    steps, in_last, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    vectors_ptr = rest_ptr - head // VECTOR * VECTOR
+    larger = tl.load(vectors_ptr + steps * TILE + element, mask=in_last, other=float("-inf")).to(tl.float32)
+    smaller = tl.where(in_last, larger, float("inf"))
+    for index in range(steps):
+        x = tl.load(vectors_ptr + (steps - 1 - index) * TILE + element).to(tl.float32)
+        larger = maximum(larger, x)
+        smaller = tl.minimum(smaller, x)
+    largest, smallest = tl.max(larger, axis=0), tl.min(smaller, axis=0)
+    if HEAD:
+        single_x = tl.load(row_ptr + single, mask=is_single, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(single_x, axis=0))
+        smallest = tl.minimum(smallest, tl.min(tl.where(is_single, single_x, float("inf")), axis=0))
+    return largest, smallest
 
 
 @triton.jit
@@ -363,6 +412,47 @@ def _sum_of_exponentials(
     return tl.max(sum_of_block(total, THREADS), axis=0)
 
 
+@triton.jit
+def _quotient(x, largest, total, inverse, SMALL: tl.constexpr):
+    """exp(x - largest) / total; SMALL: terms may be less than 2**-100."""
+    terms = exp(x.to(tl.float32) - largest)
+    return divide_down_to_zero(terms, total, inverse) if SMALL else divide_by_reciprocal(terms, total, inverse)
+
+
+@triton.jit
+def _store_quotients(
+    row_ptr,
+    rest_ptr,
+    y_row_ptr,
+    y_rest_ptr,
+    head,
+    length,
+    largest,
+    total,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HEAD: tl.constexpr,
+    SMALL: tl.constexpr,
+):
+    """Stores exp(x - largest) / total of a row. The other arguments are those of `_sum_of_exponentials` and `_quotient`."""
+    TILE: tl.constexpr = THREADS * VECTOR
+    dtype = y_row_ptr.dtype.element_ty
+    element = tl.arange(0, TILE)
+    steps, in_last, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    rest_ptr -= head // VECTOR * VECTOR
+    y_rest_ptr -= head // VECTOR * VECTOR
+    inverse = reciprocal(total)
+    for step in range(steps):
+        y = _quotient(tl.load(rest_ptr + step * TILE + element), largest, total, inverse, SMALL)
+        tl.store(y_rest_ptr + step * TILE + element, y.to(dtype))
+    last_x = tl.load(rest_ptr + steps * TILE + element, mask=in_last, other=0.0)
+    last_y = _quotient(last_x, largest, total, inverse, SMALL)
+    tl.store(y_rest_ptr + steps * TILE + element, last_y.to(dtype), mask=in_last)
+    if HEAD:
+        single_x = tl.load(row_ptr + single, mask=is_single, other=0.0)
+        tl.store(y_row_ptr + single, _quotient(single_x, largest, total, inverse, SMALL).to(dtype), mask=is_single)
+
+
 @triton.jit(do_not_specialize=["size", "row_stride"])
 def softmax_forward_of_long_rows(
     x_ptr,
@@ -382,20 +472,33 @@ def softmax_forward_of_long_rows(
         HEAD: rows do not begin at multiples of 16 bytes in eager's tensor; DENSE: nor in x, which has no gaps.
         SHIFT: elements between the last multiple of 16 bytes and eager's first row.
     """
-    TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0).to(tl.int64)
     length = size * UNIT
-    row_ptr = x_ptr + row * (row_stride * UNIT)
-    element = tl.arange(0, TILE)
-    largest = _maximum_of_row(row_ptr, length, TILE)
     head, offset = _begin_of_vectors(row, length, row_stride * UNIT, HEAD, DENSE, SHIFT, THREADS, VECTOR)
-    total = _sum_of_exponentials(row_ptr, x_ptr + offset, head, length, largest, THREADS, VECTOR, HEAD)
-
-    for tile in range(tl.cdiv(length, TILE)):
-        mask = element < length - tile * TILE
-        x = tl.load(row_ptr + tile * TILE + element, mask=mask, other=0.0).to(tl.float32)
-        y = divide(exp(x - largest), tl.broadcast_to(total, [TILE]))
-        tl.store(y_ptr + row * length + tile * TILE + element, y.to(y_ptr.dtype.element_ty), mask=mask)
+    _, y_offset = _begin_of_vectors(row, length, length, HEAD, HEAD, SHIFT, THREADS, VECTOR)
+    row_ptr, rest_ptr = x_ptr + row * (row_stride * UNIT), x_ptr + offset
+    y_row_ptr, y_rest_ptr = y_ptr + row * length, y_ptr + y_offset
+    largest, smallest = _extremes_of_row(row_ptr, rest_ptr, head, length, THREADS, VECTOR, HEAD)
+    total = _sum_of_exponentials(row_ptr, rest_ptr, head, length, largest, THREADS, VECTOR, HEAD)
+    if smallest - largest > _LEAST_EXPONENT:
+        _store_quotients(
+            row_ptr,
+            rest_ptr,
+            y_row_ptr,
+            y_rest_ptr,
+            head,
+            length,
+            largest,
+            total,
+            THREADS,
+            VECTOR,
+            HEAD,
+            SMALL=False,
+        )
+    else:
+        _store_quotients(
+            row_ptr, rest_ptr, y_row_ptr, y_rest_ptr, head, length, largest, total, THREADS, VECTOR, HEAD, SMALL=True
+        )
 
 
 @triton.jit(do_not_specialize=["size", "dy_row_stride"])
@@ -444,9 +547,19 @@ def softmax_backward_of_long_rows(
         total += _product(single_dy, tl.load(y_ptr + y_offset + at, mask=of_row, other=0.0))
     total = tl.max(blocks_in_sequence(total, THREADS // 32), axis=0)
 
-    for tile in range(tl.cdiv(length, TILE)):
-        mask = element < length - tile * TILE
-        dy = tl.load(dy_row_ptr + tile * TILE + element, mask=mask, other=0.0)
-        y = tl.load(y_row_ptr + tile * TILE + element, mask=mask, other=0.0)
-        dx = _gradient(_product(dy, y), y, total)
-        tl.store(dx_ptr + row * length + tile * TILE + element, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    dtype = dx_ptr.dtype.element_ty
+    steps, in_last, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    offset -= head // VECTOR * VECTOR
+    y_offset -= head // VECTOR * VECTOR
+    for step in range(steps):
+        y = tl.load(y_ptr + y_offset + step * TILE + element)
+        dx = _gradient(_product(tl.load(dy_ptr + offset + step * TILE + element), y), y, total)
+        tl.store(dx_ptr + y_offset + step * TILE + element, dx.to(dtype))
+    last_y = tl.load(y_ptr + y_offset + steps * TILE + element, mask=in_last, other=0.0)
+    last_dy = tl.load(dy_ptr + offset + steps * TILE + element, mask=in_last, other=0.0)
+    last_dx = _gradient(_product(last_dy, last_y), last_y, total)
+    tl.store(dx_ptr + y_offset + steps * TILE + element, last_dx.to(dtype), mask=in_last)
+    if HEAD:
+        single_y = tl.load(y_row_ptr + single, mask=is_single, other=0.0)
+        product = _product(tl.load(dy_row_ptr + single, mask=is_single, other=0.0), single_y)
+        tl.store(dx_ptr + row * length + single, _gradient(product, single_y, total).to(dtype), mask=is_single)

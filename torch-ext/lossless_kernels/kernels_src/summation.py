@@ -394,13 +394,29 @@ def _welford_of_halves(mean, m2, count, GROUPS: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit
-def welford_of_block(mean, m2, count, LANES: tl.constexpr, BY_DIVISION: tl.constexpr = False):
-    """Each lane's mean, M2 and count [LANES] -> mean and M2 [1] of all, by halving trees over each warp's lanes, then
-    over the warps."""
+def welford_of_block(
+    mean,
+    m2,
+    count,
+    LANES: tl.constexpr,
+    BY_DIVISION: tl.constexpr = False,
+    BLOCKS: tl.constexpr = 1,
+    EMPTY: tl.constexpr = 0,
+):
+    """Each lane's mean, M2 and count [BLOCKS * LANES] -> mean and M2 [BLOCKS] of all, by halving trees over each warp's
+    lanes, then over the warps.
+
+    Args:
+        EMPTY: how often the warps are halved before: the upper halves have no elements, and are left out of LANES.
+    """
     WARPS: tl.constexpr = LANES // 32
     for level in tl.static_range(5):
-        mean, m2, count = _welford_of_halves(mean, m2, count, WARPS, 16 >> level, BY_DIVISION)
+        mean, m2, count = _welford_of_halves(mean, m2, count, BLOCKS * WARPS, 16 >> level, BY_DIVISION)
+    tl.static_assert(EMPTY == 0 or not BY_DIVISION)
+    for level in tl.static_range(EMPTY):
+        nothing = tl.zeros([BLOCKS * WARPS], tl.float32)
+        mean, m2, count = _combined(mean, m2, count, nothing, nothing, nothing)
     for level in tl.static_range(5):
         if (WARPS >> level) > 1:
-            mean, m2, count = _welford_of_halves(mean, m2, count, 1, WARPS >> (level + 1), BY_DIVISION)
+            mean, m2, count = _welford_of_halves(mean, m2, count, BLOCKS, WARPS >> (level + 1), BY_DIVISION)
     return mean, m2

@@ -122,9 +122,10 @@ _MIN_SIZE, _MAX_SIZE = 64, 16384
 _VECTOR = 4
 # The kernels of torch 2.11 count elements in 32 bits.
 _MAX_ELEMENTS = 1 << 32
-# Longer rows, in bytes, do not fit into the registers of the threads that read them by 16 bytes each.
-_MAX_KEPT_BYTES = 16 << 10
-_STEP = 512
+# Warps of a program by the most bytes of a row, and rows of a program by the most elements (H100, bf16 and fp32). One warp
+# exchanges nothing through shared memory.
+_WARPS = {4 << 10: 1, 8 << 10: 2, 32 << 10: 4, 64 << 10: 16}
+_ROWS = {128: 4, 256: 2, 1 << 14: 1}
 
 
 @dataclass(frozen=True)
@@ -152,16 +153,23 @@ class Kind:
         the input's dtype stands for a weight or bias that there is not."""
         constants = {
             "SIZE": self.size,
+            "ROWS": self.program[0],
             "STRIDE_UNIT": self.unit,
             "WEIGHT": self.weight,
             "BIAS": self.bias,
-            "STREAMED": self.size * self.dtype.itemsize > _MAX_KEPT_BYTES,
         }
         dtypes = (*(self.dtype,) * 4, torch.float32, torch.float32)
-        # Each thread accesses 16 bytes of a step.
-        warps = _STEP * self.dtype.itemsize // 16 // 32
-        scalars = row_stride // self.unit, int(store_statistics), eps
-        return launch.bind(layer_norm_forward, constants, warps, device, dtypes, rows, *scalars)
+        rows_per_program, warps = self.program
+        scalars = rows, row_stride // self.unit, int(store_statistics), eps
+        return launch.bind(
+            layer_norm_forward, constants, warps, device, dtypes, -(-rows // rows_per_program), *scalars
+        )
+
+    @property
+    def program(self) -> tuple[int, int]:
+        """Rows and warps of a program."""
+        rows = next(rows for most, rows in _ROWS.items() if self.size <= most)
+        return rows, next(warps for most, warps in _WARPS.items() if self.size * self.dtype.itemsize <= most)
 
 
 @dataclass(eq=False)
@@ -369,42 +377,43 @@ def _proved(kind: Kind, device) -> bool:
     )
 
 
-# The statistics are compared in fp32, where another order of additions shows in many rows.
-_PROOF_ROWS = 128
+# The statistics are compared in fp32, where another order of additions shows in many rows; least in short ones.
+_PROOF_ROWS, _PROOF_ELEMENTS = 128, 1 << 17
 _PROOF_EPS = 1e-5
 # Of 16 bits so many show whether the last product and sum round once: one of about 100 tells.
 _CANCELLED_ELEMENTS = 4096
 
 
 def _comparisons(kind, device):
-    source = proof.generator(device, kind.size)
-    shape, row_stride = (_PROOF_ROWS, kind.size), kind.size + kind.unit
-    normal, spread = (proof.normal(source, *each) for each in (shape, (_PROOF_ROWS, 1)))
+    source, rows = proof.generator(device, kind.size), max(_PROOF_ROWS, _PROOF_ELEMENTS // kind.size)
+    shape, row_stride = (rows, kind.size), kind.size + kind.unit
+    normal, spread = (proof.normal(source, *each) for each in (shape, (rows, 1)))
     # Rows of all scales, and with means of up to 64 times the deviation.
-    values = (normal + 8.0 * spread * spread.abs()) * torch.exp2(torch.arange(_PROOF_ROWS, device=device) % 16 - 8.0)[
-        :, None
-    ]
+    scales = torch.exp2(torch.arange(rows, device=device) % 16 - 8.0)[:, None]
+    values = (normal + 8.0 * spread * spread.abs()) * scales
     values[0], values[1], values[2], values[3, 0], values[4, -1] = 0.0, -0.0, 3.0, math.nan, math.inf
     values[5, ::2], values[6], values[7, 0] = 6e4, -math.inf, 6e4
-    x = torch.zeros(_PROOF_ROWS, row_stride, dtype=kind.dtype, device=device)[:, : kind.size].copy_(values)
+    x = torch.zeros(rows, row_stride, dtype=kind.dtype, device=device)[:, : kind.size].copy_(values)
     weight = proof.normal(source, kind.size).to(kind.dtype) if kind.weight else None
-    launched = kind.launch(_PROOF_ROWS, row_stride, device, _PROOF_EPS, True)
-    for bias in _biases(kind, x, weight, source):
-        out = torch.full(shape, math.nan, dtype=kind.dtype, device=device)
-        mean, rstd = torch.full((2, _PROOF_ROWS, 1), math.nan, dtype=torch.float32, device=device).unbind()
-        launched(x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd)
-        expected = _eager_with_statistics(x, (kind.size,), weight, bias, _PROOF_EPS)
+    for part, bias in _biases(kind, x, weight, source):
+        out = torch.full(part.shape, math.nan, dtype=kind.dtype, device=device)
+        mean, rstd = torch.full((2, len(part), 1), math.nan, dtype=torch.float32, device=device).unbind()
+        launched = kind.launch(len(part), row_stride, device, _PROOF_EPS, True)
+        launched(part, part if weight is None else weight, part if bias is None else bias, out, mean, rstd)
+        expected = _eager_with_statistics(part, (kind.size,), weight, bias, _PROOF_EPS)
         yield from zip(("the output", "the mean", "rstd"), (out, mean, rstd), expected)
 
 
 def _biases(kind, x, weight, source):
-    """None, or a bias at random and others that cancel the products of one row: their sums show how products round."""
+    """All rows with no bias or one at random, and single rows with biases that cancel their products: such sums show how
+    products round."""
     if not kind.bias:
-        return [None]
-    products = torch.native_layer_norm(x, (kind.size,), weight, None, _PROOF_EPS)[0]
+        yield x, None
+        return
+    yield x, proof.normal(source, kind.size).to(kind.dtype)
     # The first rows have infinities and NaN.
-    cancelling = (-products[8 + row] for row in range(_CANCELLED_ELEMENTS // kind.size + 1))
-    return [proof.normal(source, kind.size).to(kind.dtype), *cancelling]
+    for part in x[8 : 9 + _CANCELLED_ELEMENTS // kind.size].split(1):
+        yield part, -torch.native_layer_norm(part, (kind.size,), weight, None, _PROOF_EPS)[0][0]
 
 
 def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:

@@ -110,10 +110,9 @@ class Kind:
     @classmethod
     def of(cls, of_gradient: bool, dtype: torch.dtype, size: int, multiple: int, masked: bool, scale: float) -> "Kind":
         """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
-        rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size), 16 // dtype.itemsize
+        rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size, written=dtype), 16 // dtype.itemsize
         unit = 1 if multiple % unit else unit
-        if rows.order.kind == aten.LOOP and (of_gradient or unit == 1):
-            # The gradient's kernel of rows in registers adds threads by trees. Rows without vectors take more registers.
+        if rows.order.kind == aten.LOOP and unit == 1:  # Rows without vectors take more registers.
             rows = replace(rows, steps=0)
         return cls(replace(rows, unit=unit), masked, _is_number_of(scale, dtype))
 
@@ -168,12 +167,14 @@ class _Walk:
             constants = {"LOG2_SIZE": of_rows.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
         elif of_rows.steps:
             names.append("of_block")
-            if of_rows.of_gradient and warps == 8 and unit > 1:
-                # Three programs run at a time then, not two (H200). Rows that are not read by vectors would spill more.
-                max_registers = 80
+            if of_rows.of_gradient and of_rows.dtype.itemsize == 2 and unit > 1 and of_rows.longest <= _MOST_LIMITED:
+                # One more program runs at a time then (H200). Rows that are not read by vectors would spill more.
+                max_registers = _MAX_REGISTERS.get(warps)
             constants = {"STEPS": of_rows.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
+            constants |= {"IN_SEQUENCE": order.in_sequence} if of_rows.of_gradient else {}
         else:
             names.append("of_long_rows")
+            warps = warps if of_rows.of_gradient else _LOOP_WARPS
             constants = {"THREADS": order.threads, "VECTOR": order.vector, "HEAD": of_rows.head, "UNIT": unit}
         kernel = getattr(kernels, "_".join(names))
         dtype = of_rows.dtype
@@ -301,6 +302,10 @@ def _resolve(scores, *others) -> Optional[_Call]:
     )
 
 
+# Warps of a program that reads a row of scores three times.
+_LOOP_WARPS = 8
+# Registers of a thread of gradients with 16 bits, by warps, and the longest rows that do not spill them to a large part.
+_MAX_REGISTERS, _MOST_LIMITED = {8: 80, 16: 64}, 14336
 # The number of the last program's last row is an int32.
 _MAX_ROWS = _MAX_SIZE = 1 << 30
 _calls = Calls(_resolve)
@@ -369,6 +374,7 @@ _ELEMENTS, _ROWS_OF_BLOCKS = 1 << 16, 128
 # are so far above the others.
 _APART = 12.0
 _GRADIENT_ELEMENTS, _GRADIENT_ROWS = 1 << 22, 252
+_SMALL_TERM = 2.0**-115
 # Rows of loops: the shortest, and the longest of those with fewer threads.
 _SHORTEST_LOOP, _FEW_THREADS = 1025, 2055
 
@@ -397,6 +403,12 @@ def _sizes(kind: Kind) -> list[int]:
 def _multiple(kind, size):
     """What a proof's rows are multiples of. Between those of a mask there are gaps of a unit."""
     return math.gcd(size, kind.rows.unit) if kind.masked else size
+
+
+def _small(is_block, rows, device):
+    """Which of a sample's rows have a small term: of blocks every other pair, of warps those of the first programs."""
+    row, queries = torch.arange(rows, device=device), rows // 6
+    return row % 4 > 1 if is_block else (row < rows // 2) & (row % queries < queries // 2)
 
 
 def _sample(kind, device, source, values, zero=None):
@@ -429,7 +441,7 @@ def _comparisons(kind, device):
         if is_block:
             lane = aten.lanes(kind.rows.order, rows, size, 0, device)[::2]
             values[::2].add_(torch.where(lane == lane[:, size // 2, None], _APART, 0.0))
-            with_small_terms(values)
+        with_small_terms(values, _small(is_block, rows, device))
         values[-1], values[-2], values[-3], values[-4, 0] = -math.inf, math.inf, -0.0, math.nan
         values[-5, -1], values[-6, 0] = math.inf, -math.inf
         scores, mask, walk = _sample(kind, device, source, values)
@@ -462,6 +474,8 @@ def _gradient_comparisons(kind, device):
         dy = proof.normal(source, rows, size)
         dy[::2] *= size**0.5 / 256
         at = torch.randint(size, (rows, 1), device=device, generator=source)
+        small, after = _small(kind.rows.order.kind != aten.WARP, rows, device)[:, None], (at + 1) % size
+        y.scatter_(1, after, torch.where(small, _SMALL_TERM, y.gather(1, after)))
         y.scatter_(1, at, 1.0)
         dy[::2].scatter_(1, at[::2], 128 + 127 * proof.uniform(source, rows // 2, 1))
         dy[1], dy[3], dy[5, 0], dy[7, -1] = -0.0, 0.0, math.inf, math.nan

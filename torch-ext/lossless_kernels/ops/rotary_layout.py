@@ -13,8 +13,9 @@ from .rotary_formulas import FIRST_HALF, ONE_EACH, RotaryFormula
 if launch.AVAILABLE:
     from ..kernels_src.rotary import rotary
 
-# Bytes that a warp reads of a half of its heads: two accesses of 16 bytes per thread (H200).
-_BYTES_PER_WARP = 1024
+# Bytes that a warp reads of a half of its heads: two accesses of 16 bytes per thread (H200), and one where some threads have
+# none, since a half is no power of two (H100, 16 bits).
+_BYTES_PER_WARP, _BYTES_OF_PADDED = 1024, 512
 _MIN_HEADS_PER_PROGRAM = 8
 _MAX_HEADS_PER_PROGRAM = 16
 _MAX_HEAD_DIM = 1024
@@ -33,7 +34,9 @@ def launch_plan(head_dim: int, dtype: torch.dtype) -> RotaryPlan:
     half = 1 << (head_dim // 2 - 1).bit_length()
     heads = _BYTES_PER_WARP // (half * dtype.itemsize)
     heads = min(max(heads, _MIN_HEADS_PER_PROGRAM), _MAX_HEADS_PER_PROGRAM)
-    return RotaryPlan(heads, min(max(heads * half * dtype.itemsize // _BYTES_PER_WARP, 1), 8))
+    padded = head_dim != 2 * half and head_dim % 16 == 0 and dtype.itemsize == 2
+    per_warp = _BYTES_OF_PADDED if padded else _BYTES_PER_WARP
+    return RotaryPlan(heads, min(max(heads * half * dtype.itemsize // per_warp, 1), 8))
 
 
 def place_of(unsqueeze_dim: int, dims: int) -> int:

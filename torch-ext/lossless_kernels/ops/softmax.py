@@ -71,15 +71,19 @@ def _formula(dy, y, dtype):
 
 # Elements and warps of a program for rows of one of ATen's warps, by the most elements of a row. One warp exchanges
 # nothing through shared memory (H200).
-_PROGRAMS = {256: (2048, 4), 1024: (1024, 1), 2048: (2048, 2)}
+_PROGRAMS = {1024: (1024, 1), 2048: (2048, 2)}
 _MAX_ROWS = 128
 # Warps of a program that keeps a row in registers, by the most elements of the row; if rows are not read by vectors, which
 # takes more registers; and of gradients with 16 and 32 bits.
 _WARPS, _WARPS_WITHOUT_VECTORS = {4096: 2, 1 << 14: 4, 1 << 15: 8}, {4096: 2, 9216: 4, 1 << 15: 8}
 _GRADIENT_WARPS = {2: {4096: 4, 1 << 14: 8, 1 << 15: 16}, 4: {4096: 4, 9216: 8, 1 << 15: 16}}
-# Those of a program that does not; for gradients as many as ATen has, or the sum in sequence takes all registers.
-_LOOP_WARPS = 8
-# The longest rows of LOOP that a program keeps in registers; of gradients, which keep two numbers of each element.
+# From fp16 to fp32, where a thread writes twice as many bytes as it reads (H100).
+_WARPS_OF_FP16_TO_FP32 = {1 << 13: 4, 1 << 15: 8}
+# Those of a program that does not, and of one for aligned rows of 16 bits: fewer rows share the L2 then. Gradients have as
+# many as ATen, or the sum in sequence takes all registers.
+_LOOP_WARPS, _LOOP_WARPS_OF_16_BITS = 16, 32
+# The longest rows of LOOP that a program keeps in registers; and of gradients, which keep two numbers of each element, and
+# from fp16 to fp32.
 _LONGEST_IN_REGISTERS, _LONGEST_GRADIENT = 1 << 15, 1 << 14
 _MAX_SIZE = 1 << 30
 
@@ -110,6 +114,7 @@ class Kind:
         dense: rows with such a head follow each other without a gap.
         shift: elements from the last multiple of 16 bytes to the first of them.
         plan: the tuned launch configuration; None: the default.
+        written: the dtype to which a kernel rounds the softmax; None: it does not.
     """
 
     of_gradient: bool
@@ -122,10 +127,18 @@ class Kind:
     dense: bool = False
     shift: int = 0
     plan: Optional[SoftmaxPlan] = None
+    written: Optional[torch.dtype] = None
 
     @classmethod
     def of(
-        cls, of_gradient: bool, dtype: torch.dtype, result: torch.dtype, size: int, row_stride: int, shift: int = 0
+        cls,
+        of_gradient: bool,
+        dtype: torch.dtype,
+        result: torch.dtype,
+        size: int,
+        row_stride: int,
+        shift: int = 0,
+        written: Optional[torch.dtype] = None,
     ) -> "Kind":
         """The kind for rows of `size` elements; `row_stride` is the input's or that of the output's gradient."""
         if of_gradient:
@@ -133,15 +146,21 @@ class Kind:
         else:
             order, itemsize = aten.softmax_forward(size, dtype, result != dtype, shift == 0), dtype.itemsize
         unit = math.gcd(size, row_stride, 16 // itemsize)
+        kind = cls(of_gradient, dtype, result, order, 0, unit, written=written)
         if order.kind == aten.WARP:
-            return cls(of_gradient, dtype, result, order, aten.next_power_of_two(size).bit_length() - 1, unit)
+            return replace(kind, steps=aten.next_power_of_two(size).bit_length() - 1)
         steps, rest = divmod(size, order.threads * order.vector)
-        longest = _LONGEST_GRADIENT if of_gradient else _LONGEST_IN_REGISTERS
-        if order.kind != aten.LOOP or (rest == shift == 0 and unit > 1 and size <= longest):
-            return cls(of_gradient, dtype, result, order, steps + (rest > 0), unit)
+        longest = _LONGEST_GRADIENT if of_gradient or kind.widens else _LONGEST_IN_REGISTERS
+        if order.kind != aten.LOOP or (rest == shift == 0 and kind.unit > 1 and size <= longest):
+            return replace(kind, steps=steps + (rest > 0))
         if size % order.vector == 0 and shift == 0:
-            return cls(of_gradient, dtype, result, order, 0, unit)
-        return cls(of_gradient, dtype, result, order, 0, unit, True, row_stride == size, shift)
+            return kind
+        return replace(kind, head=True, dense=row_stride == size, shift=shift)
+
+    @property
+    def widens(self) -> bool:
+        """Whether threads read vectors of fp16 and write fp32. (ATen converts bf16 first, and reads fewer at a time.)"""
+        return self.dtype == torch.float16 and (self.written or self.result) == torch.float32
 
     @property
     def longest(self) -> int:
@@ -169,8 +188,11 @@ class Kind:
             elements, warps = next(program for most, program in _PROGRAMS.items() if self.longest <= most)
             return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
         if not self.steps:
-            return 1, max(self.order.threads // 32, 4) if self.of_gradient else _LOOP_WARPS
+            warps = _LOOP_WARPS if self.head or self.dtype == torch.float32 else _LOOP_WARPS_OF_16_BITS
+            return 1, max(self.order.threads // 32, 4) if self.of_gradient else warps
         of_length = _WARPS if self.unit > 1 else _WARPS_WITHOUT_VECTORS
+        if self.widens and self.unit > 1:
+            of_length = _WARPS_OF_FP16_TO_FP32
         if self.of_gradient:
             of_length = _GRADIENT_WARPS[self.result.itemsize]
         return 1, next(warps for most, warps in of_length.items() if self.longest <= most)
@@ -397,8 +419,8 @@ _PROOF_ELEMENTS = {torch.float32: 1 << 16, torch.float16: 1 << 19, torch.bfloat1
 _BLOCK_ROWS = 64
 _APART = {torch.float32: 40.0, torch.float16: 6.0, torch.bfloat16: 40.0}
 _MORE_OF_BLOCKS = {torch.float32: 1, torch.float16: 4, torch.bfloat16: 1}
-# How far one element of some rows of a block is below the largest: kernels that keep a row add and divide such rows by
-# other instructions. These kernels' rows are drawn twice as often.
+# How far one element of some rows is below the largest: kernels divide such rows by other instructions, and those that keep
+# a row of a block add them by others, too. The latter's rows are drawn twice as often.
 _SMALL = 80.0
 # How often a block's rows are drawn. Equal numbers of a row, of which 16 bits have many, show a difference together or not
 # at all: drawn once, rows of bf16 hid half the threads one time in eight.
@@ -443,10 +465,10 @@ def _row_stride(kind: Kind, size: int) -> int:
     return size if kind.dense else size + kind.unit
 
 
-def with_small_terms(x):
-    """Gives every other pair of rows a term of about 2**-115."""
-    row = torch.arange(len(x), device=x.device)
-    x[:, 1] = torch.where(row % 4 > 1, x.amax(-1) - _SMALL, x[:, 1])
+def with_small_terms(x, rows):
+    """Gives these rows a term of about 2**-115."""
+    if x.shape[1] > 1:
+        x[:, 1] = torch.where(rows, x.amax(-1) - _SMALL, x[:, 1])
 
 
 def _comparisons(kind, device):
@@ -461,7 +483,9 @@ def _comparisons(kind, device):
             lane = aten.lanes(kind.order, rows // 2, size, kind.shift, device)
             # Up, and not the other terms down: 16 bits have few numbers around -40, and as few quotients.
             x[: rows // 2].add_(torch.where(lane == lane[:, size // 2, None], _APART[kind.result], 0.0))
-            with_small_terms(x)
+        # Of blocks every other pair of rows; of warps the first programs, which have up to 128 rows.
+        row = torch.arange(rows, device=device)
+        with_small_terms(x, row % 4 > 1 if is_block else row < rows // 4)
         x[-1], x[-2], x[-3], x[-4, 0], x[-5, -1], x[-6, 0] = -math.inf, math.inf, -0.0, math.nan, math.inf, -math.inf
         x = _placed(x, kind)
         out = torch.full((rows, size), math.nan, dtype=kind.result, device=device)
