@@ -556,7 +556,9 @@ def _layer_norm_operators(given):
 
 def _layer_norm_launches(kernel, machine):
     # Four and two rows of a program, a part of a step, and one, two, four and (fp32) 16 warps.
-    for size, gap in ((64, 0), (256, 0), (768, 0), (1024, 2), (4096, 0), (16384, 0)) if machine.every_case else ((4096, 0),):
+    for size, gap in (
+        ((64, 0), (256, 0), (768, 0), (1024, 2), (4096, 0), (16384, 0)) if machine.every_case else ((4096, 0),)
+    ):
         x, weight, bias = machine.empty(3, size + gap)[:, :size], machine.empty(size), machine.empty(size)
         # The longest take seconds each to compile.
         for vectors in ((weight, bias), (weight, None), (None, None))[: 1 if size > 4096 else None]:

@@ -339,7 +339,9 @@ def down_to_zero(x, y, compare=True):
 def test_quotients_of_all_sizes_down_to_zero_are_rounded_once(seed):
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     # Subnormal quotients near the middle between two numbers: (k + 1/2) y, and a little more or less.
-    y, k = (torch.randint(low, high, (1 << 18,), generator=generator) for low, high in ((1 << 23, 1 << 24), (0, 1 << 22)))
+    y, k = (
+        torch.randint(low, high, (1 << 18,), generator=generator) for low, high in ((1 << 23, 1 << 24), (0, 1 << 22))
+    )
     shift = torch.randint(1, 24, y.shape, generator=generator)
     x = ((2 * k + 1) * y >> shift) + torch.randint(-1, 2, y.shape, generator=generator)
     taken = (x >= 0) & (x < 1 << 23)

@@ -335,9 +335,7 @@ def _pieces_of_row(head, length, THREADS: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _extremes_of_row(
-    row_ptr, rest_ptr, head, length, THREADS: tl.constexpr, VECTOR: tl.constexpr, HEAD: tl.constexpr
-):
+def _extremes_of_row(row_ptr, rest_ptr, head, length, THREADS: tl.constexpr, VECTOR: tl.constexpr, HEAD: tl.constexpr):
     """The largest and the smallest element of a row, in fp32. The arguments are those of `_sum_of_exponentials`.
 
     The last come first: the sum begins with those that are in the cache.

@@ -413,7 +413,7 @@ def welford_of_block(
     for level in tl.static_range(5):
         mean, m2, count = _welford_of_halves(mean, m2, count, BLOCKS * WARPS, 16 >> level, BY_DIVISION)
     tl.static_assert(EMPTY == 0 or not BY_DIVISION)
-    for level in tl.static_range(EMPTY):
+    for _ in tl.static_range(EMPTY):
         nothing = tl.zeros([BLOCKS * WARPS], tl.float32)
         mean, m2, count = _combined(mean, m2, count, nothing, nothing, nothing)
     for level in tl.static_range(5):

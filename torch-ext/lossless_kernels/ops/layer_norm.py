@@ -161,9 +161,7 @@ class Kind:
         dtypes = (*(self.dtype,) * 4, torch.float32, torch.float32)
         rows_per_program, warps = self.program
         scalars = rows, row_stride // self.unit, int(store_statistics), eps
-        return launch.bind(
-            layer_norm_forward, constants, warps, device, dtypes, -(-rows // rows_per_program), *scalars
-        )
+        return launch.bind(layer_norm_forward, constants, warps, device, dtypes, -(-rows // rows_per_program), *scalars)
 
     @property
     def program(self) -> tuple[int, int]:
