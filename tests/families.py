@@ -135,7 +135,7 @@ def make(name, layer):
 
 def call(model):
     """The last hidden states of 14 tokens."""
-    tokens = torch.arange(1, 15).view(2, 7)
+    tokens = torch.arange(1, 15, device=next(model.parameters()).device).view(2, 7)
     with torch.no_grad():
         if isinstance(model, Stack):
             return model(embedded(tokens))
@@ -144,4 +144,4 @@ def call(model):
 
 
 def embedded(tokens):
-    return torch.sin(tokens[..., None] * torch.arange(1.0, SIZES["hidden_size"] + 1))
+    return torch.sin(tokens[..., None] * torch.arange(1.0, SIZES["hidden_size"] + 1, device=tokens.device))
