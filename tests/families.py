@@ -102,7 +102,7 @@ class Stack(torch.nn.Module):
 
     def forward(self, hidden_states):
         # They rotate each head by its number.
-        tables = self.rotary(hidden_states, torch.arange(self.heads)[None])
+        tables = self.rotary(hidden_states, torch.arange(self.heads, device=hidden_states.device)[None])
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=tables)
         return hidden_states

@@ -46,14 +46,24 @@ def every_function(kernel, device, dtypes):
                 yield f"rms_norm {rows}x{columns} {dtype}"
                 differentiated(*kernel.fused_add_rms_norm(x, residual, weight, 1e-6))
                 yield f"fused_add_rms_norm {rows}x{columns} {dtype}"
-        for rows, size in ((5, 40), (7, 1000), (300, 1024), (9, 4096), (5, 9216), (3, 24000), (3, 50257)):
+        for rows, size in (
+            (5, 40),
+            (77, 128),
+            (7, 1000),
+            (300, 1024),
+            (9, 4096),
+            (5, 9216),
+            (3, 24000),
+            (3, 50257),
+            (3, 50000),
+        ):
             differentiated(kernel.softmax(normal(rows, size, dtype=dtype)))
             yield f"softmax {rows}x{size} {dtype}"
-        for size in (40, 1000, 1025, 4096, 9216, 12001):
+        for size in (40, 1000, 1025, 4096, 9216, 12001, 12288):
             scores, mask = normal(1, 2, 3, size, dtype=dtype), normal(1, 1, 3, size, dtype=dtype).detach()
             differentiated(kernel.masked_softmax(scores, mask, 0.25))
             yield f"masked_softmax {size} {dtype}"
-        for rows, size in ((7, 64), (300, 4096), (5, 1000)):
+        for rows, size in ((7, 64), (77, 128), (5, 256), (300, 4096), (5, 1000)):
             x, weight, bias = normal(rows, size, dtype=dtype), normal(size, dtype=dtype), normal(size, dtype=dtype)
             differentiated(kernel.layer_norm(x, (size,), weight, bias, 1e-5))
             yield f"layer_norm {rows}x{size} {dtype}"
