@@ -12,7 +12,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from ..core import launch, operators, proof
+from ..core import launch, operators, plans, proof
 from ..core import softmax as aten
 from ..core.calls import Calls, Outside
 from ..core.declarations import TUNING
@@ -132,6 +132,13 @@ def _is_number_of(scale: float, dtype: torch.dtype) -> bool:
         return False
 
 
+def _max_registers(warps, longest, device) -> Optional[int]:
+    """The most registers of a thread for gradients of 16 bits. Of 16 warps longer rows, and older GPUs, would spill more."""
+    if warps == 16:
+        return 64 if longest <= 14336 and (plans.gpu(device).compute_capability or 9) >= 9 else None
+    return 80 if warps == 8 else None
+
+
 @dataclass(frozen=True)
 class _Walk:
     """How programs find rows in scores and mask, whose shared rows are neighbours; see `row_levels`."""
@@ -167,9 +174,9 @@ class _Walk:
             constants = {"LOG2_SIZE": of_rows.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
         elif of_rows.steps:
             names.append("of_block")
-            if of_rows.of_gradient and of_rows.dtype.itemsize == 2 and unit > 1 and of_rows.longest <= _MOST_LIMITED:
+            if of_rows.of_gradient and of_rows.dtype.itemsize == 2 and unit > 1:
                 # One more program runs at a time then (H200). Rows that are not read by vectors would spill more.
-                max_registers = _MAX_REGISTERS.get(warps)
+                max_registers = _max_registers(warps, of_rows.longest, device)
             constants = {"STEPS": of_rows.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
             constants |= {"IN_SEQUENCE": order.in_sequence} if of_rows.of_gradient else {}
         else:
@@ -304,8 +311,6 @@ def _resolve(scores, *others) -> Optional[_Call]:
 
 # Warps of a program that reads a row of scores three times.
 _LOOP_WARPS = 8
-# Registers of a thread of gradients with 16 bits, by warps, and the longest rows that do not spill them to a large part.
-_MAX_REGISTERS, _MOST_LIMITED = {8: 80, 16: 64}, 14336
 # The number of the last program's last row is an int32.
 _MAX_ROWS = _MAX_SIZE = 1 << 30
 _calls = Calls(_resolve)
