@@ -189,7 +189,7 @@ def few(make, *given):
         ("softmax", {4096, 5120, 8192, 16384, 32768}, {4096, 5120, 8192, 16384, 32768}),
         ("softmax_backward", {2048, 4096, 5120, 8192, 16384}, {2048, 4096, 5120, 8192, 16384}),
         ("masked_softmax", {4096, 5120, 8192, 16384, 32768}, {4096, 5120, 8192, 16384, 32768}),
-        ("masked_softmax_backward", {2048, 4096, 5120, 8192}, {2048, 4096, 5120, 8192}),
+        ("masked_softmax_backward", {2048, 4096, 5120, 8192, 16384}, {2048, 4096, 5120, 8192, 16384}),
     ],
 )
 def test_softmax_is_tuned_where_a_program_keeps_a_row(kernel, op, of_16_bits, of_fp32):
