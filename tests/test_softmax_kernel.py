@@ -359,6 +359,10 @@ def test_quotients_of_all_sizes_down_to_zero_are_rounded_once(seed):
     x = pairs[:, 0] * torch.exp2(torch.randint(-150, 1, (len(pairs),), generator=generator) - 24.0)
     y = pairs[:, 1] * torch.exp2(torch.randint(0, 20, (len(pairs),), generator=generator) - 23.0)
     assert_bits_equal(down_to_zero(x, y), x / y, "the hardest")
+    # Sums beyond 2**20, of rows of hundreds of millions of elements: the reciprocal alone does not do.
+    x, y = torch.tensor([1.091543835670742e-30]), torch.tensor([3 * 2.0**27])
+    assert not torch.equal(by_reciprocal(x, y), x / y)
+    assert_bits_equal(down_to_zero(x, y), x / y)
     special = torch.tensor([0.0, 1.0, 2.0**-149, 2.0**-126, math.nan, 1.0])
     divisors = torch.tensor([3.0, 1.0, 1.0, 1.0, 2.0, math.nan])
     assert torch.equal(down_to_zero(special, divisors).isnan(), (special / divisors).isnan())

@@ -179,7 +179,7 @@ def _softmax_of_block(
     Terms that `_terms_of_block` does not add, or NaN, are computed again, in loops, with eager's instructions.
     """
     TILE: tl.constexpr = THREADS * VECTOR
-    # Of a tile of fp16 and its fp32 results a thread would have too many registers.
+    # Of a tile of 16 bits and its fp32 results a thread would have too many registers.
     WIDER: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth > scores_ptr.dtype.element_ty.primitive_bitwidth
     PART: tl.constexpr = THREADS if WIDER else TILE
     in_tile = tl.arange(0, TILE)
@@ -478,7 +478,8 @@ def softmax_forward_of_long_rows(
     y_row_ptr, y_rest_ptr = y_ptr + row * length, y_ptr + y_offset
     largest, smallest = _extremes_of_row(row_ptr, rest_ptr, head, length, THREADS, VECTOR, HEAD)
     total = _sum_of_exponentials(row_ptr, rest_ptr, head, length, largest, THREADS, VECTOR, HEAD)
-    if smallest - largest > _LEAST_EXPONENT:
+    # `divide_by_reciprocal` takes sums of up to 2**20.
+    if (smallest - largest > _LEAST_EXPONENT) & (total <= 1048576.0):
         _store_quotients(
             row_ptr,
             rest_ptr,

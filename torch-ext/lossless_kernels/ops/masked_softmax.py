@@ -446,7 +446,7 @@ def _comparisons(kind, device):
         if is_block:
             lane = aten.lanes(kind.rows.order, rows, size, 0, device)[::2]
             values[::2].add_(torch.where(lane == lane[:, size // 2, None], _APART, 0.0))
-        with_small_terms(values, _small(is_block, rows, device))
+        with_small_terms(values, _small(is_block, rows, device), kind.rows.dtype)
         values[-1], values[-2], values[-3], values[-4, 0] = -math.inf, math.inf, -0.0, math.nan
         values[-5, -1], values[-6, 0] = math.inf, -math.inf
         scores, mask, walk = _sample(kind, device, source, values)

@@ -421,7 +421,7 @@ _APART = {torch.float32: 40.0, torch.float16: 6.0, torch.bfloat16: 40.0}
 _MORE_OF_BLOCKS = {torch.float32: 1, torch.float16: 4, torch.bfloat16: 1}
 # How far one element of some rows is below the largest: kernels divide such rows by other instructions, and those that keep
 # a row of a block add them by others, too. The latter's rows are drawn twice as often.
-_SMALL = 80.0
+_SMALL, _SUBNORMAL = 80.0, 96.0
 # How often a block's rows are drawn. Equal numbers of a row, of which 16 bits have many, show a difference together or not
 # at all: drawn once, rows of bf16 hid half the threads one time in eight.
 _TIMES_OF_BLOCKS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 12}
@@ -465,10 +465,12 @@ def _row_stride(kind: Kind, size: int) -> int:
     return size if kind.dense else size + kind.unit
 
 
-def with_small_terms(x, rows):
-    """Gives these rows a term of about 2**-115."""
+def with_small_terms(x, rows, result):
+    """Gives these rows a term of about 2**-115; of fp32 results some one whose quotient is subnormal."""
     if x.shape[1] > 1:
-        x[:, 1] = torch.where(rows, x.amax(-1) - _SMALL, x[:, 1])
+        subnormal = (torch.arange(len(x), device=x.device) % 8 == 3) & (result == torch.float32)
+        below = torch.where(subnormal, _SUBNORMAL, _SMALL)
+        x[:, 1] = torch.where(rows, x.amax(-1) - below, x[:, 1])
 
 
 def _comparisons(kind, device):
@@ -485,7 +487,7 @@ def _comparisons(kind, device):
             x[: rows // 2].add_(torch.where(lane == lane[:, size // 2, None], _APART[kind.result], 0.0))
         # Of blocks every other pair of rows; of warps the first programs, which have up to 128 rows.
         row = torch.arange(rows, device=device)
-        with_small_terms(x, row % 4 > 1 if is_block else row < rows // 4)
+        with_small_terms(x, row % 4 > 1 if is_block else row < rows // 4, kind.result)
         x[-1], x[-2], x[-3], x[-4, 0], x[-5, -1], x[-6, 0] = -math.inf, math.inf, -0.0, math.nan, math.inf, -math.inf
         x = _placed(x, kind)
         out = torch.full((rows, size), math.nan, dtype=kind.result, device=device)
