@@ -219,11 +219,12 @@ def divide_by_reciprocal(x, y, reciprocal):
 
 @triton.jit
 def divide_down_to_zero(x, y, reciprocal):
-    """x / y in fp32, correctly rounded, subnormal results kept: x is from 0 to 1, y from 1 to 2**20, or either is NaN.
+    """x / y in fp32, correctly rounded, subnormal results kept: x is from 0 to 1, y from 1 to 2**30, or either is NaN.
 
     No branch: `div.rn` takes a subroutine for each small x. `reciprocal` is correctly rounded. The quotient of 2**64 * x is
-    rounded by `divide_by_reciprocal`. If x / y is subnormal, it is rounded again, to a multiple of 2**-149. Only if the
-    first rounding made it the middle of two such multiples can the second be wrong, which the remainder tells.
+    rounded by `divide_by_reciprocal`, far from subnormal numbers. If x / y is subnormal, it is rounded again, to a multiple
+    of 2**-149. Only if the first rounding made it the middle of two such multiples can the second be wrong, which the
+    remainder tells.
     """
     if INTERPRETED:
         return x / y
