@@ -77,7 +77,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     # GroupNorm where a channel has an odd number of positions, LayerNorm of rows of 16384 elements, some bytes more of masked
     # scores and jsd.
     SPILLED |= {("group_norm_forward", "bfloat16", None): 24, ("group_norm_forward", "float32", None): 20}
-    SPILLED |= {("layer_norm_forward", "float32", None): 8}
+    SPILLED |= {("layer_norm_forward", "bfloat16", None): 52, ("layer_norm_forward", "float32", None): 148}
     SPILLED |= {("masked_softmax_forward_of_block", "bfloat16", None): 8}
     SPILLED |= {("masked_softmax_backward_of_block", dtype, None): 28 for dtype in ("bfloat16", "float32")}
     SPILLED |= {("jsd_forward", "bfloat16", None): 12, ("jsd_forward", "float32", None): 28}
