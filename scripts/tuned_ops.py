@@ -395,7 +395,7 @@ class Softmax(TunedOp):
     chooses = """\
 warps per program, for any number of rows of one length, if a program keeps a row in registers: from 1025 (gradients)
 or 2049 elements to about 24500 in 16 bits, and to about 12250 in fp32 and of masked scores; longer rows that fill whole
-steps of ATen's threads, up to 32768 elements forward and 16384 in the backward pass of softmax with an fp32 result"""
+steps of ATen's threads, up to 32768 elements"""
     has_size = True
 
     def __init__(self, op: str):

@@ -412,9 +412,10 @@ def _softmax_operators(given):
 
 def _softmax_launches(kernel, machine):
     softmax = machine.module("ops.softmax")
-    # One element, less than a warp, more, and rows that begin anywhere.
-    for size, gap in ((1, 0), (40, 0), (128, 0), (1000, 0), (1000, 1)) if machine.every_case else ((1000, 0),):
-        x = machine.empty(3, size + gap)[:, :size]
+    # One element, less than a warp, more, and rows that begin anywhere; a few rows and many.
+    short = ((3, 1, 0), (3, 40, 0), (3, 128, 0), (3000, 128, 0), (3000, 100, 1), (3, 1000, 0), (3, 1000, 1))
+    for rows, size, gap in short if machine.every_case else ((3000, 128, 0), (3, 1000, 0)):
+        x = machine.empty(rows, size + gap)[:, :size]
         softmax.gradient(x, softmax.softmax(x))
     # Blocks that keep a row in registers, by elements and by vectors, and those that do not: aligned rows and others.
     sizes = (4096, 9224, 16384, 32768, 40000, 32001) if machine.every_case else (4096, 16384, 32001)
@@ -424,6 +425,8 @@ def _softmax_launches(kernel, machine):
     if machine.dtype.itemsize == 2 and machine.every_case:
         y = softmax.softmax(machine.empty(3, 4096), dtype=torch.float32)
         softmax.gradient(y, y, machine.dtype)
+        for size in (1501, 8001):  # Rows with a head that are read once.
+            softmax.softmax(machine.empty(3, size, dtype=torch.float16), dtype=torch.float32)
 
 
 # Softmax of attention scores
@@ -459,10 +462,13 @@ def _masked_softmax_launches(kernel, machine):
     for size in sizes:
         scores = machine.empty(2, 2, 3, size).requires_grad_()
         masks = (machine.empty(2, 1, 3, size), machine.empty(2, 1, 3, size + 1)[..., :size], None)
-        for mask in masks if machine.every_case and size <= 9224 else masks[:1]:
+        for mask in masks if machine.every_case and size in (128, 4096, 9224) else masks[:1]:
             tensors = (scores,) if mask is None else (scores, mask)
             call = family._calls.find(family.eager_masked_softmax, (True, 0.5), tensors, True, 0.5)
             call.gradient_alone(scores.detach(), *tensors)
+    if machine.dtype == torch.bfloat16 and machine.every_case:
+        scores, mask = (torch.empty(2, heads, 3, 1500, dtype=torch.float16) for heads in (2, 1))
+        family.masked_softmax(scores, mask)
 
 
 # Divergences
@@ -524,7 +530,7 @@ def _jsd_launches(kernel, machine):
         call = jsd._resolve(student, teacher, *([mask] if labels else []), jsd.divergence, beta, temperature, wanted)
         place, d_logits = torch.empty(3, dtype=torch.int64), [machine.empty(3, vocabulary) for _ in range(2)]
         terms, statistics = call(student, teacher, place, 3)
-        for dy in (terms, terms[:1, :1].expand(3, vocabulary)):
+        for dy in (terms, terms[:1, :1].expand(3, vocabulary))[: 2 if vocabulary == 128256 else 1]:
             call.gradients(dy, student, teacher, place, statistics, *d_logits)
 
 
@@ -560,8 +566,7 @@ def _layer_norm_launches(kernel, machine):
         ((64, 0), (256, 0), (768, 0), (1024, 2), (4096, 0), (16384, 0)) if machine.every_case else ((4096, 0),)
     ):
         x, weight, bias = machine.empty(3, size + gap)[:, :size], machine.empty(size), machine.empty(size)
-        # The longest take seconds each to compile.
-        for vectors in ((weight, bias), (weight, None), (None, None))[: 1 if size > 4096 else None]:
+        for vectors in ((weight, bias), (weight, None), (None, None))[: 3 if size in (256, 4096) else 1]:
             kernel.layer_norm(x, size, *vectors)
 
 

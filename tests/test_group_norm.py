@@ -94,6 +94,21 @@ def test_the_kernels_equal_the_transcription(module, seed):
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_long_groups_equal_the_transcription(module, seed, dtype):
+    """Groups of more than 40 KB have more warps, and lanes that read more at once."""
+    family, generator = module("ops.group_norm"), torch.Generator().manual_seed(seed)
+    shape = (2, 5, 4104 if dtype == torch.float32 else 8208)
+    x, vectors = torch.randn(shape, generator=generator).to(dtype), torch.randn(2, 5, generator=generator).to(dtype)
+    long, short = (
+        family.Kind.of(dtype, family.Shape(2, 1, 5, size), True, True, False, False) for size in (shape[2], 400)
+    )
+    assert (long.warps, short.warps) == (8, 4) and long.steps > short.steps
+    for found, expected in zip(launched(family, x, 1, *vectors), transcribed(x, 1, *vectors)):
+        assert_bits_equal(found, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_special_groups(module, dtype):
     """Whatever order it is added up in, a group has these values."""
     x = torch.stack([torch.full((2, 300), value) for value in (0.0, -0.0, 3.0, math.inf, math.nan)]).to(dtype)
@@ -111,9 +126,9 @@ def test_programs_take_several_groups(module, monkeypatch):
     monkeypatch.setattr(family.plans, "UNKNOWN", family.plans.Gpu(None, 0, multiprocessors=1))
     module("plans").gpu.cache_clear()
     try:
-        x, vectors = torch.randn(3, 12, 200), torch.randn(2, 12)
-        assert family._programs(family.Shape(3, 4, 3, 200), 4, family.plans.gpu(CPU)) == 8
-        for found, expected in zip(launched(family, x, 4, *vectors), transcribed(x, 4, *vectors)):
+        x, vectors = torch.randn(3, 24, 200), torch.randn(2, 24)
+        assert family._programs(family.Shape(3, 8, 3, 200), 4, family.plans.gpu(CPU)) == 16
+        for found, expected in zip(launched(family, x, 8, *vectors), transcribed(x, 8, *vectors)):
             assert_bits_equal(found, expected)
     finally:
         module("plans").gpu.cache_clear()
@@ -264,7 +279,7 @@ SELDOM_SEEN = {"M2 combined without FMA": combined(True, False)}
 def in_the_kernels_place(family, patch, seed, expected=None, **how):
     """The proof compares the transcription with such arithmetic instead of the kernel with eager; `seed` replaces its own."""
 
-    def launch(kind, shape, device, eps, store_statistics):
+    def launch(kind, shape, device, eps, store_statistics, most_programs):
         def run(x, weight, bias, *outs):
             given = weight if kind.weight else None, bias if kind.bias else None
             for out, value in zip(outs, aten_model.group_norm(x, shape.groups, *given, eps, kind.rounded, **how)):

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -63,42 +64,58 @@ def spaced(x, gap):
     return torch.zeros(x.shape[0], x.shape[1] + gap, dtype=x.dtype)[:, : x.shape[1]].copy_(x)
 
 
-def forward_of(family, x, dtype=None, shift=0):
+def forward_of(family, x, dtype=None, shift=0, few=False):
     (rows, size), dtype = x.shape, dtype or x.dtype
     out = torch.full((rows, size), math.nan, dtype=dtype)
-    kind = family.Kind.of(False, x.dtype, dtype, size, x.stride(0), shift)
+    kind = replace(family.Kind.of(False, x.dtype, dtype, size, x.stride(0), shift), few=few)
     family._bind(kind, rows, size, x.stride(0), CPU)(x, out)
     return out
 
 
-def backward_of(family, dy, y, dtype=None):
+def backward_of(family, dy, y, dtype=None, few=False):
     (rows, size), dtype = y.shape, dtype or y.dtype
     dx = torch.full((rows, size), math.nan, dtype=dtype)
-    kind = family.Kind.of(True, dtype, y.dtype, size, dy.stride(0))
+    kind = replace(family.Kind.of(True, dtype, y.dtype, size, dy.stride(0)), few=few)
     family._bind(kind, rows, size, dy.stride(0), CPU)(dy, y, dx)
     return dx
 
 
 @interpreted
 def test_kernels_equal_the_transcription(module, seed):
-    """200 cases; `_forward` and `_backward` take y as softmax returns it, and as it never does."""
+    """120 cases; `_forward` and `_backward` take y as softmax returns it, and as it never does."""
     family, generator, choose = module("ops.softmax"), torch.Generator().manual_seed(seed), random.Random(seed)
-    for case in range(200):
+    for case in range(120):
         size = choose.choice((choose.choice(SIZES), choose.randint(1, 1024)))
         rows, dtype, gap = (
             choose.randint(1, 140 if size < 40 else 9),
             choose.choice(DTYPES),
             choose.choice((0, 0, 1, 8)),
         )
-        label = f"case {case}, {rows}x{size} {dtype}, gap {gap}"
+        few = choose.random() < 0.3
+        label = f"case {case}, {rows}x{size} {dtype}, gap {gap}, few {few}"
         x = rows_at_random(choose, generator, rows, size, dtype)
-        y = forward_of(family, spaced(x, gap))
+        y = forward_of(family, spaced(x, gap), few=few)
         assert_bits_equal(y, aten_model.softmax(x, numpy_exp, cast), f"output of {label}")
         if choose.random() < 0.3:
             y = torch.rand(rows, size, generator=generator).to(dtype)
         dy = rows_at_random(choose, generator, rows, size, dtype)
-        dx = backward_of(family, spaced(dy, gap), y)
+        dx = backward_of(family, spaced(dy, gap), y, few=few)
         assert_bits_equal(dx, aten_model.softmax_backward(dy, y, multiply_add, cast), f"gradient of {label}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_have_programs_of_their_own(module, dtype):
+    """Whose kernels are proved by themselves. Of longer rows a program has one in any case."""
+    family = module("ops.softmax")
+
+    def planned(size, rows, of_gradient=False):
+        return family.Kind.of(of_gradient, dtype, dtype, size, size).planned("softmax", dtype, size, rows, CPU)
+
+    for of_gradient in (False, True):
+        few, many = (planned(128, rows, of_gradient) for rows in (512, 513))
+        assert few.program == (1, 1) and many.program == (4 if dtype == torch.float32 else 8, 1)
+        assert few != many and few == planned(100 if dtype == torch.float32 else 120, 1, of_gradient)
+        assert planned(1000, 1, of_gradient) == planned(1000, 4000, of_gradient)
 
 
 @interpreted
@@ -210,13 +227,17 @@ def without_subnormals(y):
 
 
 @interpreted
+@pytest.mark.parametrize("cases", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_with_small_terms_are_divided_down_to_zero(module, monkeypatch, seed, dtype):
+def test_rows_with_small_terms_are_divided_down_to_zero(module, monkeypatch, seed, dtype, cases):
     """And no others. Each row has the transcription's bits."""
     family, source = module("ops.softmax"), module("kernels_src.softmax")
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    sizes = choose.choice(BLOCK_SIZES[7:-1]), choose.choice((9224, 24576))
-    for size, result in [*((size, dtype) for size in sizes), (2056, torch.float32)]:
+    # Elements one by one, vectors of one row, and both with fp32 results.
+    drawn = [(choose.choice(BLOCK_SIZES[7:-1]), dtype), (choose.choice((9224, 24576)), dtype)]
+    drawn += [(2056, torch.float32)]
+    # Of fp16 a row with a head.
+    for size, result in [*choose.sample(drawn, cases), *([(2049, torch.float32)] if dtype == torch.float16 else [])]:
         x = rows_with_tails(choose, generator, size, dtype)
         expected = aten_model.softmax(x, numpy_exp, cast, dtype=result)
         down_to_zero = is_added_by_fmas(terms_of(x))

@@ -162,48 +162,69 @@ def _terms_of_block(tiles, STEPS: tl.constexpr, THREADS: tl.constexpr, VECTOR: t
 
 
 @triton.jit
+def _elements_before(offset, VECTOR: tl.constexpr):
+    """The elements between the last multiple of VECTOR and a row that has this offset in eager's tensor."""
+    return (offset % VECTOR).to(tl.int32)
+
+
+@triton.jit
+def _inside(element, first, end, HEAD: tl.constexpr):
+    """Which elements are a row's, from `first` on and before `end`; `first` is 0 without HEAD."""
+    return (element >= first) & (element < end) if HEAD else element < end
+
+
+@triton.jit
 def _softmax_of_block(
     tiles,
     scores_ptr,
     mask_ptr,
     out_ptr,
+    first,
     length,
     scale,
     STEPS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
+    HEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Stores exp(x - max) / sum of a row's tiles; returns the maximum and the sum.
 
     Terms that `_terms_of_block` does not add, or NaN, are computed again, in loops, with eager's instructions.
+
+    Args:
+        first: how many elements of the first tile come before the row. The pointers point to the row.
     """
     TILE: tl.constexpr = THREADS * VECTOR
     # Of a tile of 16 bits and its fp32 results a thread would have too many registers.
     WIDER: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth > scores_ptr.dtype.element_ty.primitive_bitwidth
     PART: tl.constexpr = THREADS if WIDER else TILE
     in_tile = tl.arange(0, TILE)
+    end = first + length
+    scores_ptr -= first
+    mask_ptr -= first
+    out_ptr -= first
     largest, terms, total = _terms_of_block(tiles, STEPS, THREADS, VECTOR)
     if total == total:
         inverse = reciprocal(total)
         for tile in tl.static_range(STEPS):
             y = divide_by_reciprocal(terms[tile], total, inverse)
-            tl.store(
-                out_ptr + tile * TILE + in_tile, y.to(out_ptr.dtype.element_ty), mask=in_tile < length - tile * TILE
-            )
+            inside = _inside(in_tile, first - tile * TILE, end - tile * TILE, HEAD and tile == 0)
+            tl.store(out_ptr + tile * TILE + in_tile, y.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         lanes = tl.zeros([THREADS], tl.float32)
         for step in range(STEPS):
             element = step * TILE + in_tile
-            x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
+            x = _masked(scores_ptr, mask_ptr, element, _inside(element, first, end, HEAD), scale, MASKED)
             lanes = chain_of_vectors(lanes, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
         total = tl.max(sum_of_block(lanes, THREADS), axis=0)
         inverse = reciprocal(total)
         for part in range(STEPS * TILE // PART):
             element = part * PART + tl.arange(0, PART)
-            x = _masked(scores_ptr, mask_ptr, element, element < length, scale, MASKED)
+            inside = _inside(element, first, end, HEAD)
+            x = _masked(scores_ptr, mask_ptr, element, inside, scale, MASKED)
             y = divide_down_to_zero(exp(x - largest), total, inverse)
-            tl.store(out_ptr + element, y.to(out_ptr.dtype.element_ty), mask=element < length)
+            tl.store(out_ptr + element, y.to(out_ptr.dtype.element_ty), mask=inside)
     return largest, total
 
 
@@ -230,24 +251,32 @@ def softmax_forward_of_block(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """y = exp(x - max) / sum, dense, of a row that a program reads once.
 
     Args:
-        size: elements of a row, in UNITs; at most STEPS * THREADS * VECTOR.
+        size: elements of a row, in UNITs; at most STEPS * THREADS * VECTOR, less HEAD - 1 if there is a HEAD.
         row_stride: x's, in UNITs of elements.
         THREADS: threads of ATen's block. Thread t takes the vectors t, t + THREADS, ... of VECTOR elements.
+        HEAD: 0, or the elements of ATen's vectors if the row is too short for them. Thread 0 then begins at the last multiple
+            of HEAD elements before the row.
+        SHIFT: elements between the last multiple of 16 bytes and eager's first row.
     """
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0).to(tl.int64)
+    length = size * UNIT
+    before = _elements_before(SHIFT + row * length, HEAD) if HEAD else 0
     tiles = ()
     for step in tl.static_range(STEPS):
         element = step * TILE + tl.arange(0, TILE)
-        x = tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=element < size * UNIT, other=float("-inf"))
+        inside = _inside(element, before, before + length, HEAD and step == 0)
+        x = tl.load(x_ptr + row * (row_stride * UNIT) - before + element, mask=inside, other=float("-inf"))
         tiles = tiles + (widened(x),)
     x_ptr += row * (row_stride * UNIT)
-    y_ptr += row * (size * UNIT)
-    _softmax_of_block(tiles, x_ptr, x_ptr, y_ptr, size * UNIT, 1.0, STEPS, THREADS, VECTOR, MASKED=False)
+    y_ptr += row * length
+    _softmax_of_block(tiles, x_ptr, x_ptr, y_ptr, before, length, 1.0, STEPS, THREADS, VECTOR, HEAD, MASKED=False)
 
 
 @triton.jit(do_not_specialize=["size", "dy_row_stride"])
@@ -307,7 +336,7 @@ def _begin_of_vectors(
     head = 0
     offset = row * row_stride
     if HEAD:
-        before = ((SHIFT + row * length) % VECTOR).to(tl.int32)
+        before = _elements_before(SHIFT + row * length, VECTOR)
         head = tl.where(before > 0, THREADS - before, 0)
         if DENSE:
             # This form shows the compiler a multiple of VECTOR.
@@ -321,17 +350,16 @@ def _begin_of_vectors(
 def _pieces_of_row(head, length, THREADS: tl.constexpr, VECTOR: tl.constexpr):
     """How a pass that may take elements in any order divides a row: vectors begin after `head % VECTOR` elements.
 
-    Returns how many tiles the vectors fill; the mask of the tile after them, by whole vectors; and the single elements before
-    and after the vectors, with their mask.
+    Returns how many tiles the vectors fill, and how many vectors there are after them; and the single elements before and after
+    the vectors, with their mask.
     """
     TILE: tl.constexpr = THREADS * VECTOR
     first = head % VECTOR
     steps = (length - first) // TILE
     rest = length - first - steps * TILE
-    in_last = tl.arange(0, TILE) // VECTOR < rest // VECTOR
     index = tl.arange(0, 2 * VECTOR)
     single = tl.where(index < VECTOR, index, length - rest % VECTOR + index - VECTOR)
-    return steps, in_last, single, single < tl.where(index < VECTOR, first, length)
+    return steps, rest // VECTOR, single, single < tl.where(index < VECTOR, first, length)
 
 
 @triton.jit
@@ -342,7 +370,8 @@ def _extremes_of_row(row_ptr, rest_ptr, head, length, THREADS: tl.constexpr, VEC
     """
     TILE: tl.constexpr = THREADS * VECTOR
     element = tl.arange(0, TILE)
-    steps, in_last, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    steps, more, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    in_last = element // VECTOR < more
     vectors_ptr = rest_ptr - head // VECTOR * VECTOR
     larger = tl.load(vectors_ptr + steps * TILE + element, mask=in_last, other=float("-inf")).to(tl.float32)
     smaller = tl.where(in_last, larger, float("inf"))
@@ -403,10 +432,14 @@ def _sum_of_exponentials(
         x = tl.load(rest_ptr + steps * TILE + element, mask=element < length - head - steps * TILE, other=NOTHING)
         total = chain_of_vectors(total, _scaled(x, factor, SCALED) - largest, THREADS, EXP=True, VECTOR=VECTOR)
     else:
+        # Read before any of them is needed.
+        singles = ()
         for single in tl.static_range(VECTOR):
             at = steps * TILE + single * THREADS + thread
-            single_x = tl.load(rest_ptr + at, mask=at < length - head, other=NOTHING)
-            total = exp_add(total, _scaled(single_x, factor, SCALED) - largest)
+            singles = singles + (tl.load(rest_ptr + at, mask=at < length - head, other=NOTHING),)
+        for single in tl.static_range(VECTOR):
+            if steps * TILE + single * THREADS < length - head:
+                total = exp_add(total, _scaled(singles[single], factor, SCALED) - largest)
     return tl.max(sum_of_block(total, THREADS), axis=0)
 
 
@@ -436,16 +469,26 @@ def _store_quotients(
     TILE: tl.constexpr = THREADS * VECTOR
     dtype = y_row_ptr.dtype.element_ty
     element = tl.arange(0, TILE)
-    steps, in_last, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    # Vectors of 8 bytes, of bf16 with fp32 results, lose more in their loops than the last tile gains (H200).
+    PARTS: tl.constexpr = 4 if row_ptr.dtype.element_ty.primitive_bitwidth * VECTOR == 128 else 1
+    PART: tl.constexpr = TILE // PARTS
+    steps, more, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
     rest_ptr -= head // VECTOR * VECTOR
     y_rest_ptr -= head // VECTOR * VECTOR
     inverse = reciprocal(total)
     for step in range(steps):
         y = _quotient(tl.load(rest_ptr + step * TILE + element), largest, total, inverse, SMALL)
         tl.store(y_rest_ptr + step * TILE + element, y.to(dtype))
-    last_x = tl.load(rest_ptr + steps * TILE + element, mask=in_last, other=0.0)
-    last_y = _quotient(last_x, largest, total, inverse, SMALL)
-    tl.store(y_rest_ptr + steps * TILE + element, last_y.to(dtype), mask=in_last)
+    # Read before any of them is needed.
+    parts = ()
+    for part in tl.static_range(PARTS):
+        element = part * PART + tl.arange(0, PART)
+        parts = parts + (tl.load(rest_ptr + steps * TILE + element, mask=element // VECTOR < more, other=0.0),)
+    for part in tl.static_range(PARTS):
+        if part * PART < more * VECTOR:
+            element = part * PART + tl.arange(0, PART)
+            last_y = _quotient(parts[part], largest, total, inverse, SMALL)
+            tl.store(y_rest_ptr + steps * TILE + element, last_y.to(dtype), mask=element // VECTOR < more)
     if HEAD:
         single_x = tl.load(row_ptr + single, mask=is_single, other=0.0)
         tl.store(y_row_ptr + single, _quotient(single_x, largest, total, inverse, SMALL).to(dtype), mask=is_single)
@@ -547,7 +590,8 @@ def softmax_backward_of_long_rows(
     total = tl.max(blocks_in_sequence(total, THREADS // 32), axis=0)
 
     dtype = dx_ptr.dtype.element_ty
-    steps, in_last, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    steps, more, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
+    in_last = element // VECTOR < more
     offset -= head // VECTOR * VECTOR
     y_offset -= head // VECTOR * VECTOR
     for step in range(steps):

@@ -271,6 +271,10 @@ def blocks_in_sequence(lanes, WARPS: tl.constexpr):
     LOG2_WARPS: tl.constexpr = WARPS.bit_length() - 1
     by_warp = tl.permute(tl.reshape(lanes, [1, WARPS, 32]), [0, 2, 1])
     warps = _sum_in_sequence(tl.zeros([1, WARPS], tl.float32), by_warp, 1, 5, WARPS)
+    # Without a reduction in between the compiler would sum the lanes of all warps in each thread, as it does the warps. The sum
+    # of a number's bits and zero are these bits.
+    bits = warps.to(tl.int32, bitcast=True)
+    warps = tl.sum(tl.join(bits, tl.zeros_like(bits)), axis=2).to(tl.float32, bitcast=True)
     total = _sum_in_sequence(tl.zeros([1, 1], tl.float32), tl.reshape(warps, [1, WARPS, 1]), 1, LOG2_WARPS, 1)
     return tl.reshape(total, [1])
 

@@ -115,13 +115,20 @@ def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.
 _BLOCK = 512
 # Counts of elements are exact in fp32.
 _MAX_SIZE = 1 << 24
-_MAX_ELEMENTS = 1 << 40
-# The bytes that a lane reads at once of a group, and a thread of a tile.
-_LANE_BYTES, _THREAD_BYTES = 32, 64
+_MAX_ELEMENTS, _MAX_GROUPS = 1 << 40, 1 << 28
+# The bytes of a tile that are a thread's.
+_THREAD_BYTES = 64
+# For groups of up to so many bytes the warps of a program, and the most elements that a lane reads at once.
+_SHORT_BYTES, _SHORT_WARPS, _SHORT_STEPS = 40 << 10, 4, 4
+# For longer ones the warps, and the bytes that a lane reads at once.
+_LONG_WARPS, _LANE_BYTES = 8, 32
+# The most registers of a thread: 16 warps run on a multiprocessor at a time. Of groups that a lane reads in one or two steps
+# 32 do, which wait for the exchange between lanes most of the time.
+_MAX_REGISTERS, _MAX_REGISTERS_OF_FEW_STEPS = 128, 64
 # The L2 of a multiprocessor's share that holds the groups of its programs: H100s and A100s have 388 KB.
 _L2_BYTES = 256 << 10
-# Programs of a multiprocessor: fewer would wait for memory, more have no room.
-_LEAST_PROGRAMS, _MOST_PROGRAMS = 2, 8
+# The least programs that are launched for a multiprocessor, as fewer would wait for memory, and the most warps.
+_LEAST_PROGRAMS, _MOST_WARPS = 2, 64
 # From this size on groups that are fewer than the multiprocessors are written by several programs each. Not tuned.
 _SPLIT_SIZE = 1 << 17
 
@@ -162,6 +169,7 @@ class Kind:
     """The properties that the kernels are compiled for.
 
     Args:
+        warps: of a program.
         steps: elements that a lane reads at once.
         unit: elements that a vector of 16 bytes and all channels have in common.
         channels: of a tile of the output.
@@ -173,6 +181,7 @@ class Kind:
 
     dtype: torch.dtype
     lanes: int
+    warps: int
     steps: int
     unit: int
     channels: int
@@ -187,32 +196,44 @@ class Kind:
     def of(cls, dtype, shape: Shape, weight: bool, bias: bool, rounded: bool, split: bool) -> "Kind":
         channels, positions = _rows_of_group(shape, weight)
         lanes = 32 if shape.size < _BLOCK else _BLOCK
-        steps = min(_power_of_two(-(-shape.size // lanes)), _LANE_BYTES // dtype.itemsize)
-        tile = 32 * _warps(lanes) * _THREAD_BYTES // dtype.itemsize
+        warps = _warps(shape.size, dtype.itemsize)
+        most_steps = _SHORT_STEPS if warps == _SHORT_WARPS else _LANE_BYTES // dtype.itemsize
+        steps = min(_power_of_two(-(-shape.size // lanes)), most_steps)
+        tile = 32 * warps * _THREAD_BYTES // dtype.itemsize
         of_positions = min(_power_of_two(positions), tile)
         of_channels = min(_power_of_two(channels), tile // of_positions)
         unit = math.gcd(positions, 16 // dtype.itemsize)
         single = weight and shape.positions == 1
-        return cls(dtype, lanes, steps, unit, of_channels, of_positions, weight, bias, single, rounded, split)
+        return cls(dtype, lanes, warps, steps, unit, of_channels, of_positions, weight, bias, single, rounded, split)
 
-    def launch(self, shape: Shape, device, eps: float, store_statistics: bool) -> Callable[..., None]:
+    @property
+    def max_registers(self) -> Optional[int]:
+        """The most registers of a thread that computes both, the statistics and the output."""
+        if self.lanes < _BLOCK:
+            return None
+        return _MAX_REGISTERS if self.steps > 2 else _MAX_REGISTERS_OF_FEW_STEPS
+
+    def launch(
+        self, shape: Shape, device, eps: float, store_statistics: bool, most_programs: int = launch.MAX_PROGRAMS
+    ) -> Callable[..., None]:
         """The launch for input, weight, bias, output, mean and rstd. A tensor of the input's dtype stands for a weight or
         bias that there is not, and for mean and rstd that are not stored."""
         channels, positions = _rows_of_group(shape, self.weight)
         units, eps, stored = positions // self.unit, _rounded(eps, self.dtype), int(store_statistics)
         moments = {"LANES": self.lanes, "STEPS": self.steps, "UNIT": self.unit}
         tile = {"CHANNELS": self.channels, "POSITIONS": self.positions, "WEIGHT": self.weight, "BIAS": self.bias}
-        dtypes, warps, gpu = (self.dtype,) * 6, _warps(self.lanes), plans.gpu(device)
+        dtypes, warps, gpu = (self.dtype,) * 6, self.warps, plans.gpu(device)
         if not self.split:
             constants = {**moments, **tile, "SINGLE": self.single, "ROUNDED": self.rounded}
             scalars = shape.rows, shape.groups, channels, units, stored, eps
-            programs = _programs(shape, self.dtype.itemsize, gpu)
-            return launch.bind(group_norm_forward, constants, warps, device, dtypes, programs, *scalars)
+            programs = min(_programs(shape, self.dtype.itemsize, gpu), most_programs)
+            fixed, most = (constants, warps, device, dtypes, programs), self.max_registers
+            return launch.bind(group_norm_forward, *fixed, *scalars, max_registers=most)
         scalars = channels * units, eps
         fp32 = torch.float32
         first = launch.bind(group_norm_statistics, moments, warps, device, (self.dtype, fp32), shape.rows, *scalars)
         tiles = -(-channels // self.channels) * -(-positions // self.positions)
-        parts = min(tiles, -(-_MOST_PROGRAMS * gpu.multiprocessors // shape.rows))
+        parts = min(tiles, -(-_MOST_WARPS // warps * gpu.multiprocessors // shape.rows))
         constants = {"UNIT": self.unit, **tile, "ROUNDED": self.rounded}
         scalars = shape.rows, shape.groups, channels, units, parts, stored
         programs = shape.rows * parts
@@ -225,8 +246,10 @@ def _rows_of_group(shape: Shape, weight: bool) -> tuple[int, int]:
     return (shape.channels, shape.positions) if weight and shape.positions > 1 else (1, shape.size)
 
 
-def _warps(lanes: int) -> int:
-    return 1 if lanes < _BLOCK else 8
+def _warps(size: int, itemsize: int) -> int:
+    if size < _BLOCK:
+        return 1
+    return _SHORT_WARPS if size * itemsize <= _SHORT_BYTES else _LONG_WARPS
 
 
 def _power_of_two(number: int) -> int:
@@ -243,7 +266,8 @@ def _programs(shape: Shape, itemsize: int, gpu: plans.Gpu) -> int:
     """So many that the L2 still has a group when it is read for the second time. A group of a warp stays in the L1."""
     if shape.size < _BLOCK:
         return shape.rows
-    of_multiprocessor = min(max(_L2_BYTES // (shape.size * itemsize), _LEAST_PROGRAMS), _MOST_PROGRAMS)
+    most = _MOST_WARPS // _warps(shape.size, itemsize)
+    of_multiprocessor = min(max(_L2_BYTES // (shape.size * itemsize), _LEAST_PROGRAMS), most)
     return min(shape.rows, of_multiprocessor * gpu.multiprocessors)
 
 
@@ -382,7 +406,7 @@ def _shape(x, vectors, groups) -> Shape:
             raise Outside("weight or bias is not contiguous, or not of the channels")
     samples, channels, positions = _sizes(x)
     shape = Shape(samples, groups, channels // groups, positions)
-    if shape.size > _MAX_SIZE or x.numel() > _MAX_ELEMENTS or shape.rows > launch.MAX_PROGRAMS // _MOST_PROGRAMS:
+    if shape.size > _MAX_SIZE or x.numel() > _MAX_ELEMENTS or shape.rows > _MAX_GROUPS:
         raise Outside("groups of more than 2**24 elements, or too many elements or groups")
     return shape
 
@@ -475,7 +499,8 @@ _PROOF_EPS = (1e-5, -1.0, 0.3)
 def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
     """Channels of a group and their positions: of the shortest groups of the kind, and of longer ones."""
     of_steps = kind.lanes * kind.steps // 2 + 1 if kind.steps > 1 else 2
-    least = max(of_steps, _BLOCK if kind.lanes == _BLOCK else 2, _SPLIT_SIZE * kind.split)
+    of_warps = {1: 2, _SHORT_WARPS: _BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
+    least = max(of_steps, of_warps[kind.warps], _SPLIT_SIZE * kind.split)
 
     def numbers(tile, others, step):
         """From more than half a tile on; with so many others they make a group of the kind."""
@@ -534,7 +559,8 @@ def _comparisons(kind, device) -> Iterator[proof.Comparison]:
                 torch.full_like(x, math.nan),
                 *torch.full((2, 2, groups), math.nan, dtype=x.dtype, device=device),
             )
-            kind.launch(shape, device, eps, True)(
+            # A program takes one group or several in turn: here both.
+            kind.launch(shape, device, eps, True, shape.rows - shape.rows // 3)(
                 x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd
             )
             expected = _eager_with_statistics(x, groups, weight, bias, eps)

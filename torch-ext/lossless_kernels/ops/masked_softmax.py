@@ -112,7 +112,7 @@ class Kind:
         """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
         rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size, written=dtype), 16 // dtype.itemsize
         unit = 1 if multiple % unit else unit
-        if rows.order.kind == aten.LOOP and unit == 1:  # Rows without vectors take more registers.
+        if rows.order.kind == aten.LOOP and unit == 1 and not rows.head:  # Rows without vectors take more registers.
             rows = replace(rows, steps=0)
         return cls(replace(rows, unit=unit), masked, _is_number_of(scale, dtype))
 
@@ -135,7 +135,7 @@ def _is_number_of(scale: float, dtype: torch.dtype) -> bool:
 def _max_registers(warps, longest, device) -> Optional[int]:
     """The most registers of a thread for gradients of 16 bits. Of 16 warps longer rows, and older GPUs, would spill more."""
     if warps == 16:
-        return 64 if longest <= 14336 and (plans.gpu(device).compute_capability or 9) >= 9 else None
+        return 64 if longest <= 1 << 14 and (plans.gpu(device).compute_capability or 9) >= 9 else None
     return 80 if warps == 8 else None
 
 
@@ -177,11 +177,12 @@ class _Walk:
             if of_rows.of_gradient and of_rows.dtype.itemsize == 2 and unit > 1:
                 # One more program runs at a time then (H200). Rows that are not read by vectors would spill more.
                 max_registers = _max_registers(warps, of_rows.longest, device)
-            constants = {"STEPS": of_rows.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
-            constants |= {"IN_SEQUENCE": order.in_sequence} if of_rows.of_gradient else {}
+            vector, head = of_rows.tile // order.threads, order.vector if of_rows.head else 0
+            constants = {"STEPS": of_rows.steps, "THREADS": order.threads, "VECTOR": vector, "UNIT": unit}
+            constants |= {"IN_SEQUENCE": order.in_sequence} if of_rows.of_gradient else {"HEAD": head}
         else:
             names.append("of_long_rows")
-            warps = warps if of_rows.of_gradient else _LOOP_WARPS
+            warps = max(order.threads // 64, 4) if of_rows.of_gradient else _LOOP_WARPS
             constants = {"THREADS": order.threads, "VECTOR": order.vector, "HEAD": of_rows.head, "UNIT": unit}
         kernel = getattr(kernels, "_".join(names))
         dtype = of_rows.dtype
@@ -309,7 +310,7 @@ def _resolve(scores, *others) -> Optional[_Call]:
     )
 
 
-# Warps of a program that reads a row of scores three times.
+# Warps of a program that reads a row of scores three times. A gradient's has half as many as ATen's block (H200).
 _LOOP_WARPS = 8
 # The number of the last program's last row is an int32.
 _MAX_ROWS = _MAX_SIZE = 1 << 30
@@ -386,11 +387,12 @@ _SHORTEST_LOOP, _FEW_THREADS = 1025, 2055
 
 def _sizes(kind: Kind) -> list[int]:
     """The shortest and the longest row of a kind; of one without a longest, a long one."""
-    rows, tile = kind.rows, kind.rows.order.threads * kind.rows.order.vector
+    rows = kind.rows
     if rows.order.kind == aten.WARP:
         first, last = (rows.longest // 2 + 1 if rows.steps else 1), [range(rows.longest, 0, -1)]
     elif rows.steps:
-        first, last = (rows.steps - 1) * tile + 1, [range(rows.steps * tile, 0, -1)]
+        first = max((rows.steps - 1) * rows.tile - rows.before, _SHORTEST_LOOP)
+        last = [range(rows.longest, 0, -1)]
     else:
         first, last = _SHORTEST_LOOP, [LONG_LENGTHS, range(_FEW_THREADS, _SHORTEST_LOOP - 1, -1)]
 
@@ -399,7 +401,7 @@ def _sizes(kind: Kind) -> list[int]:
             return False
         multiple, scale = _multiple(kind, size), _SCALES[kind.narrow]
         found = Kind.of(rows.of_gradient, rows.dtype, size, multiple, kind.masked, scale)
-        return found == replace(kind, rows=replace(rows, plan=None))
+        return found == replace(kind, rows=replace(rows, plan=None, few=False))
 
     shortest = next(filter(fits, range(first, LONG_LENGTHS.start)))
     return sorted({shortest, next(filter(fits, chain(*last)), shortest)})

@@ -69,9 +69,11 @@ def _formula(dy, y, dtype):
 # Calls
 
 
-# Elements and warps of a program for rows of one of ATen's warps, by the most elements of a row. One warp exchanges
-# nothing through shared memory (H200).
-_PROGRAMS = {1024: (1024, 1), 2048: (2048, 2)}
+# Warps of a program for rows of one of ATen's warps, by the most elements of a row: one exchanges nothing through shared
+# memory (H200). Its elements; those for rows of 16 bits that are read by vectors of four or eight, and those for so few rows
+# that not all multiprocessors would have a program.
+_WARPS_OF_WARP = {1024: 1, 2048: 2}
+_ELEMENTS, _ELEMENTS_OF_VECTORS, _ELEMENTS_OF_FEW_ROWS, _FEW_ROWS = 512, 1024, 128, 512
 _MAX_ROWS = 128
 # Warps of a program that keeps a row in registers, by the most elements of the row; if rows are not read by vectors, which
 # takes more registers; and of gradients with 16 and 32 bits.
@@ -80,11 +82,10 @@ _GRADIENT_WARPS = {2: {4096: 4, 1 << 14: 8, 1 << 15: 16}, 4: {4096: 4, 9216: 8, 
 # From fp16 to fp32, where a thread writes twice as many bytes as it reads (H100).
 _WARPS_OF_FP16_TO_FP32 = {1 << 13: 4, 1 << 15: 8}
 # Those of a program that does not, and of one for aligned rows of 16 bits: fewer rows share the L2 then. Gradients have as
-# many as ATen, or the sum in sequence takes all registers.
+# many as ATen's block.
 _LOOP_WARPS, _LOOP_WARPS_OF_16_BITS = 16, 32
-# The longest rows of LOOP that a program keeps in registers; and of gradients, which keep two numbers of each element, and
-# from fp16 to fp32.
-_LONGEST_IN_REGISTERS, _LONGEST_GRADIENT = 1 << 15, 1 << 14
+# The longest rows of LOOP that a program keeps in registers, and those from fp16 to fp32.
+_LONGEST_IN_REGISTERS, _LONGEST_WIDENED = 1 << 15, 1 << 14
 _MAX_SIZE = 1 << 30
 
 
@@ -107,13 +108,15 @@ class Kind:
         result: the softmax's dtype.
         order: ATen's division of a row among threads.
         steps: WARP: the logarithm of the next power of two of a row's length, which decides the order of additions.
-            Otherwise: how often all threads take a vector, if a program keeps the row in registers. 0 if it does not: the
-            rows of LOOP that are longer, are not read by vectors, or have elements that are taken one by one.
+            Otherwise: how often all threads take a vector, or a single element of a row with a head, if a program keeps the
+            row in registers. 0 if it does not: the rows of LOOP that are longer, are not read by vectors, or have vectors and
+            elements that are taken one by one.
         unit: the number of elements, up to 16 bytes, that one access can read.
-        head: eager's rows do not begin at multiples of 16 bytes, which shifts the vectors of LOOP.
+        head: eager's rows do not begin at multiples of 16 bytes, which shifts the vectors, or single elements, of LOOP.
         dense: rows with such a head follow each other without a gap.
         shift: elements from the last multiple of 16 bytes to the first of them.
         plan: the tuned launch configuration; None: the default.
+        few: there are so few rows of one of ATen's warps that a program takes fewer.
         written: the dtype to which a kernel rounds the softmax; None: it does not.
     """
 
@@ -127,6 +130,7 @@ class Kind:
     dense: bool = False
     shift: int = 0
     plan: Optional[SoftmaxPlan] = None
+    few: bool = False
     written: Optional[torch.dtype] = None
 
     @classmethod
@@ -149,8 +153,11 @@ class Kind:
         kind = cls(of_gradient, dtype, result, order, 0, unit, written=written)
         if order.kind == aten.WARP:
             return replace(kind, steps=aten.next_power_of_two(size).bit_length() - 1)
-        steps, rest = divmod(size, order.threads * order.vector)
-        longest = _LONGEST_GRADIENT if of_gradient or kind.widens else _LONGEST_IN_REGISTERS
+        if order.kind == aten.LOOP and not of_gradient and size < order.threads * order.vector:
+            steps = -(-(size + order.vector - 1) // order.threads)
+            return replace(kind, steps=steps, head=True, dense=row_stride == size, shift=shift)
+        steps, rest = divmod(size, kind.tile)
+        longest = _LONGEST_WIDENED if kind.widens and not of_gradient else _LONGEST_IN_REGISTERS
         if order.kind != aten.LOOP or (rest == shift == 0 and kind.unit > 1 and size <= longest):
             return replace(kind, steps=steps + (rest > 0))
         if size % order.vector == 0 and shift == 0:
@@ -167,14 +174,29 @@ class Kind:
         """The most elements of a row."""
         if self.order.kind == aten.WARP:
             return 1 << self.steps
-        return self.steps * self.order.threads * self.order.vector or _MAX_SIZE
+        if self.before:
+            return min(self.steps * self.tile - self.before, self.order.threads * self.order.vector - 1)
+        return self.steps * self.tile or _MAX_SIZE
+
+    @property
+    def tile(self) -> int:
+        """The elements that all threads of ATen's block take at a time; single ones if a program keeps a row with a head."""
+        return self.order.threads * (1 if self.before else self.order.vector)
+
+    @property
+    def before(self) -> int:
+        """The most elements before a row that a program keeps with its head."""
+        return self.order.vector - 1 if self.head and self.steps else 0
 
     def planned(self, op: str, dtype: torch.dtype, size: int, rows: int, device: torch.device) -> "Kind":
         """The kind with the launch configuration that is tuned on this GPU for tensors of this dtype and shape.
 
         `op` has one if the kernel keeps a row in registers; a gradient has one of its own.
         """
-        if self.order.kind == aten.WARP or not self.steps:
+        if self.order.kind == aten.WARP:
+            of_few_rows = replace(self, few=True)
+            return of_few_rows if rows <= _FEW_ROWS and of_few_rows.program != self.program else self
+        if not self.steps:
             return self
         op = f"{op}_backward" if self.of_gradient else op
         return replace(self, plan=plans.tuned(SoftmaxPlan, plans.gpu(device), op, size, rows, dtype.itemsize))
@@ -185,8 +207,11 @@ class Kind:
         if self.plan is not None:
             return 1, self.plan.num_warps
         if self.order.kind == aten.WARP:
-            elements, warps = next(program for most, program in _PROGRAMS.items() if self.longest <= most)
-            return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
+            warps = next(warps for most, warps in _WARPS_OF_WARP.items() if self.longest <= most)
+            itemsize = max(self.dtype.itemsize, (self.written or self.result).itemsize)
+            elements = _ELEMENTS_OF_VECTORS if itemsize == 2 and self.unit >= 4 else _ELEMENTS
+            rows = (_ELEMENTS_OF_FEW_ROWS if self.few else elements) >> self.steps
+            return max(min(rows, _MAX_ROWS), 1), warps
         if not self.steps:
             warps = _LOOP_WARPS if self.head or self.dtype == torch.float32 else _LOOP_WARPS_OF_16_BITS
             return 1, max(self.order.threads // 32, 4) if self.of_gradient else warps
@@ -211,8 +236,11 @@ def _bind(kind: Kind, rows: int, size: int, row_stride: int, device: torch.devic
         constants = {"LOG2_SIZE": kind.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
     elif kind.steps:
         names = ("softmax_forward_of_block", "softmax_backward_of_block")
-        constants = {"STEPS": kind.steps, "THREADS": order.threads, "VECTOR": order.vector, "UNIT": unit}
-        constants |= {"IN_SEQUENCE": order.in_sequence} if kind.of_gradient else {}
+        constants = {"STEPS": kind.steps, "THREADS": order.threads, "VECTOR": kind.tile // order.threads, "UNIT": unit}
+        if kind.of_gradient:
+            constants |= {"IN_SEQUENCE": order.in_sequence}
+        else:
+            constants |= {"HEAD": order.vector if kind.head else 0, "SHIFT": kind.shift}
     else:
         names = ("softmax_forward_of_long_rows", "softmax_backward_of_long_rows")
         constants = {"THREADS": order.threads, "VECTOR": order.vector}
@@ -442,10 +470,9 @@ def _sizes(kind: Kind) -> list[int]:
     def fits(size):
         row_stride = size if kind.dense else size + kind.unit
         found = Kind.of(kind.of_gradient, kind.dtype, kind.result, size, row_stride, kind.shift)
-        return found == replace(kind, plan=None)
+        return found == replace(kind, plan=None, few=False)
 
-    tile = kind.order.threads * kind.order.vector
-    first = max(_SHORTEST_OF_BLOCKS, (kind.steps - 1) * tile + 1)
+    first = max(_SHORTEST_OF_BLOCKS, (kind.steps - 1) * kind.tile - kind.before + 1)
     shortest = next(filter(fits, count(-(-first // kind.unit) * kind.unit, kind.unit)))
     longest = kind.longest if kind.steps else _LONGEST_OF_BLOCKS
     in_bounds = range(longest // kind.unit * kind.unit, shortest, -kind.unit)
