@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-machines test-long test-gpu test-versions test-histories demo doctor bench tune publish verify hub lint docs clean
+.PHONY: help setup build test test-machines test-long test-gpu test-versions test-histories demo doctor bench beside-eager tune publish verify hub lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ hub: $(READY) ## serve a Hub on this machine for trying out a release: make hub 
 
 bench: build ## time the kernels beside every installed peer, on a GPU: make bench ARGS="--help"
 	$(PY) benchmarks/peers.py $(ARGS)
+
+beside-eager: build ## time every function beside eager's in 1,941 cases, on a GPU: make beside-eager ARGS="--help"
+	$(PY) benchmarks/beside_eager.py $(ARGS)
 
 tune: build ## measure launch configurations on this GPU and write the faster ones: make tune ARGS="--help"
 	$(PY) scripts/tune.py $(ARGS)

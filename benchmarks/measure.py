@@ -240,6 +240,7 @@ class Runner:
         estimate: milliseconds of a call by CUDA-event timing.
         times: CUDA-event timing, ms of each call.
         device_times: device time in a CUDA graph, ms a call, one of each replay.
+        turn_ms: GPU time of a turn, and of a CUDA graph.
     """
 
     result: Result
@@ -251,12 +252,13 @@ class Runner:
     graph: Optional[Callable[[int], None]] = None
     calls_a_graph: int = 0
     device_times: list[float] = field(default_factory=list)
+    turn_ms: float = _TURN_MS
 
     def next(self, count: int) -> list[int]:
         return list(itertools.islice(self.indices, count))
 
-    def calls_in(self, milliseconds: float, least: int, most: int) -> int:
-        return min(max(math.ceil(milliseconds / max(self.estimate, 1e-4)), least), most)
+    def calls_in_turn(self, least: int, most: int) -> int:
+        return min(max(math.ceil(self.turn_ms / max(self.estimate, 1e-4)), least), most)
 
     def warm_up(self, gpu) -> None:
         """Also sets `head_start` and `estimate`."""
@@ -273,13 +275,13 @@ class Runner:
 
     @property
     def calls_a_turn(self) -> int:
-        return self.calls_in(_TURN_MS, 1, _MAX_CALLS_A_TURN)
+        return self.calls_in_turn(1, _MAX_CALLS_A_TURN)
 
     def time_turn(self, gpu) -> None:
         self.times += gpu.times(self.call, self.next(self.calls_a_turn), self.head_start)
 
     def capture(self, gpu) -> None:
-        self.calls_a_graph = self.calls_in(_TURN_MS, 2, _MAX_CALLS_A_GRAPH)
+        self.calls_a_graph = self.calls_in_turn(2, _MAX_CALLS_A_GRAPH)
         self.graph = gpu.capture(self.call, self.next(self.calls_a_graph))
         gpu.times(self.graph, range(2), head_start=100e-6)
 

@@ -96,11 +96,11 @@ def load_peers(names, kernel) -> tuple[dict, dict]:
     return loaded, missing
 
 
-def load_kernel(build: Path):
+def load_kernel(build: Path, proof: str = "strict"):
+    """The built kernel. With the strict policy a failed verification raises an error, instead of measuring the fallback."""
     from kernels import get_local_kernel
 
-    # If verification fails, raise an error instead of measuring the fallback.
-    os.environ["LOSSLESS_PROOF"] = "strict"
+    os.environ["LOSSLESS_PROOF"] = proof
     if not build.is_dir():
         raise BenchError(f"--build: expected a folder made by `make build`, found no folder {build}")
     try:
@@ -215,7 +215,7 @@ def first_calls(build, report) -> list:
     return []
 
 
-def environment(gpu, kernel) -> dict:
+def environment(gpu, kernel, program: str = __file__) -> dict:
     versions = {}
     for package in PACKAGES:
         try:
@@ -229,7 +229,7 @@ def environment(gpu, kernel) -> dict:
         "python": platform.python_version(),
         "kernel": kernel.__name__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", os.path.relpath(__file__, ROOT), *sys.argv[1:]]),
+        "command": shlex.join(["python", os.path.relpath(program, ROOT), *sys.argv[1:]]),
     }
 
 
@@ -280,8 +280,14 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what is measured")
     ops = (*OPS, "cpu_time", "first_call")
+    with_cases = [op for op in ops if op not in OPS or OPS[op].cases]
     what.add_argument(
-        "--ops", nargs="+", choices=ops, metavar="OP", help=f"ops to measure (default: all): {', '.join(ops)}"
+        "--ops",
+        nargs="+",
+        choices=ops,
+        metavar="OP",
+        help=f"ops to measure (default: {', '.join(with_cases)}); those without shapes of their own take --cases: "
+        + ", ".join(op for op in ops if op not in with_cases),
     )
     what.add_argument(
         "--cases", nargs="+", type=shape, metavar="SHAPE", help="shapes such as 8192x4096 instead of each op's own"
@@ -329,7 +335,10 @@ def parse(arguments=None):
         options.markdown = options.markdown or results / "peers.md"
         options.plots = options.plots or results / "plots"
     options.rounds = options.rounds or (5 if options.quick else 20)
-    options.ops = options.ops or [op for op in ops if not (options.quick and op == "first_call")]
+    options.ops = options.ops or [op for op in with_cases if not (options.quick and op == "first_call")]
+    for op in options.ops:
+        if op not in with_cases and not options.cases:
+            parser.error(f"--ops: {op} has no shapes of its own: expected --cases, such as --cases 8192x4096")
     options.peers = list(dict.fromkeys([EAGER, *options.peers]))
     options.cases = select(options.ops, options.cases or None)
     if options.quick:

@@ -1,9 +1,10 @@
-"""Draws the two charts of README.md and the site from recorded figures.
+"""Draws the charts of README.md and the site from recorded figures.
 
 python benchmarks/plot_figures.py [--output docs/pictures]
 
 peers.svg: RMSNorm of each peer in docs/peers/peers.json, speed against the share of cases whose bits differ from eager's.
 models.svg: forward and training times of the 1B Llama in docs/pictures/models.json.
+beside_eager.svg: each case of docs/pictures/beside_eager.json, which `beside_eager.py` wrote.
 """
 
 import argparse
@@ -14,7 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "docs/peers/peers.json"
 MODELS = ROOT / "docs/pictures/models.json"
+BESIDE_EAGER = ROOT / "docs/pictures/beside_eager.json"
 
+# What a case may take longer than eager's before it counts as slower (`beside_eager.py`).
+SPREAD = 1.02
 # In these every peer ran: forward, and backward with dx and dweight.
 OPS = ("rms_norm", "rms_norm_backward")
 OURS = "lossless-kernels"
@@ -25,7 +29,7 @@ LABELS = {
     "F.rms_norm": ((8, 11), "right"),
     "Liger": ((0, -20), "center"),
 }
-COLORS = {"ours": "#0b7285", "other": "#868e96", "text": "#212529", "grid": "#dee2e6"}
+COLORS = {"ours": "#0b7285", "other": "#868e96", "slower": "#c92a2a", "text": "#212529", "grid": "#dee2e6"}
 
 
 def points(results: list[dict]) -> dict[str, tuple[float, float, int]]:
@@ -64,7 +68,7 @@ def settings():
 
 
 def save(figure, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None}, facecolor="white", bbox_inches="tight")
+    figure.savefig(path, metadata={"Date": None}, facecolor="white", bbox_inches="tight", dpi=120)
 
 
 def plot_peers(path: Path) -> None:
@@ -126,13 +130,70 @@ def plot_models(path: Path) -> None:
     save(figure, path)
 
 
+def family_of(op: str) -> str:
+    """The name of a function's cases in the chart."""
+    function = op.removesuffix("_backward")
+    if "softmax" in function:
+        return "softmax of scores" if function.startswith("masked") else "softmax"
+    if function.startswith("rotary"):
+        return "rotary embedding"
+    if function in ("cross_entropy", "kl_div", "tvd"):
+        return "losses"
+    if function.endswith(("lu", "_and_mul")):
+        return "activations"
+    names = {"rms_norm": "RMSNorm", "add_rms_norm": "RMSNorm", "layer_norm": "LayerNorm", "group_norm": "GroupNorm"}
+    return {**names, "cohere_layer_norm": "Cohere's LayerNorm", "dyt": "dynamic tanh"}[function]
+
+
+def plot_beside_eager(path: Path) -> None:
+    recorded = json.loads(BESIDE_EAGER.read_text(encoding="utf-8"))
+    families: dict[str, list[float]] = {}
+    cases = [case for case in recorded["cases"] if "error" not in case]
+    equal = sum(case["bit_equal"] for case in cases)
+    for case in cases:
+        families.setdefault(family_of(case["op"]), []).append(case["eager_ms"] / case["ours_ms"])
+    order = sorted(families, key=lambda family: sorted(families[family])[len(families[family]) // 2])
+    pyplot = settings()
+    figure, axes = pyplot.subplots(figsize=(8, 4.6))
+    for place, family in enumerate(order):
+        speeds = families[family]
+        # Points lie beside each other in the order of the run.
+        heights = [place + 0.6 * (index * 0.618 % 1 - 0.5) for index in range(len(speeds))]
+        colors = [COLORS["slower"] if speed * SPREAD < 1 else COLORS["ours"] for speed in speeds]
+        # As an image: so many points would make a file of 300 KB.
+        axes.scatter(speeds, heights, s=7, color=colors, alpha=0.6, linewidths=0, rasterized=True)
+    axes.axvline(1, color=COLORS["text"], linewidth=0.8)
+    axes.set_xscale("log")
+    ticks = (0.5, 1, 2, 5, 10, 20)
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(order)), [f"{family} ({len(families[family])})" for family in order])
+    axes.set_xlabel("speed, eager = 1 (right is faster)")
+    axes.grid(color=COLORS["grid"], axis="x")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    every, versions = sum(families.values(), []), recorded["environment"]["versions"]
+    slower = sum(speed * SPREAD < 1 for speed in every)
+    figure.text(
+        0.02,
+        -0.05,
+        f"{len(every):,} cases, {'all' if equal == len(every) else equal} with eager's bits; red: {slower} that take more than 2% longer than eager. Device time, "
+        f"{recorded['environment']['gpu']},\ntorch {versions['torch']}, Triton {versions['triton']}, "
+        f"{recorded['environment']['date'][:10]}: make beside-eager.",
+        fontsize=8.5,
+        color=COLORS["text"],
+    )
+    save(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/pictures", help="the folder of both SVG files")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/pictures", help="the folder of the SVG files")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     plot_peers(options.output / "peers.svg")
     plot_models(options.output / "models.svg")
+    plot_beside_eager(options.output / "beside_eager.svg")
 
 
 if __name__ == "__main__":

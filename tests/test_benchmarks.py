@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 
+import beside_eager
 import cases
 import pytest
 import report as reporting
@@ -94,7 +95,9 @@ def report():
 def test_every_case_has_an_op_and_a_target():
     assert len(cases.CASES) == len(set(cases.CASES)) == 68
     assert all(targets for targets in cases.TARGETS.values())
-    assert {case.op for case in cases.CASES} == set(cases.OPS)
+    # An op without a target is timed at many shapes.
+    assert {case.op for case in cases.CASES} <= set(cases.OPS)
+    assert {case.op for case in cases.CASES} | set(beside_eager.MEASURED_OPS) == set(cases.OPS)
     assert {case.shape for case in cases.CASES} >= set(cases.QUICK_SHAPES)
 
 
@@ -151,7 +154,7 @@ def test_a_family_is_one_file(run_python, tmp_path):
     import sys, types
     sys.path.insert(0, sys.argv[1])
     import cases, measure, peers, torch
-    assert list(cases.OPS)[-1] == "twice" and len(cases.OPS) == 38 and cases.CASES[-1] == cases.Case("twice", (8, 64))
+    assert list(cases.OPS)[-1] == "twice" and len(cases.OPS) == 49 and cases.CASES[-1] == cases.Case("twice", (8, 64))
     assert peers.parse(["--ops", "twice"]).cases == [cases.CASES[-1]] and cases.CASES[-1].bytes("bf16") == 2 * 2 * 8 * 64
     peers.FAMILIES = {"a_family": cases.FAMILIES["a_family"]}
     cases.FAMILIES = peers.FAMILIES
@@ -739,3 +742,115 @@ def test_images_have_channels(kernel, module, monkeypatch, op):
     with pytest.raises(ValueError, match=r"expects \[samples, channels, positions\] with a multiple of 32 channels"):
         measure.draw(cases.Case(op, (2, 33, 5)), torch.bfloat16, torch.device("cpu"), 1)
     family._calls.clear()
+
+
+# Many shapes beside eager
+
+
+def test_many_shapes_can_be_drawn():
+    """Each op's shapes are of its kind, and no case is measured twice."""
+    import measure
+
+    found = beside_eager.selected(beside_eager.MEASURED_OPS, beside_eager.ALL)
+    assert len(found) == len(set(found)) > 1900
+    assert {case.op for case, _ in found} == set(beside_eager.MEASURED_OPS)
+    assert {dtype for _, dtype in beside_eager.selected(["silu"], ["fp16"])} == {"fp16"}
+    for op in beside_eager.MEASURED_OPS:
+        smallest = min((case for case, _ in found if case.op == op), key=lambda case: case.bytes("bf16"))
+        measure.draw(smallest, torch.float32, torch.device("cpu"), 1)
+
+
+class Clock:
+    """A GPU on which calls take as long as their functions say."""
+
+    device, name, l2_bytes = torch.device("cpu"), "a clock", 1 << 20
+
+    def synchronize(self):
+        pass
+
+    def times(self, call, indices, head_start):
+        return [call(index) or 1.0 for index in indices]
+
+    def capture(self, call, indices):
+        indices = list(indices)
+        return lambda _: len(indices) * call.milliseconds
+
+
+def test_a_case_beside_eager(monkeypatch):
+    import measure
+
+    def timed(milliseconds, function):
+        def call(index):
+            return None
+
+        call.milliseconds, call.function = milliseconds, function
+        return call
+
+    monkeypatch.setattr(measure, "prepare", lambda call, sets, op: call)
+    monkeypatch.setattr(measure, "outcome", lambda call, inputs, op: (call.function(*inputs.arguments),))
+    case, silu = Case("silu", (3, 7)), torch.nn.functional.silu
+    eager = timed(0.2, silu)
+    line = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.1, silu)}, Clock(), 3)
+    assert line == {
+        "op": "silu", "shape": [3, 7], "dtype": "fp32", "eager_ms": 0.2, "ours_ms": 0.1, "bit_equal": True
+    }  # fmt: skip
+    other = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.3, torch.sigmoid)}, Clock(), 3)
+    assert other["bit_equal"] is False and other["ours_ms"] == 0.3
+
+    def fails(x):
+        raise RuntimeError("no such row")
+
+    failed = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.3, fails)}, Clock(), 3)
+    assert failed["error"] == "lossless-kernels: RuntimeError: no such row" and "ours_ms" not in failed
+    assert beside_eager.wrong([line, other, failed]) == [
+        "silu 3x7 fp32: not bit-equal with eager",
+        "silu 3x7 fp32: lossless-kernels: RuntimeError: no such row",
+    ]
+
+
+def test_tables_of_an_earlier_run(tmp_path, capsys):
+    recorded = ROOT / "docs/pictures/beside_eager.json"
+    assert beside_eager.main(["--from-json", str(recorded)]) == 0
+    lines = json.loads(recorded.read_text(encoding="utf-8"))["cases"]
+    slower = [line for line in lines if line["ours_ms"] > beside_eager.SPREAD * line["eager_ms"]]
+    printed = capsys.readouterr().out
+    assert f"{len(lines)} cases, {len(lines)} with eager's bits, {len(slower)} slower than eager" in printed
+    assert all(beside_eager.text_of(line) in printed for line in slower)
+    kept = tmp_path / "folder" / "kept.json"
+    run = {"environment": {"gpu": "a clock"}, "cases": [{**lines[0], "bit_equal": False}, {**lines[1]}]}
+    beside_eager.save(run, kept)
+    assert json.loads(kept.read_text(encoding="utf-8")) == run
+    assert beside_eager.main(["--from-json", str(kept)]) == 1
+    assert "not bit-equal with eager" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "No such file"),
+        ("{}", "expected JSON written by beside_eager.py"),
+        ('{"environment": {"gpu": ""}, "cases": [{"op": "silu", "shape": [1, 2], "dtype": "bf16"}]}', "expected JSON"),
+    ],
+)
+def test_a_file_of_another_kind(tmp_path, capsys, text, message):
+    path = tmp_path / "times.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    assert beside_eager.main(["--from-json", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_beside_eager_needs_a_gpu(capsys):
+    assert beside_eager.main(["--ops", "silu"]) == 2
+    assert "expected a GPU, torch finds none" in capsys.readouterr().err
+
+
+def test_an_op_without_shapes_of_its_own_needs_some(capsys):
+    import peers as suite
+
+    with pytest.raises(SystemExit):
+        suite.parse(["--ops", "gelu"])
+    assert "gelu has no shapes of its own: expected --cases" in capsys.readouterr().err
+    assert suite.parse(["--ops", "gelu", "--cases", "2x64"]).cases == [Case("gelu", (2, 64))]
+    assert {case.op for case in suite.parse([]).cases} == {case.op for case in cases.CASES}

@@ -15,6 +15,11 @@ def _draw_scores(case, op, random):
     return (scores, mask), random.normal(case.shape) if op.backward else None
 
 
+def _moved_widened(shape, item_size):
+    """An element is read, and one of fp32 written."""
+    return math.prod(shape) * (item_size + 4)
+
+
 def _moved_with_mask(shape, item_size):
     """Scores, probabilities, and the mask, which all heads share."""
     return item_size * (2 * math.prod(shape) + math.prod(shape) // shape[1])
@@ -30,6 +35,7 @@ OPS = {
     "softmax": Op("Softmax forward", _CASES, tensors=2),
     # Reads y and dy, writes dx.
     "softmax_backward": Op("Softmax backward", _CASES, tensors=3, backward=True),
+    "softmax_fp32": Op("Softmax in fp32", {}, moved=_moved_widened),
     # Adds the mask, computes softmax in fp32 and rounds it to the scores' dtype.
     "masked_softmax": Op("Softmax of masked attention scores", _MASKED, moved=_moved_with_mask, draw=_draw_scores),
     "masked_softmax_backward": Op(
@@ -45,11 +51,21 @@ def eager():
     def masked_softmax(scores, mask):
         return functional.softmax(scores + mask, dim=-1, dtype=torch.float32).to(scores.dtype)
 
-    return {"softmax": lambda x: functional.softmax(x, -1), "masked_softmax": masked_softmax}
+    return {
+        "softmax": lambda x: functional.softmax(x, -1),
+        "softmax_fp32": lambda x: functional.softmax(x, -1, dtype=torch.float32),
+        "masked_softmax": masked_softmax,
+    }
 
 
 def ours(kernel):
-    return {"softmax": kernel.softmax, "masked_softmax": kernel.masked_softmax}
+    import torch
+
+    return {
+        "softmax": kernel.softmax,
+        "softmax_fp32": lambda x: kernel.softmax(x, dtype=torch.float32),
+        "masked_softmax": kernel.masked_softmax,
+    }
 
 
 def liger():
