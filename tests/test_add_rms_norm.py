@@ -44,23 +44,23 @@ def test_inference(kernel, seed, shape, dtypes):
     "used", ["both", *(pytest.param(used, marks=pytest.mark.long) for used in ("normed", "total"))]
 )
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_gradients(kernel, seed, dtypes, used):
-    """With another consumer of the sum before the norm's gradient comes, and of the inputs."""
-    for shape in SHAPES[2:5]:
-        x, residual, weight, d_total, d_normed = make(seed, shape, *dtypes)
-        found = []
-        for call in (kernel.fused_add_rms_norm, lambda *arguments: unfused(kernel, *arguments)):
-            leaves = [tensor.clone().requires_grad_() for tensor in (x, residual, weight)]
-            normed, total = call(*leaves, EPS)
-            outputs = {"both": (normed, total * 1.5, leaves[1] * 3.0), "normed": (normed,), "total": (total,)}[used]
-            gradients = [d_normed.to(normed.dtype), d_total, d_total][: len(outputs)]
-            if used == "total":
-                gradients = [d_total]
-            found.append(torch.autograd.grad(outputs, leaves, gradients, allow_unused=True))
-        for ours, expected in zip(*found, strict=True):
-            assert (ours is None) == (expected is None)
-            if ours is not None:
-                assert_bits_equal(ours, expected)
+def test_gradients(kernel, seed, chooser, dtypes, used):
+    """With another consumer of the sum before the norm's gradient comes, and of the inputs. One shape, drawn for each dtype."""
+    shape = chooser.choice(SHAPES[2:5])
+    x, residual, weight, d_total, d_normed = make(seed, shape, *dtypes)
+    found = []
+    for call in (kernel.fused_add_rms_norm, lambda *arguments: unfused(kernel, *arguments)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, residual, weight)]
+        normed, total = call(*leaves, EPS)
+        outputs = {"both": (normed, total * 1.5, leaves[1] * 3.0), "normed": (normed,), "total": (total,)}[used]
+        gradients = [d_normed.to(normed.dtype), d_total, d_total][: len(outputs)]
+        if used == "total":
+            gradients = [d_total]
+        found.append(torch.autograd.grad(outputs, leaves, gradients, allow_unused=True))
+    for ours, expected in zip(*found, strict=True):
+        assert (ours is None) == (expected is None)
+        if ours is not None:
+            assert_bits_equal(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -171,7 +171,7 @@ def test_restore_leaves_nothing_behind(kernel, name, seed):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name, layer", list(families.decoder_layers()), ids=lambda value: value)
-def test_restore_of_every_decoder_family(kernel, name, layer, seed):
+def test_restore_of_every_decoder_family(kernel, nothing_known, name, layer, seed):
     """The models of docs/decoders.md: state, forwards, hooks and bits are those before `apply`."""
     torch.manual_seed(seed)
     model = families.make(name, layer).to(DEVICE)
