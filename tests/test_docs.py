@@ -228,7 +228,7 @@ def test_charts_show_the_recorded_figures(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed, so no chart can be drawn")
     command = [sys.executable, "benchmarks/plot_figures.py", "--output", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, env={"MPLCONFIGDIR": str(tmp_path)})
-    for name in ("peers.svg", "models.svg"):
+    for name in ("peers.svg", "models.svg", "beside_eager.svg"):
         drawn, kept = ((folder / name).read_text() for folder in (tmp_path, DOCS / "pictures"))
         texts = re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", kept)
         assert len(texts) > 10
