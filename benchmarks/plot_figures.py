@@ -142,7 +142,8 @@ def family_of(op: str) -> str:
     if function.endswith(("lu", "_and_mul")):
         return "activations"
     names = {"rms_norm": "RMSNorm", "add_rms_norm": "RMSNorm", "layer_norm": "LayerNorm", "group_norm": "GroupNorm"}
-    return {**names, "cohere_layer_norm": "Cohere's LayerNorm", "dyt": "dynamic tanh"}[function]
+    names |= {"cohere_layer_norm": "Cohere's LayerNorm", "dyt": "dynamic tanh"}
+    return names.get(function, function)
 
 
 def plot_beside_eager(path: Path) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Calls every public function of the kernel once, forward and backward, for tools that watch a process on a GPU.
 
-Shapes leave masked elements and masked rows at the ends of tensors, in fp32 and bf16. The GPU's memory is allocated tensor
+Shapes leave masked elements and masked rows at the ends of tensors, in fp32, bf16 and fp16. The GPU's memory is allocated tensor
 by tensor, so that an access past the end of one leaves its allocation.
 
     compute-sanitizer --tool memcheck python tests/one_pass.py
@@ -23,7 +23,7 @@ import torch
 from kernels import get_local_kernel
 from transformers.models.cohere import modeling_cohere as layers
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUILD = Path(__file__).resolve().parent.parent / "build"
 
 
@@ -50,7 +50,9 @@ def every_function(kernel, device, dtypes):
             (5, 40),
             (77, 128),
             (7, 1000),
+            (600, 100),
             (300, 1024),
+            (5, 1501),
             (9, 4096),
             (5, 9216),
             (3, 24000),
@@ -59,7 +61,9 @@ def every_function(kernel, device, dtypes):
         ):
             differentiated(kernel.softmax(normal(rows, size, dtype=dtype)))
             yield f"softmax {rows}x{size} {dtype}"
-        for size in (40, 1000, 1025, 4096, 9216, 12001, 12288):
+            differentiated(kernel.softmax(normal(rows, size, dtype=dtype), dtype=torch.float32))
+            yield f"softmax {rows}x{size} {dtype} in fp32"
+        for size in (40, 1000, 1025, 1501, 4096, 9216, 12001, 12288, 32768):
             scores, mask = normal(1, 2, 3, size, dtype=dtype), normal(1, 1, 3, size, dtype=dtype).detach()
             differentiated(kernel.masked_softmax(scores, mask, 0.25))
             yield f"masked_softmax {size} {dtype}"
@@ -73,7 +77,7 @@ def every_function(kernel, device, dtypes):
             norm.forward = MethodType(kernel.layers.CohereLayerNorm.forward, norm)
             differentiated(norm(x))
             yield f"CohereLayerNorm {rows}x{size} {dtype}"
-        for shape in ((2, 64, 7, 9), (3, 320, 1000)):
+        for shape in ((2, 64, 7, 9), (2, 512, 7, 7), (3, 320, 1000), (2, 320, 4096)):
             channels = shape[1]
             weight, bias = normal(channels, dtype=dtype), normal(channels, dtype=dtype)
             differentiated(kernel.group_norm(normal(*shape, dtype=dtype), 32, weight, bias, 1e-5))
@@ -122,7 +126,7 @@ def traffic(kernel, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traffic", action="store_true", help="two forward passes of RMSNorm alone")
-    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="of the other calls (default: both)")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="of the other calls (default: all)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("one_pass: error: expected a GPU, torch finds no CUDA device", file=sys.stderr)

@@ -84,7 +84,7 @@ def test_training_in_the_interpreter_is_that_of_the_transcription(kernel, nothin
         assert_bits_equal(ours, theirs)
 
 
-def test_the_report_shows_the_loss(kernel, monkeypatch, seed):
+def test_the_report_shows_the_loss(kernel, nothing_known, monkeypatch, seed):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     model = make(seed)
     assert not [e for e in kernel.replacement_report(model, verbose=False).layers if e.layer == "loss_function"]

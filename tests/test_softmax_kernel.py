@@ -109,7 +109,9 @@ def test_few_rows_have_programs_of_their_own(module, dtype):
     family = module("ops.softmax")
 
     def planned(size, rows, of_gradient=False):
-        return family.Kind.of(of_gradient, dtype, dtype, size, size).planned("softmax", dtype, size, rows, CPU)
+        kind = family.Kind.of(of_gradient, dtype, dtype, size, size)
+        assert not kind.planned("softmax", dtype, size, rows, CPU).few
+        return kind.planned("softmax", dtype, size, rows, torch.device("cuda"))
 
     for of_gradient in (False, True):
         few, many = (planned(128, rows, of_gradient) for rows in (512, 513))

@@ -195,7 +195,9 @@ class Kind:
         """
         if self.order.kind == aten.WARP:
             of_few_rows = replace(self, few=True)
-            return of_few_rows if rows <= _FEW_ROWS and of_few_rows.program != self.program else self
+            # Triton's interpreter takes programs one after the other.
+            fewer = rows <= _FEW_ROWS and device.type != "cpu" and of_few_rows.program != self.program
+            return of_few_rows if fewer else self
         if not self.steps:
             return self
         op = f"{op}_backward" if self.of_gradient else op
