@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 from cases import DTYPES, EAGER, OPS, OURS, Case, functions, shape_text
-from peers import ROOT, BenchError, environment, load_kernel, positive, progress_bar
+from peers import ROOT, BenchError, environment, load_kernel, positive, progress_bar, require_gpu
 
 PROOF = "off"
 # Calls rotate over so many sets of inputs at most, which together hold so many times the L2 cache.
@@ -208,15 +208,9 @@ def time_case(case: Case, dtype: str, peers: dict, gpu, rounds: int) -> dict:
 
 
 def run(options, console) -> dict:
-    try:
-        import torch
-    except ImportError:
-        raise BenchError("torch is not installed: pip install -r requirements.txt") from None
-    if not torch.cuda.is_available():
-        raise BenchError(
-            "expected a GPU, torch finds none; --from-json prints the tables of an earlier run without one"
-        )
+    require_gpu()
     import measure
+    import torch
 
     if options.json.is_dir():
         raise BenchError(f"--json: expected a file, found the folder {options.json}")

@@ -346,7 +346,8 @@ def parse(arguments=None):
     return options
 
 
-def measured(options, console) -> Report:
+def require_gpu() -> None:
+    """Raises BenchError if nothing can be measured here."""
     try:
         import torch
     except ImportError:
@@ -355,6 +356,10 @@ def measured(options, console) -> Report:
         raise BenchError(
             "expected a GPU, torch finds none; --from-json reads the results of an earlier run without one"
         )
+
+
+def measured(options, console) -> Report:
+    require_gpu()
     import measure
 
     make_folders(options)

@@ -69,10 +69,11 @@ def _formula(dy, y, dtype):
 # Calls
 
 
-# Warps of a program for rows of one of ATen's warps, by the most elements of a row: one exchanges nothing through shared
-# memory (H200). Its elements; those for rows of 16 bits that are read by vectors of four or eight, and those for so few rows
-# that not all multiprocessors would have a program.
+# Warps of a program for rows of one of ATen's warps, by the most elements of a row. One warp exchanges nothing through shared
+# memory (H200).
 _WARPS_OF_WARP = {1024: 1, 2048: 2}
+# The elements of such a program. It has more if it reads vectors of four or eight 16-bit elements, and fewer for up to so many
+# rows: then more multiprocessors have a program.
 _ELEMENTS, _ELEMENTS_OF_VECTORS, _ELEMENTS_OF_FEW_ROWS, _FEW_ROWS = 512, 1024, 128, 512
 _MAX_ROWS = 128
 # Warps of a program that keeps a row in registers, by the most elements of the row; if rows are not read by vectors, which
@@ -116,7 +117,7 @@ class Kind:
         dense: rows with such a head follow each other without a gap.
         shift: elements from the last multiple of 16 bytes to the first of them.
         plan: the tuned launch configuration; None: the default.
-        few: there are so few rows of one of ATen's warps that a program takes fewer.
+        few: rows of one of ATen's warps are few, and a program takes fewer of them.
         written: the dtype to which a kernel rounds the softmax; None: it does not.
     """
 
