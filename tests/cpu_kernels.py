@@ -123,7 +123,8 @@ def cpu_kernels(package):
         write(out, activation._ACTIVATIONS[constants["ACTIVATION"]].forward(None, x))
 
     def activation_backward(constants, scalars, dy, x, *dxs):
-        for dx, values in zip(dxs, activation._ACTIVATIONS[constants["ACTIVATION"]].gradients(dy, x), strict=True):
+        found = activation._ACTIVATIONS[constants["ACTIVATION"]].gradients(dy, x)
+        for dx, values in zip(dxs, [functools.reduce(torch.add, found)] if constants["SUM"] else found, strict=True):
             write(dx, values)
 
     def gated_activation_forward(constants, scalars, gate, out, up=None):

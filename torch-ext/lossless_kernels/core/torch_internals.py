@@ -141,6 +141,11 @@ current_stream = _private(
 _fp32_precision = _private("_C._get_fp32_precision_getter", "whether TF32 is allowed", optional=True)
 _dispatch_dump = _private("_C._dispatch_dump", "ATen operators that other code has replaced", optional=True)
 _Mode = _private("utils._python_dispatch.TorchDispatchMode", "the operators of a call", optional=True)
+# Without both, gradients along several paths are computed before autograd adds them.
+wrapper_tensor = _private("Tensor._make_wrapper_subclass", "gradients that their addition computes", optional=True)
+torch_function_disabled = _private(
+    "_C._disabled_torch_function_impl", "gradients that their addition computes", optional=True
+)
 _function_apply = _private("_C._FunctionBase.apply", "calls of autograd functions, 1 us faster", optional=True)
 
 _OF_GPUS = torch.version.cuda is not None or torch.version.hip is not None

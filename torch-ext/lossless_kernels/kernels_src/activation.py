@@ -194,6 +194,32 @@ def _block_of_row(
         return row * x_row_stride + column, row * column_units + column, row * out_row_stride + column, mask
 
 
+@triton.jit
+def _load(ptr, mask, units, DENSE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """fp32. DENSE, and units of less than 16 bytes: a block without an end is loaded by 16 bytes, without the mask."""
+    if DENSE and UNIT * ptr.dtype.element_ty.primitive_bitwidth < 128:
+        if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= units * UNIT:
+            x = tl.load(ptr)
+        else:
+            x = tl.load(ptr, mask=mask, other=0.0)
+    else:
+        x = tl.load(ptr, mask=mask, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, x, mask, units, DENSE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for a store."""
+    x = x.to(ptr.dtype.element_ty)
+    if DENSE and UNIT * ptr.dtype.element_ty.primitive_bitwidth < 128:
+        if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= units * UNIT:
+            tl.store(ptr, x)
+        else:
+            tl.store(ptr, x, mask=mask)
+    else:
+        tl.store(ptr, x, mask=mask)
+
+
 @triton.jit(do_not_specialize=["column_units", "x_row_stride", "blocks_per_row"])
 def activation_forward(
     x_ptr,
@@ -214,9 +240,9 @@ def activation_forward(
     offset, out_offset, _, mask = _block_of_row(
         column_units, x_row_stride, column_units, blocks_per_row, ONE_ROW, UNIT, BLOCK
     )
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    x = _load(x_ptr + offset, mask, column_units, ONE_ROW, UNIT, BLOCK)
     out = _activation(x, ACTIVATION, x_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
+    _store(out_ptr + out_offset, out, mask, column_units, ONE_ROW, UNIT, BLOCK)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -229,23 +255,30 @@ def activation_backward(
     fourth_dx_ptr,
     units: tl.int64,
     ACTIVATION: tl.constexpr,
+    SUM: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The gradients of x, one for each of eager's paths from x to the output; `units * UNIT` elements, all dense.
 
-    They are separate outputs: eager adds each to other gradients of x, such as a residual's. Their own sum, added to
-    those, would have other bits.
+    SUM: dx is their sum, rounded after every addition. Otherwise they are separate outputs: eager adds each to other
+    gradients of x, such as a residual's. Their own sum, added to those, would have other bits.
     """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset // UNIT < units
-    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    gradients = _gradients(dy, x, ACTIVATION, x_ptr.dtype.element_ty)
+    dy = _load(dy_ptr + offset, mask, units, True, UNIT, BLOCK)
+    x = _load(x_ptr + offset, mask, units, True, UNIT, BLOCK)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    gradients = _gradients(dy, x, ACTIVATION, DTYPE)
     pointers = (dx_ptr, second_dx_ptr, third_dx_ptr, fourth_dx_ptr)
-    for path in tl.static_range(len(gradients)):
-        gradient = gradients[path].to(pointers[path].dtype.element_ty)
-        tl.store(pointers[path] + offset, gradient, mask=mask)
+    if SUM:
+        dx = gradients[0]
+        for path in tl.static_range(1, len(gradients)):
+            dx = rounded(dx, DTYPE) + rounded(gradients[path], DTYPE)
+        _store(dx_ptr + offset, dx, mask, units, True, UNIT, BLOCK)
+    else:
+        for path in tl.static_range(len(gradients)):
+            _store(pointers[path] + offset, gradients[path], mask, units, True, UNIT, BLOCK)
 
 
 @triton.jit(do_not_specialize=["column_units", "row_stride", "blocks_per_row"])
@@ -272,10 +305,10 @@ def gated_activation_forward(
     )
     if PACKED:
         up_ptr = gate_ptr + column_units * UNIT
-    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    gate = _load(gate_ptr + offset, mask, column_units, ONE_ROW, UNIT, BLOCK)
+    up = _load(up_ptr + offset, mask, column_units, ONE_ROW, UNIT, BLOCK)
     activated = rounded(_activation(gate, ACTIVATION, gate_ptr.dtype.element_ty), gate_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_offset, (activated * up).to(out_ptr.dtype.element_ty), mask=mask)
+    _store(out_ptr + out_offset, activated * up, mask, column_units, ONE_ROW, UNIT, BLOCK)
 
 
 @triton.jit(do_not_specialize=["column_units", "row_stride", "blocks_per_row"])
@@ -307,13 +340,13 @@ def gated_activation_backward(
         up_ptr = gate_ptr + column_units * UNIT
         d_up_ptr = d_gate_ptr + column_units * UNIT
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    dy = tl.load(dy_ptr + dy_offset, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    dy = _load(dy_ptr + dy_offset, mask, column_units, ONE_ROW, UNIT, BLOCK)
+    gate = _load(gate_ptr + offset, mask, column_units, ONE_ROW, UNIT, BLOCK)
+    up = _load(up_ptr + offset, mask, column_units, ONE_ROW, UNIT, BLOCK)
     d_gate = rounded(_gradients(rounded(dy * up, DTYPE), gate, ACTIVATION, DTYPE)[0], DTYPE)
     if PACKED:
         d_gate += 0.0
-    tl.store(d_gate_ptr + gradient_offset, d_gate.to(DTYPE), mask=mask)
+    _store(d_gate_ptr + gradient_offset, d_gate, mask, column_units, ONE_ROW, UNIT, BLOCK)
     if D_UP:
         if ACTIVATION == "silu" and DTYPE == tl.bfloat16 and not INTERPRETED and PTX:
             # In bf16 the product rounds to the quotient's bits for all 65,536 numbers; the sigmoid is there already.
@@ -323,4 +356,4 @@ def gated_activation_backward(
         d_up = rounded(dy * rounded(activated, DTYPE), DTYPE)
         if PACKED:
             d_up += 0.0
-        tl.store(d_up_ptr + gradient_offset, d_up.to(DTYPE), mask=mask)
+        _store(d_up_ptr + gradient_offset, d_up, mask, column_units, ONE_ROW, UNIT, BLOCK)

@@ -16,6 +16,7 @@ from ..core.declarations import TUNING
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
+    allocator,
     are_ours,
     are_plain,
     at_trace_time,
@@ -27,6 +28,7 @@ from ..core.domain import (
     under_transform,
 )
 from ..core.layout import Output, is_dense, is_same_order
+from ..core.paths import along_paths
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .activation_layout import Layout, access_unit
 
@@ -237,11 +239,15 @@ def _forward(activation, dtype, layout: Layout, device: torch.device) -> launch.
     return layout.launch(activation_forward, constants, plan.num_warps, (dtype,) * 2, device)
 
 
-def _backward(activation, dtype, numel, device: torch.device) -> launch.Launch:
-    """The launch of the backward kernel, to be called with dy, input and its gradients: dense, with equal strides."""
+def _backward(activation, dtype, numel, device: torch.device, total: bool = True) -> launch.Launch:
+    """The launch of the backward kernel, to be called with dy, input and its gradients: dense, with equal strides.
+
+    Args:
+        total: of the gradients' sum, instead of one for each path.
+    """
     unit = access_unit(numel, numel, dtype)
     plan = launch_plan(f"{activation.name}_backward", dtype.itemsize, plans.gpu(device))
-    constants = {"ACTIVATION": activation.name, "UNIT": unit, "BLOCK": plan.block}
+    constants = {"ACTIVATION": activation.name, "SUM": total, "UNIT": unit, "BLOCK": plan.block}
     dtypes, programs = (dtype,) * (2 + activation.paths), -(-numel // plan.block)
     return launch.bind(activation_backward, constants, plan.num_warps, device, dtypes, programs, numel // unit)
 
@@ -259,27 +265,41 @@ class _Training:
 
 @dataclass(eq=False)
 class _Backward:
-    """The gradients of a call, one for each path."""
+    """The gradients of a call, one for each path.
+
+    Args:
+        launch: of their sum.
+        launch_paths: of each; None if there is one.
+        layout: shape, strides, dtype and device.
+    """
 
     launch: launch.Launch
-    empty: Callable[[], torch.Tensor]
+    launch_paths: Optional[launch.Launch]
+    layout: tuple
     paths: int
 
+    def __post_init__(self):
+        self.empty = allocator(*self.layout)
+
     def __call__(self, dy, input):
-        if self.paths == 1:
-            dx = self.empty()
-            self.launch.call_3(dy, input, dx)
-            return (dx,)
-        dxs = tuple([self.empty() for _ in range(self.paths)])
-        self.launch(dy, input, *dxs)
-        return dxs
+        if self.launch_paths is None:
+            return (self.total(dy, input),)
+        (gradients,) = along_paths(self.paths, (self.layout,), self._sums, self._along_paths, (dy, input))
+        return gradients
 
     def total(self, dy, input) -> torch.Tensor:
         """The sum of the gradients, in their order."""
-        first, *others = self(dy, input)
-        for each in others:
-            first = first + each
-        return first
+        dx = self.empty()
+        self.launch.call_3(dy, input, dx)
+        return dx
+
+    def _sums(self, dy, input):
+        return (self.total(dy, input),)
+
+    def _along_paths(self, dy, input):
+        dxs = tuple([self.empty() for _ in range(self.paths)])
+        self.launch_paths(dy, input, *dxs)
+        return (dxs,)
 
 
 def replacement(input: torch.Tensor, subject, activation: Activation) -> Optional[torch.Tensor]:
@@ -402,7 +422,12 @@ def _resolve_gradients(dy, x, activation):
     out = Output.of(lambda dy, x: activation.gradients(dy, x)[0], dy, x)
     if not is_same_order(x.shape, x.stride(), out.strides):
         raise Outside("eager's gradient has another memory order than the input")
-    return _Backward(_backward(activation, x.dtype, x.numel(), x.device), out.empty, activation.paths)
+    several = activation.paths > 1
+    launch_sum, launch_paths = (
+        _backward(activation, x.dtype, x.numel(), x.device, total) if wanted else None
+        for total, wanted in ((True, True), (False, several))
+    )
+    return _Backward(launch_sum, launch_paths, (x.shape, out.strides, x.dtype, x.device), activation.paths)
 
 
 _gradient_calls = Calls(_resolve_gradients)
@@ -474,14 +499,18 @@ def _gradient_comparisons(subject, activation, dtype, unit, device):
     x = torch.cat([all_inputs(dtype, device), torch.ones(unit, dtype=dtype, device=device)]).requires_grad_()
     make = functools.partial(proof.normal, proof.generator(device, 1), x.shape)
     dy, other = make().to(dtype), make().to(dtype)
-    dxs = tuple(torch.full(x.shape, math.nan, dtype=dtype, device=device) for _ in range(activation.paths))
-    _backward(activation, dtype, x.numel(), device)(dy, x.detach(), *dxs)
+    total, *dxs = (torch.full(x.shape, math.nan, dtype=dtype, device=device) for _ in range(1 + activation.paths))
+    _backward(activation, dtype, x.numel(), device)(dy, x.detach(), total)
+    if activation.paths > 1:
+        _backward(activation, dtype, x.numel(), device, total=False)(dy, x.detach(), *dxs)
+    else:
+        dxs = [total]
     with torch.enable_grad():
         original = original_of(subject)
         (alone,) = torch.autograd.grad(original(x), x, dy)
         # Another gradient of x shows how many the function sends, and in which order.
         (joined,) = torch.autograd.grad((original(x), x * 1.0), x, (dy, other))
-    yield "the input's gradient", functools.reduce(torch.add, dxs), alone
+    yield "the input's gradient", total, alone
     yield "the input's gradient with another", functools.reduce(torch.add, dxs, other), joined
 
 

@@ -24,6 +24,7 @@ from ..core.domain import (
 )
 from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
+from ..core.paths import along_paths
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .rotary_formulas import CHUNKED, FORMULAS, FP32, ONE_EACH, PARTIAL, PLAIN, RotaryFormula
 from .rotary_layout import Sizes, launch_plan, place_of, walk_of
@@ -168,30 +169,40 @@ class _Backward:
     They are contiguous for any q and k, since eager adds to new zeros.
 
     Args:
-        empty_k: None if only one gradient is needed.
+        launch: of the sums over both paths.
+        launch_paths: of the gradients along both paths; None if the sums are wanted.
+        layouts: shape, strides, dtype and device of the gradients; one if only one is needed.
     """
 
     launch: launch.Launch
-    per_path: bool
-    empty_q: Callable[[], torch.Tensor]
-    empty_k: Optional[Callable[[], torch.Tensor]]
+    launch_paths: Optional[launch.Launch]
+    layouts: tuple[tuple, ...]
+
+    def __post_init__(self):
+        self._empty = [allocator(*layout) for layout in self.layouts]
 
     def __call__(self, dq_embed, dk_embed, cos, sin):
-        dq = self.empty_q()
-        dk = dq if self.empty_k is None else self.empty_k()
-        if not self.per_path:
-            self.launch.call_6(dq_embed, dk_embed, cos, sin, dq, dk)
-            return (dq, None), (dk, None)
-        dq_straight = self.empty_q()
-        dk_straight = dq_straight if self.empty_k is None else self.empty_k()
-        self.launch(dq_embed, dk_embed, cos, sin, dq, dk, dq_straight, dk_straight)
-        return (dq, dq_straight), (dk, dk_straight)
+        tensors = dq_embed, dk_embed, cos, sin
+        if self.launch_paths is None:
+            pairs = [(total, None) for total in self._sums(*tensors)]
+        else:
+            pairs = along_paths(2, self.layouts, self._sums, self._along_paths, tensors)
+        return pairs[0], pairs[-1]
+
+    def _sums(self, dq_embed, dk_embed, cos, sin):
+        found = [empty() for empty in self._empty]
+        self.launch.call_6(dq_embed, dk_embed, cos, sin, found[0], found[-1])
+        return found
+
+    def _along_paths(self, dq_embed, dk_embed, cos, sin):
+        rotated, straight = ([empty() for empty in self._empty] for _ in range(2))
+        outs = rotated[0], rotated[-1], straight[0], straight[-1]
+        self.launch_paths(dq_embed, dk_embed, cos, sin, *outs)
+        return tuple(zip(rotated, straight))
 
     def of_one(self, dy, cos, sin) -> torch.Tensor:
         """The gradient of q alone, the sum of both paths."""
-        dq = self.empty_q()
-        self.launch.call_6(dy, dy, cos, sin, dq, dq)
-        return dq
+        return self._sums(dy, dy, cos, sin)[0]
 
 
 def replacement(
@@ -390,12 +401,13 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
         return None
     if one:
         walk = replace(walk, k_heads=0)
-    step, dtypes = "gradients" if per_path else "gradient", (dq_embed.dtype, cos.dtype, dtype)
-    launch = walk.launch(step, variant, dtypes, cos.device)
-    empty_q, empty_k = (
-        allocator(dy.shape, steps, dtype, cos.device) for dy, steps in zip((dq_embed, dk_embed), strides)
+    dtypes = dq_embed.dtype, cos.dtype, dtype
+    launch_sums, launch_paths = (
+        walk.launch(step, variant, dtypes, cos.device) if wanted else None
+        for step, wanted in (("gradient", True), ("gradients", per_path))
     )
-    return _Backward(launch, per_path, empty_q, None if one else empty_k)
+    layouts = [(dy.shape, steps, dtype, cos.device) for dy, steps in zip((dq_embed, dk_embed), strides)]
+    return _Backward(launch_sums, launch_paths, tuple(layouts[: 2 - one]))
 
 
 _gradient_calls = Calls(_resolve_gradients)
