@@ -255,6 +255,10 @@ def _activation_launches(kernel, machine):
     for function in activation._ACTIVATIONS.values():
         activation._activate(x, function)
         activation.gradients(function, dy, x)
+        activation._find_gradient(function.name, dy, x)(dy, x)
+    # An odd number of elements.
+    activation._activate(x.flatten()[:-1], activation.SILU)
+    activation.gradients(activation.SILU, dy.flatten()[:-1], x.flatten()[:-1])
     dy, gate, up = machine.empty(3, 2, 4096)
     packed = machine.empty(2, 2 * 4096)
     for function in gated.ACTIVATIONS.values():

@@ -24,7 +24,7 @@ class Sent:
 
     def __init__(self, module, paths, deferred):
         self.paths, self.computed = paths, []
-        along_paths = module("core.paths").along_paths
+        postponed = module("core.paths").deferred
 
         def parts(*dys):
             self.computed.append("parts")
@@ -42,7 +42,7 @@ class Sent:
             @staticmethod
             def backward(ctx, *dys):
                 layouts = [(dy.shape, dy.stride(), dy.dtype, dy.device) for dy in dys]
-                found = along_paths(paths, layouts, sums, parts, dys) if deferred else parts(*dys)
+                found = postponed(paths, layouts, sums, parts, dys) if deferred else parts(*dys)
                 return tuple(itertools.chain(*found))
 
         self.function = Function
@@ -110,6 +110,8 @@ HOOKS = {
     "adds a later one first": lambda found, seen: seen.append(
         [(found[1] + found[0]).tolist(), (found[1] + found[2]).tolist()]
     ),
+    "adds the first two": lambda found, seen: seen.append([(found[0] + found[1]).tolist(), repr(found[0] + found[1])]),
+    "adds all": lambda found, seen: seen.append([(found[0] + found[1] + found[2]).tolist() for _ in range(2)]),
     "adds with a factor": lambda found, seen: seen.append(torch.add(found[0], found[1], alpha=2.0).tolist()),
 }
 
@@ -164,8 +166,9 @@ def test_activations_send_their_paths(module, proof_off, seed, name, monkeypatch
 
     The interpreter has no libdevice, so that its gradients are compared with themselves.
     """
+    monkeypatch.setattr(module("core.paths"), "MIN_BYTES", 0)
     backward, computed = module("activation")._Backward, []
-    for method in ("total", "_along_paths"):
+    for method in ("sums", "along_paths"):
         monkeypatch.setattr(backward, method, spied(backward, method, computed))
     choose, generator = random.Random(seed), torch.Generator(DEVICE).manual_seed(seed)
     activation = module("activation")._ACTIVATIONS[name]
@@ -177,7 +180,7 @@ def test_activations_send_their_paths(module, proof_off, seed, name, monkeypatch
         outs = (function(x), x * 1.0)[: 1 + others]
         computed.clear()
         (found,) = torch.autograd.grad(outs, x, (dy, other)[: 1 + others])
-        assert computed == ["_along_paths" if others else "total"]
+        assert computed == ["along_paths" if others else "sums"]
         parts = module("activation").gradients(activation, dy, x.detach())
         assert len(parts) == ACTIVATIONS[name]
         assert_bits_equal(found, functools.reduce(torch.add, (other, *parts) if others else parts), name)

@@ -16,7 +16,6 @@ from ..core.declarations import TUNING
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
-    allocator,
     are_ours,
     are_plain,
     at_trace_time,
@@ -28,7 +27,7 @@ from ..core.domain import (
     under_transform,
 )
 from ..core.layout import Output, is_dense, is_same_order
-from ..core.paths import along_paths
+from ..core.paths import Backward
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .activation_layout import Layout, access_unit
 
@@ -263,41 +262,23 @@ class _Training:
         return _apply(self, *(input,) * self.activation.paths)
 
 
-@dataclass(eq=False)
-class _Backward:
-    """The gradients of a call, one for each path.
-
-    Args:
-        launch: of their sum.
-        launch_paths: of each; None if there is one.
-        layout: shape, strides, dtype and device.
-    """
-
-    launch: launch.Launch
-    launch_paths: Optional[launch.Launch]
-    layout: tuple
-    paths: int
-
-    def __post_init__(self):
-        self.empty = allocator(*self.layout)
+class _Backward(Backward):
+    """The gradients of a call, one for each path."""
 
     def __call__(self, dy, input):
-        if self.launch_paths is None:
-            return (self.total(dy, input),)
-        (gradients,) = along_paths(self.paths, (self.layout,), self._sums, self._along_paths, (dy, input))
-        return gradients
+        return (self.total(dy, input),) if self.launch_paths is None else self.gradients(dy, input)[0]
 
     def total(self, dy, input) -> torch.Tensor:
         """The sum of the gradients, in their order."""
-        dx = self.empty()
-        self.launch.call_3(dy, input, dx)
+        dx = self.empty[0]()
+        self.launch_sums.call_3(dy, input, dx)
         return dx
 
-    def _sums(self, dy, input):
+    def sums(self, dy, input):
         return (self.total(dy, input),)
 
-    def _along_paths(self, dy, input):
-        dxs = tuple([self.empty() for _ in range(self.paths)])
+    def along_paths(self, dy, input):
+        dxs = tuple([self.empty[0]() for _ in range(self.paths)])
         self.launch_paths(dy, input, *dxs)
         return (dxs,)
 
@@ -422,12 +403,11 @@ def _resolve_gradients(dy, x, activation):
     out = Output.of(lambda dy, x: activation.gradients(dy, x)[0], dy, x)
     if not is_same_order(x.shape, x.stride(), out.strides):
         raise Outside("eager's gradient has another memory order than the input")
-    several = activation.paths > 1
-    launch_sum, launch_paths = (
-        _backward(activation, x.dtype, x.numel(), x.device, total) if wanted else None
-        for total, wanted in ((True, True), (False, several))
-    )
-    return _Backward(launch_sum, launch_paths, (x.shape, out.strides, x.dtype, x.device), activation.paths)
+    count, layout = activation.paths, (x.shape, out.strides, x.dtype, x.device)
+    launches = [
+        _backward(activation, x.dtype, x.numel(), x.device, total) for total in (True, False)[: 1 + (count > 1)]
+    ]
+    return _Backward(launches[0], launches[1] if count > 1 else None, count, (layout,))
 
 
 _gradient_calls = Calls(_resolve_gradients)

@@ -13,7 +13,6 @@ from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
-    allocator,
     are_ours,
     are_plain,
     at_trace_time,
@@ -24,7 +23,7 @@ from ..core.domain import (
 )
 from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
-from ..core.paths import along_paths
+from ..core.paths import Backward
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .rotary_formulas import CHUNKED, FORMULAS, FP32, ONE_EACH, PARTIAL, PLAIN, RotaryFormula
 from .rotary_layout import Sizes, launch_plan, place_of, walk_of
@@ -162,47 +161,34 @@ class _Training:
         return _apply(self, k, k, q, q, cos, sin)
 
 
-@dataclass(eq=False)
-class _Backward:
+class _Backward(Backward):
     """The gradients of q and of k, each a pair: see `gradients`.
 
     They are contiguous for any q and k, since eager adds to new zeros.
-
-    Args:
-        launch: of the sums over both paths.
-        launch_paths: of the gradients along both paths; None if the sums are wanted.
-        layouts: shape, strides, dtype and device of the gradients; one if only one is needed.
     """
 
-    launch: launch.Launch
-    launch_paths: Optional[launch.Launch]
-    layouts: tuple[tuple, ...]
-
-    def __post_init__(self):
-        self._empty = [allocator(*layout) for layout in self.layouts]
-
     def __call__(self, dq_embed, dk_embed, cos, sin):
-        tensors = dq_embed, dk_embed, cos, sin
         if self.launch_paths is None:
-            pairs = [(total, None) for total in self._sums(*tensors)]
-        else:
-            pairs = along_paths(2, self.layouts, self._sums, self._along_paths, tensors)
-        return pairs[0], pairs[-1]
+            dq, dk = self.sums(dq_embed, dk_embed, cos, sin)
+            return (dq, None), (dk, None)
+        found = self.gradients(dq_embed, dk_embed, cos, sin)
+        return found[0], found[-1]
 
-    def _sums(self, dq_embed, dk_embed, cos, sin):
-        found = [empty() for empty in self._empty]
-        self.launch.call_6(dq_embed, dk_embed, cos, sin, found[0], found[-1])
-        return found
+    def sums(self, dq_embed, dk_embed, cos, sin):
+        dq = self.empty[0]()
+        dk = self.empty[1]() if len(self.empty) > 1 else dq
+        self.launch_sums.call_6(dq_embed, dk_embed, cos, sin, dq, dk)
+        return dq, dk
 
-    def _along_paths(self, dq_embed, dk_embed, cos, sin):
-        rotated, straight = ([empty() for empty in self._empty] for _ in range(2))
+    def along_paths(self, dq_embed, dk_embed, cos, sin):
+        rotated, straight = [empty() for empty in self.empty], [empty() for empty in self.empty]
         outs = rotated[0], rotated[-1], straight[0], straight[-1]
         self.launch_paths(dq_embed, dk_embed, cos, sin, *outs)
-        return tuple(zip(rotated, straight))
+        return (outs[0], outs[2]), (outs[1], outs[3])
 
     def of_one(self, dy, cos, sin) -> torch.Tensor:
         """The gradient of q alone, the sum of both paths."""
-        return self._sums(dy, dy, cos, sin)[0]
+        return self.sums(dy, dy, cos, sin)[0]
 
 
 def replacement(
@@ -402,12 +388,9 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
     if one:
         walk = replace(walk, k_heads=0)
     dtypes = dq_embed.dtype, cos.dtype, dtype
-    launch_sums, launch_paths = (
-        walk.launch(step, variant, dtypes, cos.device) if wanted else None
-        for step, wanted in (("gradient", True), ("gradients", per_path))
-    )
+    launches = [walk.launch(step, variant, dtypes, cos.device) for step in ("gradient", "gradients")[: 1 + per_path]]
     layouts = [(dy.shape, steps, dtype, cos.device) for dy, steps in zip((dq_embed, dk_embed), strides)]
-    return _Backward(launch_sums, launch_paths, tuple(layouts[: 2 - one]))
+    return _Backward(launches[0], launches[1] if per_path else None, 2, tuple(layouts[: 2 - one]))
 
 
 _gradient_calls = Calls(_resolve_gradients)
