@@ -198,8 +198,9 @@ def spied(owner, method, computed):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="streams are of GPUs")
-def test_an_addition_on_another_stream_waits_and_keeps_its_tensors(module, seed):
+def test_an_addition_on_another_stream_waits_and_keeps_its_tensors(module, seed, monkeypatch):
     """The input was made on a side stream, where autograd adds. The incoming gradient's memory is used again at once."""
+    monkeypatch.setattr(module("core.paths"), "MIN_BYTES", 0)
     function = module("activation")._activate
     activation = module("activation")._ACTIVATIONS["new_gelu"]
     x = torch.randn(1 << 22, device=DEVICE, dtype=torch.bfloat16)

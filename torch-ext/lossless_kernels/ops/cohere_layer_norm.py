@@ -120,7 +120,7 @@ _MIN_SIZE, _MAX_SIZE = 64, 16384
 _MIN_ELEMENTS_PER_PROGRAM = 2048
 _MAX_WARPS = 16
 # The most elements of a thread (H200): forward, by the most elements of a row; forward where rows are few; backward.
-_FORWARD_ELEMENTS, _FEW_ROWS_ELEMENTS = {512: 32, 7168: 128, 8192: 64, _MAX_SIZE: 128}, 16
+_FORWARD_ELEMENTS, _FEW_ROWS_ELEMENTS = {512: 32, 7168: 128, 8192: 32, _MAX_SIZE: 128}, 16
 _BACKWARD_ELEMENTS = 16
 
 
