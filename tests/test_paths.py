@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 # numpy, which the interpreter computes with, warns of what overflows in fp16.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+pytestmark = [pytest.mark.either, pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")]
 ACTIVATIONS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
 
 
