@@ -1,9 +1,9 @@
 """Gradients along several paths from an input to an output, computed when autograd adds them.
 
-Of `x * cos + rotate_half(x) * sin` eager computes two gradients of x. Autograd adds them one after the other to what other
-consumers of x have sent before: their sum, sent as one gradient, would have other bits. It adds them to nothing if there is no
-earlier gradient, and their sum from one kernel has the same bits then. A function is not told which of the two holds, so it sends
-tensors without memory. The addition of all of them computes the sum, any other operation the gradients themselves.
+For `x * cos + rotate_half(x) * sin` eager computes two gradients of x. Autograd adds them one after the other to what other
+consumers of x have sent before. If there is such a gradient, the sum of the two, sent as one gradient, would have other bits; if
+there is none, it has the same bits, and one kernel can compute it. A function is not told whether there is one, so it sends tensors
+without memory: the addition of all of them to each other computes the sum, any other operation the gradients themselves.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Callable, Optional
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .domain import allocator
 from .launch import Launch
@@ -60,8 +61,8 @@ class Backward:
 class _Paths:
     """The gradients of several inputs of one call, each along the same number of paths.
 
-    Autograd adds on the stream of an input's producer, and lets it wait for the stream of the backward function. Whatever is
-    computed on one producer's stream is therefore not for another's.
+    Autograd adds on the stream of an input's producer, which waits for that of the backward function. Results computed on one
+    stream are used there alone, but for gradients that a hook has seen, on the backward function's.
 
     Args:
         sums: computes the sum of each input's gradients, in their order.
@@ -69,84 +70,87 @@ class _Paths:
         reads: the tensors that both read.
     """
 
-    __slots__ = ("_sums", "_parts", "_reads", "_stream", "_sums_on", "_parts_on")
+    __slots__ = ("_sums", "_parts", "_reads", "_versions", "_stream", "_sums_on", "parts_on")
 
     def __init__(self, sums: Callable, parts: Callable, reads: tuple[torch.Tensor, ...]):
         self._sums, self._parts, self._reads = sums, parts, reads
+        self._versions = self._current_versions()
         self._stream = self._current_stream()
-        # By the stream.
-        self._sums_on, self._parts_on = {}, {}
+        # Results by stream.
+        self._sums_on, self.parts_on = {}, {}
+
+    def _current_versions(self) -> list:
+        return [None if tensor.is_inference() else tensor._version for tensor in self._reads]
 
     def _current_stream(self):
         device = self._reads[0].device
         return current_stream(device.index) if device.type == "cuda" else None
 
-    def _keep(self, tensors) -> None:
-        """Their memory, which is of the backward function's stream, is not used again before the current stream is here."""
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-    def _on_current_stream(self, function: Callable, computed: dict):
-        stream = self._current_stream()
-        if stream not in computed:
-            if stream != self._stream:
-                self._keep(self._reads)
-            computed[stream] = list(function(*self._reads))
-        return computed[stream]
-
-    def part(self, input: int, path: int) -> torch.Tensor:
-        """An input's gradient along a path; the one that hooks have seen, if there are any."""
-        seen = self._parts_on.get(self._stream)
-        if seen is None:
-            return self._on_current_stream(self._parts, self._parts_on)[input][path]
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Their memory is not reused before the current stream has finished what is queued now."""
         if self._current_stream() != self._stream:
-            self._keep((seen[input][path],))
-        return seen[input][path]
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def added(self, input: int, stop: int) -> torch.Tensor:
-        """The sum of an input's gradients along the paths from 0 to `stop`."""
-        found = self.part(input, 0)
-        for path in range(1, stop):
-            found = found + self.part(input, path)
-        return found
+    def _on_current_stream(self, function: Callable, results: dict):
+        stream = self._current_stream()
+        if stream not in results:
+            if self._current_versions() != self._versions:
+                raise RuntimeError(
+                    "lossless-kernels: a gradient, kept by a hook on its autograd node, is read after a tensor that it is "
+                    "computed from was modified in place: clone it in the hook"
+                )
+            self.keep(*self._reads)
+            results[stream] = list(function(*self._reads))
+        return results[stream]
 
-    def sum(self, input: int, count: int) -> torch.Tensor:
-        """The sum of all `count` gradients of an input."""
-        if self._parts_on:  # Hooks may have changed them.
-            return self.added(input, count)
+    def part(self, number: int, path: int) -> torch.Tensor:
+        """The gradient of the input of this number along a path."""
+        seen = self.parts_on.get(self._stream)
+        if seen is None:
+            return self._on_current_stream(self._parts, self.parts_on)[number][path]
+        self.keep(seen[number][path])
+        return seen[number][path]
+
+    def sum(self, number: int) -> torch.Tensor:
+        """The sum of all gradients of the input of this number: a new tensor, which autograd may add to in place."""
         sums = self._on_current_stream(self._sums, self._sums_on)
-        # Only the caller has it, so that autograd may add to it in place.
-        found, sums[input] = sums[input], None
-        return found if found is not None else self._sums(*self._reads)[input]
+        found, sums[number] = sums[number], None
+        return found if found is not None else self._sums(*self._reads)[number]
 
 
 class PathGradient(torch.Tensor):
-    """The sum of an input's gradients along the paths from 0 to `stop`, or that along the path `start`: not computed yet."""
+    """The sum of an input's gradients along the paths `start`, ..., `stop - 1`, not computed yet."""
 
     @staticmethod
-    def __new__(cls, paths: _Paths, input: int, start: int, stop: int, count: int, layout: tuple):
+    def __new__(cls, paths: _Paths, number: int, start: int, stop: int, count: int, layout: tuple):
         shape, strides, dtype, device = layout
         self = wrapper_tensor(cls, shape, strides=strides, dtype=dtype, device=device)
-        self._of = paths, input, start, stop, count, layout
-        self._total = None
+        self._paths, self._number, self._start, self._stop, self._count = paths, number, start, stop, count
+        self._layout, self._total = layout, None
         return self
 
     def computed(self) -> torch.Tensor:
-        paths, input, start, stop, _, _ = self._of
-        if stop == start + 1:
-            return paths.part(input, start)
+        paths, number = self._paths, self._number
+        if self._stop == self._start + 1:
+            return paths.part(number, self._start)
         if self._total is None:
-            self._total = paths.added(input, stop)
+            self._total = paths.part(number, self._start)
+            for path in range(self._start + 1, self._stop):
+                self._total = self._total + paths.part(number, path)
+        paths.keep(self._total)
         return self._total
 
-    def _joined(self, other: "PathGradient"):
-        """`self + other`, if other is the gradient along the next path; else None."""
-        paths, input, start, stop, count, layout = self._of
-        if other._of[0] is not paths or other._of[1] != input or start != 0 or other._of[2:4] != (stop, stop + 1):
+    def _joined(self, other: "PathGradient") -> Optional[torch.Tensor]:
+        """`self + other` if other is the gradient along the next path, and nobody has used a gradient; else None."""
+        paths, number, stop = self._paths, self._number, self._stop
+        if other._paths is not paths or other._number != number or paths.parts_on:
             return None
-        if stop + 1 == count:
-            return paths.sum(input, count)
-        return PathGradient(paths, input, 0, stop + 1, count, layout)
+        if self._start != 0 or other._start != stop:
+            return None
+        if stop + 1 == self._count:
+            return paths.sum(number)
+        return PathGradient(paths, number, 0, stop + 1, self._count, self._layout)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), named=None):
@@ -158,18 +162,34 @@ class PathGradient(torch.Tensor):
 
     __torch_function__ = torch_function_disabled
 
-    # What hooks on autograd's node may call, and torch does not dispatch.
-    def __repr__(self, **how):
-        return self.computed().__repr__(**how)
+    # A hook on autograd's node may also use what torch does not dispatch.
+    @property
+    def data(self):
+        return self.computed().data
 
-    def tolist(self):
-        return self.computed().tolist()
+    @data.setter
+    def data(self, value):
+        self.computed().data = value
 
-    def numpy(self, **how):
-        return self.computed().numpy(**how)
 
-    def data_ptr(self):
-        return self.computed().data_ptr()
+def _of_computed(name: str) -> Callable:
+    def method(self, *arguments, **named):
+        return getattr(self.computed(), name)(*arguments, **named)
+
+    return method
+
+
+for _name in (
+    "__repr__",
+    "__deepcopy__",
+    "__reduce_ex__",
+    "__dlpack__",
+    "tolist",
+    "numpy",
+    "data_ptr",
+    "untyped_storage",
+):
+    setattr(PathGradient, _name, _of_computed(_name))
 
 
 def _computed(arguments):
@@ -185,19 +205,19 @@ def _computed(arguments):
 
 def deferred(
     count: int, layouts: Sequence[tuple], sums: Callable, parts: Callable, reads: tuple[torch.Tensor, ...]
-) -> tuple[tuple[torch.Tensor, ...], ...]:
+) -> Sequence[tuple[torch.Tensor, ...]]:
     """For each input its gradients along `count` paths, for autograd to add.
 
     Args:
-        layouts, sums, parts: see `Backward`, whose `along_paths` the parts are.
-        reads: what both are called with.
+        layouts: shape, strides, dtype and device of each input's gradient.
+        sums: `sums(*reads)` returns the sum of each input's gradients, in their order.
+        parts: `parts(*reads)` returns each input's gradients.
     """
-    if None in (wrapper_tensor, torch_function_disabled) or (reads[0].is_cuda and current_stream is None):
+    missing = None in (wrapper_tensor, torch_function_disabled) or (reads[0].is_cuda and current_stream is None)
+    if missing or is_dynamo_compiling():  # Compiled autograd traces no tensors of ours.
         return parts(*reads)
     paths = _Paths(sums, parts, reads)
-    return tuple(
-        [
-            tuple([PathGradient(paths, input, path, path + 1, count, layout) for path in range(count)])
-            for input, layout in enumerate(layouts)
-        ]
-    )
+    return [
+        tuple([PathGradient(paths, number, path, path + 1, count, layout) for path in range(count)])
+        for number, layout in enumerate(layouts)
+    ]

@@ -169,16 +169,15 @@ class _Backward(Backward):
 
     def __call__(self, dq_embed, dk_embed, cos, sin):
         if self.launch_paths is None:
-            dq, dk = self.sums(dq_embed, dk_embed, cos, sin)
-            return (dq, None), (dk, None)
+            found = self.sums(dq_embed, dk_embed, cos, sin)
+            return (found[0], None), (found[-1], None)
         found = self.gradients(dq_embed, dk_embed, cos, sin)
         return found[0], found[-1]
 
     def sums(self, dq_embed, dk_embed, cos, sin):
-        dq = self.empty[0]()
-        dk = self.empty[1]() if len(self.empty) > 1 else dq
-        self.launch_sums.call_6(dq_embed, dk_embed, cos, sin, dq, dk)
-        return dq, dk
+        found = [empty() for empty in self.empty]
+        self.launch_sums.call_6(dq_embed, dk_embed, cos, sin, found[0], found[-1])
+        return found
 
     def along_paths(self, dq_embed, dk_embed, cos, sin):
         rotated, straight = [empty() for empty in self.empty], [empty() for empty in self.empty]
