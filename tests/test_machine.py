@@ -187,6 +187,8 @@ def test_rows_move_16_bytes_at_a_time(compiled):
         constants = entry["constants"]
         if entry["kernel"] not in ROWS_MOVED or constants.get("STRIDE_UNIT") == 2:
             continue
+        if constants.get("UNIT") == 1 and entry["itemsize"] == 4:  # An odd number of fp32 elements, one by one.
+            continue
         read, written = ROWS_MOVED[entry["kernel"]]
         read += constants.get("ADD", False)
         written *= 2 if constants.get("TWO_EDGES") else 1
