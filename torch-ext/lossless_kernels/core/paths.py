@@ -17,7 +17,7 @@ from .domain import allocator
 from .launch import Launch
 from .torch_internals import current_stream, torch_function_disabled, wrapper_tensor
 
-# From so many bytes of gradients on, a sum saves as much of an H200's time as it takes of the CPU's: 20 us.
+# From so many bytes of gradients on, one kernel for the sum saves as much of an H200's time as it costs of the CPU's: 20 us.
 MIN_BYTES = 1 << 24
 _ADD = torch.ops.aten.add.Tensor
 
@@ -61,8 +61,8 @@ class Backward:
 class _Paths:
     """The gradients of several inputs of one call, each along the same number of paths.
 
-    Autograd adds on the stream of an input's producer, which waits for that of the backward function. Results computed on one
-    stream are used there alone, but for gradients that a hook has seen, on the backward function's.
+    Autograd adds on the stream of an input's producer, which waits for the backward function's stream. A result is used on the
+    stream that computed it. Only gradients that a hook has read, on the backward function's stream, are used on others too.
 
     Args:
         sums: computes the sum of each input's gradients, in their order.

@@ -196,7 +196,7 @@ def _block_of_row(
 
 @triton.jit
 def _load(ptr, mask, units, DENSE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """fp32. Of an odd number of 16-bit elements, a mask has each loaded alone; a DENSE block without an end needs none.
+    """Loads as fp32. A mask would load an odd number of 16-bit elements one by one: a full block of DENSE rows has none.
 
     SiLU of 4095x11007 in bf16 takes 0.044 ms instead of 0.176 (H200).
     """
