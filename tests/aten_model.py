@@ -591,6 +591,90 @@ def layer_norm(
     return LayerNorm(cast(out, x.dtype), mean[:, None], rstd[:, None])
 
 
+class LayerNormGradients(NamedTuple):
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+def layer_norm_row_sums(terms, centred, rstd, fma, threads: int = 128) -> tuple[Tensor, Tensor]:
+    """The sums of terms [R, N] and of terms * centred * rstd over each row (`layer_norm_grad_input_kernel_vectorized`).
+
+    Thread t of 128 takes the elements 4t .. 4t+3 of every 512 in sequence; nvcc makes FMAs of the second sum's last product.
+    `BlockReduceSum` adds the lanes of a warp by halves, and as many values as a block of 32 warps would have: its 4 warps' and
+    zeros.
+    """
+    rows, size = terms.shape
+    a, b = torch.zeros(rows, threads), torch.zeros(rows, threads)
+    for start in range(0, size, 4 * threads):
+        both = [each[:, start : start + 4 * threads].unflatten(1, (-1, 4)) for each in (terms, terms * centred)]
+        active = both[0].shape[1]
+        for term, product in zip(*(each.unbind(2) for each in both)):
+            a[:, :active] = a[:, :active] + term
+            b[:, :active] = fma(rstd.expand_as(product), product, b[:, :active].clone())
+    found = []
+    for lanes in (a, b):
+        lanes = lanes.view(rows, threads // 32, 32)
+        while lanes.shape[2] > 1:
+            lower, upper = lanes.chunk(2, 2)
+            lanes = lower + upper
+        warps = torch.cat([lanes[..., 0], torch.zeros(rows, 32 - threads // 32)], 1)
+        while warps.shape[1] > 1:
+            lower, upper = warps.chunk(2, 1)
+            warps = lower + upper
+        found.append(warps)
+    return found[0], found[1]
+
+
+def layer_norm_threads(rows: int, size: int, device: Device = H200) -> int:
+    """Threads that share a column of its gradients' sums over rows; 0: blocks of 32 rows, whose sums ATen rounds."""
+    if rows > 65536 and size // 32 < device.sms // 2:
+        return 0
+    return 1 if rows < 64 else 8 if rows < 128 else 16 if rows < 256 else 32
+
+
+def layer_norm_column_sums(dy, centred, rstd, fma, threads: int, run: int = 8) -> tuple[Tensor, Tensor]:
+    """The sums of dy * centred * rstd and of dy [R, N] over the rows (`GammaBetaBackwardCUDAKernelTemplate`).
+
+    Thread t takes the rows 8t .. 8t+7 of every 8 * threads in sequence, and zeros for rows that do not exist; nvcc makes FMAs of
+    the first sum's last product. A halving tree adds the threads.
+    """
+    missing = -len(dy) % (run * threads)
+    runs = [
+        torch.cat([each, torch.zeros(missing, each.shape[1])]).view(-1, threads, run, each.shape[1])
+        for each in (dy, dy * centred, rstd)
+    ]
+    dweight, dbias = torch.zeros(2, threads, dy.shape[1]).unbind()
+    for block in zip(*runs):
+        for term, product, factor in zip(*(each.unbind(1) for each in block)):
+            dbias = dbias + term
+            dweight = fma(factor.expand_as(product), product, dweight)
+    while len(dweight) > 1:
+        dweight, dbias = (lower + upper for lower, upper in (each.chunk(2) for each in (dweight, dbias)))
+    return dweight[0], dbias[0]
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    row_sums: Callable = layer_norm_row_sums,
+    column_sums: Callable = layer_norm_column_sums,
+) -> LayerNormGradients:
+    """`native_layer_norm_backward` of rows [R, N] in one dtype, all aligned to vectors of four; not of blocks of 32 rows."""
+    g, centred, size = dy.float(), x.float() - mean, torch.tensor(float(x.shape[1]))
+    factor = torch.ones(x.shape[1]) if weight is None else weight.float()
+    a, b = row_sums(g * factor, centred, rstd, fma)
+    dx = fma(g, (size * factor).expand_as(g), -((centred * rstd) * b))
+    dx = (dx - a) * (rstd * (torch.ones(()) / size))
+    sums = column_sums(g, centred, rstd, fma, layer_norm_threads(*x.shape))
+    return LayerNormGradients(cast(dx, x.dtype), *(cast(each, x.dtype) for each in sums))
+
+
 class GroupNorm(NamedTuple):
     out: Tensor
     mean: Tensor

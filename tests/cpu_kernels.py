@@ -83,6 +83,28 @@ def cpu_kernels(package):
         for into, values in zip(outs, torch.native_layer_norm(x.reshape(-1, size), (size,), *vectors, scalars[-1])):
             write(into, values)
 
+    def layer_norm_gradients(size, dy, x, weight, mean, rstd):
+        weight = torch.ones(size, dtype=x.dtype) if weight is None else weight.reshape(size)
+        dy, x = dy.reshape(-1, size), x.reshape(-1, size)
+        # The CPU's operator wants statistics of the dtype that its forward pass returns.
+        dtype = torch.native_layer_norm(x, (size,), weight, weight, 1.0)[1].dtype
+        mean, rstd = (each.reshape(-1, 1).to(dtype) for each in (mean, rstd))
+        return torch.native_layer_norm_backward(dy, x, (size,), mean, rstd, weight, weight, [True] * 3)
+
+    def layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx):
+        weight = weight if constants["WEIGHT"] else None
+        write(dx, layer_norm_gradients(constants["SIZE"], dy, x, weight, mean, rstd)[0])
+
+    def layer_norm_sum_rows(constants, scalars, dy, x, mean, rstd, *outs):
+        products[:] = layer_norm_gradients(constants["SIZE"], dy, x, None, mean, rstd)[1:]
+        if constants["TAKEN"] == constants["THREADS"]:
+            layer_norm_sum_threads(constants, scalars, None, None, *outs)
+
+    def layer_norm_sum_threads(constants, scalars, dweight_sums, dbias_sums, *outs):
+        for name, into, values in zip(("DWEIGHT", "DBIAS"), outs, products):
+            if constants[name]:
+                write(into, values)
+
     def group_norm_forward(constants, scalars, x, weight, bias, out, mean, rstd):
         rows, groups = scalars[:2]
         samples, channels = rows // groups, scalars[2] * groups
@@ -261,6 +283,7 @@ def cpu_kernels(package):
     kernels = (rms_norm_forward, add_rms_norm_forward, rms_norm_backward, rms_norm_sum_chains, rms_norm_sum_blocks)
     kernels += (activation_forward, activation_backward, gated_activation_forward, gated_activation_backward)
     kernels += (divergence_forward, divergence_backward, layer_norm_forward)
+    kernels += (layer_norm_backward, layer_norm_sum_rows, layer_norm_sum_threads)
     kernels += (group_norm_forward, group_norm_statistics, group_norm_output)
     kernels += (complex_rotary, cohere_layer_norm_forward, cohere_layer_norm_backward, dyt_forward, dyt_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)

@@ -572,6 +572,10 @@ def _layer_norm_launches(kernel, machine):
         x, weight, bias = machine.empty(3, size + gap)[:, :size], machine.empty(size), machine.empty(size)
         for vectors in ((weight, bias), (weight, None), (None, None))[: 3 if size in (256, 4096) else 1]:
             kernel.layer_norm(x, size, *vectors)
+        # Gradients: rows of which one, eight and 32 of ATen's threads share a column.
+        for rows in (3, 100, 300) if size == 768 else (300,):
+            leaves = [each.requires_grad_() for each in (machine.empty(rows, size), weight, bias)]
+            kernel.layer_norm(leaves[0], size, *leaves[1:]).backward(machine.empty(rows, size))
 
 
 # GroupNorm
@@ -705,7 +709,7 @@ FAMILIES = (
     # Cross-entropy is traced as eager's operations.
     Family(("cross_entropy",), _cross_entropy_calls, _cross_entropy_launches, rocm=False),
     Family(
-        ("layer_norm",),
+        ("layer_norm", "layer_norm_backward"),
         _layer_norm_calls,
         _layer_norm_launches,
         rocm=False,

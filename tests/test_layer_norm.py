@@ -78,6 +78,80 @@ def test_the_kernel_equals_the_transcription(module, seed):
             assert_bits_equal(found, expected, f"{what} of {label}")
 
 
+NEEDS = [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
+
+
+def launched_gradients(module, dy, x, weight, mean, rstd, needs=(True, True, True)):
+    """The kernels' gradients of rows x; None where none is needed."""
+    family, (rows, size) = module("ops.layer_norm_backward"), x.shape
+    unit = math.gcd(x.stride(0), 16 // x.itemsize)
+    call = family.resolve(x, rows, x.stride(0), unit, (size,), weight, needs)
+    return call(dy, x, mean, rstd, weight, None)
+
+
+def transcribed_gradients(dy, x, weight, mean, rstd, **how):
+    return aten_model.layer_norm_backward(dy, x, weight, mean, rstd, multiply_add, cast, **how)
+
+
+@interpreted
+def test_the_gradients_equal_the_transcription(module, seed):
+    generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
+    # Rows of which 1, 8, 16 and 32 of ATen's threads share a column, on both sides of whole blocks; dx of a few rows.
+    counts = (63, 64, 65, 100, 127, 128, 200, 255, 256, 257, 511, 512, 520)
+    for case in range(60):
+        few = case % 4 > 0
+        size = (
+            choose.choice((choose.choice(SIZES[:8]), 4 * choose.randint(16, 160))) if few else choose.choice((64, 68))
+        )
+        rows, dtype, gap = (
+            choose.randint(1, 9) if few else choose.choice(counts),
+            choose.choice(DTYPES),
+            choose.choice((0, 1, 8)),
+        )
+        x, dy = torch.randn(2, rows, size + gap, generator=generator)
+        x = (
+            special_rows(x * choose.choice((0.1, 1.0, 30.0)) + choose.choice((0.0, 1.0)), choose)
+            if case % 3 == 0
+            else x
+        )
+        x, dy = x.to(dtype)[:, :size], special_rows(dy, choose)[:, :size].to(dtype).contiguous()
+        weight = choose.choice((torch.randn(size, generator=generator).to(dtype), None))
+        _, mean, rstd = transcribed(x, None, None)
+        weight = weight if few else torch.ones(size, dtype=dtype)
+        needs = choose.choice(
+            [needs for needs in NEEDS if needs[0] <= few and (weight is not None or not (needs[1] or needs[2]))]
+        )
+        label = f"case {case}, {rows}x{size} {dtype}, gap {gap}, {weight is not None}, {needs}"
+        found = launched_gradients(module, dy, x, weight, mean, rstd, needs)
+        for mine, expected, need, what in zip(
+            found, transcribed_gradients(dy, x, weight, mean, rstd), needs, ("dx", "dweight", "dbias")
+        ):
+            assert (mine is not None) == need
+            if need:
+                assert_bits_equal(mine, expected, f"{what} of {label}")
+
+
+@interpreted
+@pytest.mark.parametrize("size", [2056, 4096, 8192 + 516])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_of_long_rows(module, seed, size, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    (x, dy), weight = torch.randn(2, 3, size, generator=generator).to(dtype), torch.randn(size).to(dtype)
+    tensors = dy, x, weight, *transcribed(x, None, None)[1:]
+    for found, expected in zip(launched_gradients(module, *tensors), transcribed_gradients(*tensors)):
+        assert_bits_equal(found, expected)
+
+
+def test_threads_are_atens(module, seed):
+    """Of both sides of each limit, and of GPUs with other numbers of multiprocessors."""
+    threads_of, choose = module("ops.layer_norm_backward").threads_of, random.Random(seed)
+    limits = [limit + step for limit in (64, 128, 256, 65536) for step in (-1, 0, 1)]
+    for rows, size in itertools.product((*limits, 1, 1 << 20), (64, 768, 2080, 2112, 2144, 4096)):
+        assert threads_of(rows, size, 132) == aten_model.layer_norm_threads(rows, size), (rows, size)
+        device = aten_model.Device(sms=choose.choice((40, 72, 108, 148)), threads_per_sm=2048)
+        assert threads_of(rows, size, device.sms) == aten_model.layer_norm_threads(rows, size, device), (rows, size)
+
+
 @interpreted
 @pytest.mark.parametrize("size", [8192 + 516, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -229,6 +303,152 @@ def test_the_proof_tells_another_output(module, monkeypatch, seed, dtype, size):
         assert tells(family, kind)
 
 
+# Gradients that the kernels might compute by mistake: for each the gradients, of input, weight and bias, that differ
+
+
+def rstd_last(terms, centred, rstd, fma):
+    a, b = aten_model.layer_norm_row_sums(terms, centred, torch.ones_like(rstd), fma)
+    return a, b * rstd
+
+
+def column_sums(**how):
+    def sums(dy, centred, rstd, fma, threads):
+        halved = {"threads": threads // 2} if how.get("threads") == "half" else {"threads": threads}
+        return aten_model.layer_norm_column_sums(
+            dy, centred, rstd, how.get("fma", fma), **halved, run=how.get("run", 8)
+        )
+
+    return sums
+
+
+def product_first(dy, centred, rstd, fma, threads):
+    """(x - mean) * rstd is rounded before it is multiplied."""
+    _, dbias = aten_model.layer_norm_column_sums(dy, centred, rstd, fma, threads)
+    return aten_model.layer_norm_column_sums(dy, centred * rstd, torch.ones_like(rstd), fma, threads)[0], dbias
+
+
+def of_row_sums(**how):
+    return {"row_sums": functools.partial(aten_model.layer_norm_row_sums, **how)}
+
+
+def _no_fma(a, b, c):
+    return a * b + c
+
+
+def in_other_steps(name):
+    """dx from the sums in other steps."""
+
+    def backward(dy, x, weight, mean, rstd):
+        found = aten_model.layer_norm_backward(dy, x, weight, mean, rstd)
+        g, centred, size = dy.float(), x.float() - mean, torch.tensor(float(x.shape[1]))
+        factor, fma = weight.float(), aten_model.fused_multiply_add
+        a, b = aten_model.layer_norm_row_sums(g * factor, centred, rstd, fma)
+        through_variance, scale = (centred * rstd) * b, (size * factor).expand_as(g)
+        dx = fma(g, scale, -through_variance) - a
+        if name == "no FMA":
+            dx = (g * scale - through_variance) - a
+        elif name == "another FMA":
+            dx = fma(-(centred * rstd), b.expand_as(g), g * scale) - a
+        elif name == "the weight first":
+            dx = fma(g * factor, size.expand_as(g), -through_variance) - a
+        elif name == "the mean first":
+            dx = fma(g, scale, -a.expand_as(g)) - through_variance
+        dx = dx / size * rstd if name == "divided" else dx * (rstd * (torch.ones(()) / size))
+        return found._replace(dx=dx.to(x.dtype))
+
+    return backward
+
+
+WRONG_SUMS = {
+    "256 threads": (of_row_sums(threads=256), "dx"),
+    "64 threads": (of_row_sums(threads=64), "dx"),
+    "rows without FMA": ({"row_sums": lambda *given: aten_model.layer_norm_row_sums(*given[:3], _no_fma)}, "dx"),
+    "rstd last": ({"row_sums": rstd_last}, "dx"),
+    "half the threads": ({"column_sums": column_sums(threads="half")}, "dweight dbias"),
+    "runs of four": ({"column_sums": column_sums(run=4)}, "dweight dbias"),
+    "runs of 16": ({"column_sums": column_sums(run=16)}, "dweight dbias"),
+    "columns without FMA": ({"column_sums": column_sums(fma=_no_fma)}, "dweight"),
+    "products first": ({"column_sums": product_first}, "dweight"),
+}
+STEPS = ("no FMA", "another FMA", "the weight first", "the mean first", "divided")
+
+
+def in_the_gradients_place(family, patch, backward, rows=None):
+    """The proof compares `backward` instead of the kernels with the transcription instead of eager."""
+
+    def dx(kind, rows, row_stride, device):
+        def run(dy, x, weight, mean, rstd, dx):
+            dx.copy_(backward(dy, x, weight if kind.weight else None, mean, rstd).dx)
+
+        return run
+
+    def sum_rows(kind, rows, row_stride, device):
+        def run(dy, x, mean, rstd, dweight, dbias):
+            found = backward(dy, x, torch.ones(kind.size).to(x.dtype), mean, rstd)
+            for out, value, need in zip((dweight, dbias), found[1:], kind.needs[1:]):
+                if need:
+                    out.copy_(value)
+
+        return run
+
+    def eager(dy, x, shape, mean, rstd, weight, bias, needs):
+        found = aten_model.layer_norm_backward(dy, x, weight, mean, rstd)
+        return [each if need else None for each, need in zip(found, needs)]
+
+    patch.setattr(family.Kind, "dx", dx)
+    patch.setattr(family.Kind, "sum_rows", sum_rows)
+    patch.setattr(family.Kind, "sum_threads", lambda kind, device: None)
+    patch.setattr(family, "eager", eager)
+    if rows is not None:
+        patch.setattr(family, "proof_rows", lambda kind: rows)
+
+
+def gradients_told(family, kind) -> set[str]:
+    """Which gradients the proof finds to differ."""
+    return {what for what, found, expected in family._comparisons(kind, CPU) if not bits_equal(found, expected)}
+
+
+NAMES = {"dx": "the input's gradient", "dweight": "the weight's gradient", "dbias": "the bias's gradient"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 768])
+@pytest.mark.parametrize("name", [None, *WRONG_SUMS])
+def test_the_proof_tells_wrong_sums_in_gradients(module, monkeypatch, name, size, dtype):
+    family = module("ops.layer_norm_backward")
+    # Fewer rows than on a GPU: every row tells.
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", 1)
+    how, which = WRONG_SUMS[name] if name else ({}, "")
+    if size == 64 and name in ("256 threads", "64 threads"):
+        pytest.skip("16 lanes of four elements have the same bits")
+    in_the_gradients_place(family, monkeypatch, functools.partial(aten_model.layer_norm_backward, **how), 700)
+    kind = family.Kind(dtype, size, 8, True, 32, (True, True, True))
+    assert gradients_told(family, kind) == {NAMES[each] for each in which.split()}
+
+
+@pytest.mark.parametrize("threads", [1, 8, 16])
+def test_the_proof_tells_wrong_sums_of_few_rows(module, monkeypatch, threads):
+    family = module("ops.layer_norm_backward")
+    kind = family.Kind(torch.bfloat16, 128, 8, True, threads, (False, True, True))
+    assert family.threads_of(family.proof_rows(kind), 128, 132) == threads
+    for name in (None, "half the threads", "runs of four", "runs of 16", "columns without FMA"):
+        how, which = WRONG_SUMS[name] if name else ({}, "")
+        if threads == 1 and name != "columns without FMA":  # One thread adds all rows in sequence, whatever its runs.
+            continue
+        in_the_gradients_place(family, monkeypatch, functools.partial(aten_model.layer_norm_backward, **how))
+        assert gradients_told(family, kind) == {NAMES[each] for each in which.split()}, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", STEPS)
+def test_the_proof_tells_other_steps_of_a_gradient(module, monkeypatch, name, dtype):
+    family = module("ops.layer_norm_backward")
+    if (name == "no FMA" and dtype == torch.bfloat16) or (name == "the weight first" and dtype != torch.float32):
+        pytest.skip("772 times a weight, or times both of two bf16 numbers, is exact")
+    in_the_gradients_place(family, monkeypatch, in_other_steps(name))
+    assert gradients_told(family, family.Kind(dtype, 772, 4, True, 32, (True, False, False))) == {NAMES["dx"]}
+
+
 @interpreted
 def test_a_proof_is_of_the_kernel_that_will_run(module, monkeypatch):
     """Of its kind, and of what is not a number."""
@@ -273,17 +493,20 @@ def test_function_and_layer_are_what_the_kernel_computes(kernel, module, seed, d
     layer = nn.LayerNorm(64).to(dtype)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
-    expected = launched(family, x.view(15, 64), layer.weight.detach(), layer.bias.detach())[0].view(x.shape)
-    theirs = gradients_of(lambda x: layer(x), [x], dy)[1]
+    rows, weight = x.view(15, 64), layer.weight.detach()
+    expected, mean, rstd = launched(family, rows, weight, layer.bias.detach())
+    expected, theirs = expected.view(x.shape), transcribed_gradients(dy.view(15, 64), rows, weight, mean, rstd)
     layer.forward = MethodType(kernel.layers.TorchLayerNorm.forward, layer)
     for _ in range(2):  # The second call is recognised.
         assert_bits_equal(layer(x).detach(), expected)
         assert_bits_equal(kernel.layer_norm(x, 64, layer.weight, layer.bias).detach(), expected)
         with torch.no_grad():
             assert_bits_equal(layer(x), expected)
-        out, dx = gradients_of(layer, [x], dy)
-        assert_bits_equal(out, expected)
-        assert_bits_equal(dx, theirs)  # A CPU's operator computes them.
+        leaves = [each.requires_grad_() for each in (x.clone(), layer.weight, layer.bias)]
+        out = layer(leaves[0])
+        assert_bits_equal(out.detach(), expected)
+        for found, wanted in zip(torch.autograd.grad(out, leaves, dy), theirs):
+            assert_bits_equal(found.view(wanted.shape), wanted)
     assert layer(x.clone().requires_grad_()).grad_fn.name() == "LayerNormBackward"
     assert len([call for call in family._calls.resolved.values() if call is not None]) >= 2
 
@@ -318,9 +541,13 @@ def test_several_dimensions_are_one_row(kernel, module, seed):
     found = kernel.layer_norm(x, (4, 16), weight)
     expected, _, _ = launched(module("ops.layer_norm"), x.view(3, 64), weight.view(64), None)
     assert_bits_equal(found, expected.view(x.shape))
-    leaf = x.clone().requires_grad_()
-    dx = torch.autograd.grad(kernel.layer_norm(leaf, (4, 16), weight), leaf, x)[0]
-    assert_bits_equal(dx, torch.autograd.grad(functional.layer_norm(leaf, (4, 16), weight), leaf, x)[0])
+    leaves = [each.clone().requires_grad_() for each in (x, weight)]
+    gradients = torch.autograd.grad(kernel.layer_norm(leaves[0], (4, 16), leaves[1]), leaves, x)
+    _, *statistics = transcribed(x.view(3, 64), None, None)
+    for found, expected in zip(
+        gradients, transcribed_gradients(x.view(3, 64), x.view(3, 64), weight.view(64), *statistics)
+    ):
+        assert_bits_equal(found.flatten(), expected.flatten())
 
 
 def outside():
@@ -484,14 +711,18 @@ def test_without_proof_eager_runs(kernel, nothing_known, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("dtype", BF16_FIRST)
-def test_the_operators_for_torch_compile(kernel, module, seed, dtype):
+def test_the_operators_for_torch_compile(kernel, module, monkeypatch, seed, dtype):
     family, generator = module("ops.layer_norm"), torch.Generator().manual_seed(seed)
     namespace = getattr(torch.ops, family._layer_norm_op.namespace)
     x, dy = torch.randn(2, 3, 5, 64, generator=generator).to(dtype).unbind()
     weight, bias = torch.randn(2, 64, generator=generator).to(dtype).unbind()
     for vectors in ((weight, bias), (weight, None), (None, None)):
         leaves = [each.clone().requires_grad_() if each is not None else None for each in vectors]
-        torch.library.opcheck(namespace.layer_norm.default, (x.clone().requires_grad_(), [64], *leaves, EPS))
+        with monkeypatch.context() as patch:
+            # Under the check's modes a CPU's operator computes the gradients, in another order: both times, then.
+            patch.setattr(family.layer_norm_backward, "resolve", lambda *arguments: None)
+            torch.library.opcheck(namespace.layer_norm.default, (x.clone().requires_grad_(), [64], *leaves, EPS))
+        family._calls.clear()
         given = [each for each in (x, *vectors) if each is not None]
         rest = (None,) * (3 - len(given))
         functions = (

@@ -27,7 +27,7 @@ def _tree_sum(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constex
 
 
 @triton.jit
-def _unstack(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr):
+def unstack(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr):
     """[ROWS, LENGTH, REST] -> LENGTH tensors [ROWS, REST] whose corresponding elements are in one thread.
 
     After k splits, `parts[j]` has the indices that are j modulo 2**k.
@@ -52,7 +52,7 @@ def _unstack(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexp
 @triton.jit
 def _tree_sum_in_thread(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, REST: tl.constexpr):
     """`_tree_sum` of lanes in different warps, with one exchange for all levels instead of one for each."""
-    parts = _unstack(values, ROWS, LENGTH, REST)
+    parts = unstack(values, ROWS, LENGTH, REST)
     for level in tl.static_range(10):
         if (LENGTH >> level) > 1:
             sums = ()
@@ -76,7 +76,7 @@ def _sum_in_sequence(
 
     SQUARES: the steps are squared in fp32. FMA: each square and its addition have one rounding.
     """
-    steps = _unstack(values, ROWS, 1 << LOG2_STEPS, COLUMNS)
+    steps = unstack(values, ROWS, 1 << LOG2_STEPS, COLUMNS)
     for j in tl.static_range(1 << LOG2_STEPS):
         step = steps[j].to(tl.float32)
         if FMA:
@@ -255,7 +255,7 @@ def chain_of_vectors(total, values, LANES: tl.constexpr, EXP: tl.constexpr = Fal
         vector = in_vectors(values, LANES)
     else:
         by_position = tl.permute(tl.reshape(values, [1, LANES, VECTOR]), [0, 2, 1])
-        vector = _unstack(by_position, 1, VECTOR, LANES)
+        vector = unstack(by_position, 1, VECTOR, LANES)
     for position in tl.static_range(VECTOR):
         element = tl.reshape(vector[position], [LANES])
         if EXP:
@@ -284,6 +284,14 @@ def sum_of_block(lanes, LANES: tl.constexpr):
     """[LANES] -> [1]: halving trees over each warp's lanes, then over the warps (`BlockReduce`, block_reduce.cuh)."""
     WIDTH: tl.constexpr = LANES if LANES < 32 else 32
     return _sum_of_lanes(tl.reshape(lanes, [1, LANES]), 1, WIDTH, LANES // WIDTH, EXCHANGE_ONCE=False)
+
+
+@triton.jit
+def sum_of_tile(lanes, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """[BLOCKS * LANES] -> [BLOCKS]: the same for several blocks of whole warps. Like eager's it is never -0: eager adds zeros
+    for the warps that a block of 32 would have."""
+    total = _sum_of_lanes(tl.reshape(lanes, [BLOCKS, LANES]), BLOCKS, 32, LANES // 32, EXCHANGE_ONCE=False)
+    return total + 0.0
 
 
 @triton.jit

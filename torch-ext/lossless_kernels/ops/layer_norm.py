@@ -1,4 +1,4 @@
-"""LayerNorm that returns the bits of `F.layer_norm`: the forward pass, and gradients by ATen's own operator."""
+"""LayerNorm that returns the bits of `F.layer_norm`, and of its gradients."""
 
 import functools
 import math
@@ -12,21 +12,25 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import launch, operators, proof
-from ..core.calls import Calls, Outside
+from ..core.calls import UNSEEN, Calls, Outside, remember
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
+    are_as_saved,
     are_ours,
+    are_plain,
     check_floating,
     gradients_apart,
     is_autocast,
     is_traced_plainly,
+    layouts_if_hooked,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides, rows_in_memory
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from . import layer_norm_backward
 
 if launch.AVAILABLE:
     from ..kernels_src.layer_norm import layer_norm_forward
@@ -41,8 +45,8 @@ def layer_norm(
 ) -> torch.Tensor:
     """Layer normalisation: bit for bit what `torch.nn.functional.layer_norm` of the same arguments returns.
 
-    `weight * ((input - mean) * rsqrt(variance + eps)) + bias`, mean and variance over the last dimensions in fp32. ATen's
-    own operator computes the gradients.
+    `weight * ((input - mean) * rsqrt(variance + eps)) + bias`, mean and variance over the last dimensions in fp32. Gradients
+    have the bits of ATen's `native_layer_norm_backward`.
 
     Args:
         input: `[..., *normalized_shape]`, any real floating dtype.
@@ -216,8 +220,24 @@ class _Call:
 class _Training(_Call):
     """A call with gradients."""
 
+    def __init__(self, *call, rows: int, row_stride: int, unit: int):
+        super().__init__(*call)
+        self.layout = rows, row_stride, unit
+        self.backwards: dict[layer_norm_backward.Needs, Optional[layer_norm_backward.Backward]] = {}
+
     def __call__(self, input, weight, bias):
         return _apply(self, input, weight, bias)
+
+    def gradients(self, dy, input, mean, rstd, weight, bias, needs) -> tuple[Optional[torch.Tensor], ...]:
+        """Those of input, weight and bias that are needed, from the kernels where they compute what ATen does."""
+        if not is_grad_enabled() and are_plain(dy, input) and (weight is None or are_plain(weight, input)):
+            backward = self.backwards.get(needs, UNSEEN)
+            if backward is UNSEEN:
+                backward = layer_norm_backward.resolve(input, *self.layout, self.shape, weight, needs)
+                remember(self.backwards, needs, backward)
+            if backward is not None and backward.fits(dy, input, weight):
+                return backward(dy, input, mean, rstd, weight, bias)
+        return gradients(dy, input, self.shape, mean, rstd, weight, bias, self.eps, needs)
 
 
 def _eager_with_statistics(input, shape, weight, bias, eps):
@@ -287,8 +307,8 @@ def _resolve(x, *more):
     of_rows = (*x.shape[: x.dim() - len(shape)], *(1,) * len(shape))
     empty_statistics = allocator(of_rows, contiguous_strides(of_rows), torch.float32, x.device)
     bound = kind.launch(rows, row_stride, x.device, eps, needs_grad)
-    make = _Training if needs_grad else _Call
-    return make(bound, empty, empty_statistics, shape, eps, _VECTOR * x.dtype.itemsize - 1)
+    call = bound, empty, empty_statistics, shape, eps, _VECTOR * x.dtype.itemsize - 1
+    return _Training(*call, rows=rows, row_stride=row_stride, unit=kind.unit) if needs_grad else _Call(*call)
 
 
 def _rows(x, vectors, shape) -> tuple[int, int, int]:
@@ -330,8 +350,7 @@ def gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs) -> tuple[O
     if not is_grad_enabled():
         if not dy.is_cuda:  # A CPU's operator wants its own statistics.
             _, mean, rstd = torch.native_layer_norm(input, shape, weight, bias, eps)
-        operator = torch.ops.aten.native_layer_norm_backward
-        return tuple(operator(dy, input, shape, mean, rstd, weight, bias, list(needs)))
+        return tuple(layer_norm_backward.eager(dy, input, shape, mean, rstd, weight, bias, list(needs)))
 
     def out(*needed):
         given = iter(needed)
@@ -349,16 +368,18 @@ class LayerNorm(torch.autograd.Function):
         out, mean, rstd = call.with_statistics(input, weight, bias)
         ctx.save_for_backward(input, weight, bias, mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.layouts = call, layouts_if_hooked(input, weight, mean, rstd)
         return out
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
             return None, None, None, None
-        input, weight, bias, mean, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
-        return None, *gradients(dy, input, ctx.call.shape, mean, rstd, weight, bias, ctx.call.eps, needs)
+        call, (input, weight, bias, mean, rstd) = ctx.call, ctx.saved_tensors
+        tensors, needs = (dy, input, mean, rstd, weight, bias), ctx.needs_input_grad[1:]
+        if are_as_saved(ctx.layouts, input, weight, mean, rstd):
+            return None, *call.gradients(*tensors, needs)
+        return None, *gradients(dy, input, call.shape, mean, rstd, weight, bias, call.eps, needs)
 
 
 _apply = apply_of(LayerNorm)
@@ -447,10 +468,17 @@ def _layer_norm_op(
 
 
 def _find_gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs):
-    def compute(dy, input, mean, rstd, weight=None, bias=None):
-        return gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs)
+    if weight is None and bias is not None:
+        return None
+    facts = weight is None, bias is None, tuple(shape), eps, True
+    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
+    if call is None:
+        return None
 
-    return operators.of_tensors(compute, dy) if weight is not None or bias is None else None
+    def compute(dy, input, mean, rstd, weight=None, bias=None):
+        return call.gradients(dy, input, mean, rstd, weight, bias, tuple(needs))
+
+    return operators.of_tensors(compute, dy)
 
 
 def _fake_gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs):

@@ -1,0 +1,237 @@
+"""The gradients of LayerNorm as ATen's vectorised kernels compute them (ATen/native/cuda/layer_norm_kernel.cu)."""
+
+import triton
+import triton.language as tl
+
+from .layer_norm import _LANES
+from .primitives import widened
+from .summation import block_sum, in_vectors, sum_of_tile, unstack
+
+# A thread of ATen's sums over rows takes so many rows at a time, one after the other.
+_RUN = tl.constexpr(8)
+
+
+@triton.jit
+def _weighted(dy, weight_ptr, column, SIZE: tl.constexpr, WEIGHT: tl.constexpr):
+    """dy [ROWS, COLUMNS] times the weight of these columns, in fp32."""
+    dy = widened(dy)
+    if WEIGHT:
+        # Loaded for each row, from the L1: a single row would get another layout and pass through shared memory.
+        of_rows = tl.broadcast_to(column, dy.shape)
+        dy = dy * widened(tl.load(weight_ptr + of_rows, mask=of_rows < SIZE, other=0.0))
+    return dy
+
+
+@triton.jit
+def _add_vectors(
+    sums, terms, centred, rstd, lane, STEP: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr
+):
+    """Step STEP of all lanes: each adds its vector of four to both of its sums, unless the row has ended before it."""
+    of_terms, of_products = sums
+    products = in_vectors(tl.reshape(terms * centred, [ROWS * LANES * 4]), ROWS * LANES)
+    terms = in_vectors(tl.reshape(terms, [ROWS * LANES * 4]), ROWS * LANES)
+    for position in tl.static_range(4):
+        of_terms = of_terms + terms[position]
+        of_products = tl.fma(rstd, products[position], of_products)
+    if (STEP + 1) * 4 * LANES > SIZE:
+        in_row = lane < SIZE // 4 - STEP * LANES
+        of_terms, of_products = tl.where(in_row, of_terms, sums[0]), tl.where(in_row, of_products, sums[1])
+    return of_terms, of_products
+
+
+@triton.jit(do_not_specialize=["rows", "x_row_stride"])
+def layer_norm_backward(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    rows: tl.int64,
+    x_row_stride: tl.int64,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+):
+    """dx of `layer_norm_forward`: dx[row] = (rstd / SIZE) * ((SIZE * weight) * dy - ((x - mean) * rstd) * b - a), where
+    a = sum(dy * weight) and b = sum(dy * weight * (x - mean) * rstd) of the row.
+
+    A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The arguments are those of
+    `layer_norm_forward`.
+    """
+    # Whole warps of lanes without elements are left out.
+    EMPTY: tl.constexpr = 2 if SIZE <= 128 else 1 if SIZE <= 256 else 0
+    LANES: tl.constexpr = _LANES >> EMPTY
+    COLUMNS: tl.constexpr = 4 * LANES
+    STEPS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    of_row = row < rows
+    offset = (row * SIZE)[:, None]
+    x_offset = (row * (x_row_stride * STRIDE_UNIT))[:, None]
+    dys = ()
+    xs = ()
+    for step in tl.static_range(STEPS):
+        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = of_row[:, None] & (column < SIZE)
+        dys = dys + (tl.load(dy_ptr + offset + column, mask=inside, other=0.0),)
+        xs = xs + (tl.load(x_ptr + x_offset + column, mask=inside, other=0.0),)
+    mean = tl.load(mean_ptr + row, mask=of_row, other=0.0)[:, None]
+    rstd = tl.load(rstd_ptr + row, mask=of_row, other=0.0)[:, None]
+    of_lanes = tl.reshape(tl.broadcast_to(rstd, [ROWS, LANES]), [ROWS * LANES])
+    lane = tl.arange(0, ROWS * LANES) % LANES
+    sums = tl.zeros([ROWS * LANES], tl.float32), tl.zeros([ROWS * LANES], tl.float32)
+    for step in tl.static_range(STEPS):
+        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        terms = _weighted(dys[step], weight_ptr, column, SIZE, WEIGHT)
+        sums = _add_vectors(sums, terms, widened(xs[step]) - mean, of_lanes, lane, step, SIZE, LANES, ROWS)
+    a, b = sum_of_tile(sums[0], ROWS, LANES)[:, None], sum_of_tile(sums[1], ROWS, LANES)[:, None]
+
+    size = tl.full([ROWS, COLUMNS], SIZE, tl.float32)
+    factor = tl.div_rn(1.0, tl.cast(SIZE, tl.float32)) * rstd
+    for step in tl.static_range(STEPS):
+        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = of_row[:, None] & (column < SIZE)
+        through_variance = ((widened(xs[step]) - mean) * rstd) * b
+        scale = _weighted(size, weight_ptr, column, SIZE, WEIGHT)
+        # Triton computes -x as 0 - x, which is +0 for x = +0.
+        dx = (tl.fma(widened(dys[step]), scale, through_variance * -1.0) - a) * factor
+        tl.store(dx_ptr + offset + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_run(
+    sums,
+    pointers,
+    start,
+    x_stride,
+    row,
+    rows,
+    in_row,
+    SIZE: tl.constexpr,
+    TAKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Each thread adds its run of rows from row `start` on, one after the other; MASKED: some of them may not exist."""
+    dy_ptrs, x_ptrs, mean_ptrs, rstd_ptrs = pointers
+    dweight, dbias = sums
+    of_row = tl.full(row.shape, True, tl.int1)
+    if MASKED:
+        of_row = start + row < rows
+    inside = of_row[:, :, None] & in_row[None, None, :]
+    dys = unstack(tl.load(dy_ptrs + start * SIZE, mask=inside, other=0.0), TAKEN, _RUN, COLUMNS)
+    if DWEIGHT:
+        xs = unstack(tl.load(x_ptrs + start * x_stride, mask=inside, other=0.0), TAKEN, _RUN, COLUMNS)
+        means, rstds = (
+            tl.load(mean_ptrs + start, mask=of_row, other=0.0),
+            tl.load(rstd_ptrs + start, mask=of_row, other=0.0),
+        )
+        means = unstack(tl.reshape(means, [TAKEN, _RUN, 1]), TAKEN, _RUN, 1)
+        rstds = unstack(tl.reshape(rstds, [TAKEN, _RUN, 1]), TAKEN, _RUN, 1)
+    for each in tl.static_range(_RUN):
+        dy = widened(dys[each])
+        if DBIAS:
+            dbias = dbias + dy
+        if DWEIGHT:
+            dweight = tl.fma(tl.broadcast_to(rstds[each], dy.shape), dy * (widened(xs[each]) - means[each]), dweight)
+    return dweight, dbias
+
+
+@triton.jit
+def _store_sum(ptr, threads, column, in_row, THREADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of all threads [THREADS, COLUMNS] by a halving tree."""
+    tl.store(ptr + column, block_sum(threads, THREADS, COLUMNS).to(ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["rows", "x_row_stride"])
+def layer_norm_sum_rows(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    rows: tl.int64,
+    x_row_stride: tl.int64,
+    SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    THREADS: tl.constexpr,
+    TAKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dweight = sum(dy * (x - mean) * rstd) and dbias = sum(dy) over rows, or the sums of ATen's threads.
+
+    THREADS of ATen's threads share a column. Thread t adds the rows 8 * t to 8 * t + 7 of every 8 * THREADS. A program takes
+    TAKEN of the threads, and COLUMNS columns. With all threads it adds their sums. With fewer, dweight and dbias are the
+    threads' sums, [THREADS, SIZE] fp32.
+
+    Args:
+        DWEIGHT, DBIAS: which of them are needed.
+        STAGES: from sm_80 on the rows of STAGES - 1 steps are in flight through shared memory.
+    """
+    COLUMN_BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    BLOCK: tl.constexpr = _RUN * THREADS
+    program = tl.program_id(0)
+    column = (program % COLUMN_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = column < SIZE
+    thread = program // COLUMN_BLOCKS * TAKEN + tl.arange(0, TAKEN)
+    row = (thread * _RUN)[:, None] + tl.arange(0, _RUN)[None, :]
+    x_stride = x_row_stride * STRIDE_UNIT
+    pointers = (
+        dy_ptr + (row * SIZE)[:, :, None] + column[None, None, :],
+        x_ptr + (row * x_stride)[:, :, None] + column[None, None, :],
+        mean_ptr + row,
+        rstd_ptr + row,
+    )
+    sums = tl.zeros([TAKEN, COLUMNS], tl.float32), tl.zeros([TAKEN, COLUMNS], tl.float32)
+    whole = rows // BLOCK * BLOCK
+    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        sums = _add_run(
+            sums, pointers, start, x_stride, row, rows, in_row, SIZE, TAKEN, COLUMNS, DWEIGHT, DBIAS, MASKED=False
+        )
+    if whole < rows:
+        sums = _add_run(
+            sums, pointers, whole, x_stride, row, rows, in_row, SIZE, TAKEN, COLUMNS, DWEIGHT, DBIAS, MASKED=True
+        )
+    dweight, dbias = sums
+    if TAKEN == THREADS:
+        if DWEIGHT:
+            _store_sum(dweight_ptr, dweight, column, in_row, THREADS, COLUMNS)
+        if DBIAS:
+            _store_sum(dbias_ptr, dbias, column, in_row, THREADS, COLUMNS)
+    else:
+        offset = (thread * SIZE)[:, None] + column[None, :]
+        if DWEIGHT:
+            tl.store(dweight_ptr + offset, dweight, mask=in_row[None, :])
+        if DBIAS:
+            tl.store(dbias_ptr + offset, dbias, mask=in_row[None, :])
+
+
+@triton.jit
+def layer_norm_sum_threads(
+    dweight_sums_ptr,
+    dbias_sums_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+):
+    """dweight and dbias from the sums of ATen's threads, [THREADS, SIZE] fp32."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = column < SIZE
+    offset = (tl.arange(0, THREADS) * SIZE)[:, None] + column[None, :]
+    if DWEIGHT:
+        threads = tl.load(dweight_sums_ptr + offset, mask=in_row[None, :], other=0.0)
+        _store_sum(dweight_ptr, threads, column, in_row, THREADS, COLUMNS)
+    if DBIAS:
+        threads = tl.load(dbias_sums_ptr + offset, mask=in_row[None, :], other=0.0)
+        _store_sum(dbias_ptr, threads, column, in_row, THREADS, COLUMNS)
