@@ -102,7 +102,7 @@ MEASURED = (
     (both("softmax"), ALL, [*many(SOFTMAX_SIZES), *FEW_ROWS]),
     (["softmax_fp32"], SHORT, many(SOFTMAX_SIZES)),
     (both("masked_softmax"), ALL, SCORES),
-    (["layer_norm"], ALL, [*many(HIDDEN_SIZES), *few(COMMON_SIZES)]),
+    (both("layer_norm"), ALL, [*many(HIDDEN_SIZES), *few(COMMON_SIZES)]),
     (both("rms_norm"), SOME, many(HIDDEN_SIZES)),
     (both("rms_norm", "add_rms_norm"), ("bf16",), few(COMMON_SIZES)),
     (both("cohere_layer_norm"), SOME, many((128, 1024, 4096, 5000, 8192, 12288))),

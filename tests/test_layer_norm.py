@@ -768,6 +768,52 @@ def test_output_and_gradients_are_those_of_eager(kernel, module, seed, monkeypat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
+    """Of both sides of each number of rows from which more of ATen's threads share a column, with and without cancelling sums."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    family, choose = module("ops.layer_norm_backward"), random.Random(seed)
+    for case in range(24):
+        size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, choose.choice((128, 512, 2048)))))
+        rows = choose.choice(
+            (1, 9, 63, 64, 127, 128, 255, 256, 257, 5000, 8192, 65536 if size < 1000 else 600, 70000 // size)
+        )
+        rows, weight = max(rows, 1), choose.random() < 0.8
+        needs = choose.choice([needs for needs in NEEDS if weight or not (needs[1] or needs[2])])
+        kind = family.Kind(dtype, size, 16 // dtype.itemsize, weight, family.threads_of(rows, size, 132), needs)
+        monkeypatch.setattr(
+            family.proof, "generator", lambda device, _, case=case: torch.Generator(device).manual_seed(seed + case)
+        )
+        for dy, x, weight, *_ in family._samples(kind, rows if rows > 8 else 9, torch.device("cuda")):
+            vectors = [] if weight is None else [weight, torch.randn_like(weight)]
+            label = f"case {case}, {tuple(x.shape)} {dtype}, {needs}"
+            results = []
+            for function in (kernel.layer_norm, functional.layer_norm):
+                leaves = [each.detach().requires_grad_(need) for each, need in zip([x, *vectors], needs)]
+                out = function(leaves[0], (size,), *leaves[1:])
+                results.append(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dy))
+            for mine, eagers in zip(*results):
+                assert_bits_equal(mine, eagers, label)
+            (call,) = [call for call in module("ops.layer_norm")._calls.resolved.values() if call is not None]
+            assert [backward is not None for backward in call.backwards.values()] == [True], label
+            module("ops.layer_norm")._calls.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_transcription_of_gradients_is_what_eager_computes(seed, dtype):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for rows, size in itertools.product((9, 100, 200, 300), (64, 68, 768, 1280)):
+        x, dy = torch.randn(2, rows, size, generator=generator, device="cuda").to(dtype).unbind()
+        weight = torch.randn(size, generator=generator, device="cuda").to(dtype)
+        _, mean, rstd = torch.native_layer_norm(x, (size,), weight, weight, EPS)
+        expected = torch.ops.aten.native_layer_norm_backward(dy, x, (size,), mean, rstd, weight, weight, [True] * 3)
+        found = aten_model.layer_norm_backward(*(each.cpu() for each in (dy, x, weight, mean, rstd)))
+        for mine, eagers, what in zip(found, expected, ("dx", "dweight", "dbias")):
+            assert_bits_equal(mine, eagers.cpu(), f"{what} of {rows}x{size}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_transcription_is_what_eager_computes(seed, dtype):
     """Given the reciprocal square roots of the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)

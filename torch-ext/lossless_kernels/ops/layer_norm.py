@@ -235,6 +235,7 @@ class _Training(_Call):
             if backward is UNSEEN:
                 backward = layer_norm_backward.resolve(input, *self.layout, self.shape, weight, needs)
                 remember(self.backwards, needs, backward)
+            dy = dy.contiguous()
             if backward is not None and backward.fits(dy, input, weight):
                 return backward(dy, input, mean, rstd, weight, bias)
         return gradients(dy, input, self.shape, mean, rstd, weight, bias, self.eps, needs)
