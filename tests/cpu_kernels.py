@@ -89,7 +89,7 @@ def cpu_kernels(package):
         # The CPU's operator wants statistics of the dtype that its forward pass returns.
         dtype = torch.native_layer_norm(x, (size,), weight, weight, 1.0)[1].dtype
         mean, rstd = (each.reshape(-1, 1).to(dtype) for each in (mean, rstd))
-        return torch.native_layer_norm_backward(dy, x, (size,), mean, rstd, weight, weight, [True] * 3)
+        return torch.ops.aten.native_layer_norm_backward(dy, x, (size,), mean, rstd, weight, weight, [True] * 3)
 
     def layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx):
         weight = weight if constants["WEIGHT"] else None

@@ -143,7 +143,6 @@ ROWS_MOVED = {
     "rms_norm_backward": (2, 1),
     "rms_norm_backward_streamed": (4, 1),
     "rms_norm_sum_chains": (2, 0),
-    "layer_norm_backward": (2, 1),
     "cohere_layer_norm_forward": (1, 1),
     "cohere_layer_norm_backward": (2, 1),
     "activation_forward": (1, 1),

@@ -325,6 +325,40 @@ def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
         assert not entry.count(r"\S*\.ftz"), str(entry)
 
 
+def test_layer_norms_gradients_have_cudas_fmas(compiled):
+    """dx: one of each element's product in the row's second sum, one in the output. Rows: one of each row in a run of eight, in
+    the loop and behind it."""
+    seen = set()
+    for entry in compiled:
+        constants, threads, itemsize = entry["constants"], 32 * entry["num_warps"], entry["itemsize"]
+        if not entry["kernel"].startswith("layer_norm_") or entry["kernel"] == "layer_norm_forward":
+            continue
+        seen.add(entry["kernel"])
+        least, most, size = 0, 0, constants["SIZE"]
+        if entry["kernel"] == "layer_norm_backward":
+            rows, lanes = constants["ROWS"], 128 >> (size <= 128) + (size <= 256)
+            tile = rows * 4 * lanes * -(-size // (4 * lanes))
+            # Behind a row's end some outputs are left out.
+            least, most = 2 * rows * size // threads, 2 * tile // threads
+            width = min(rows * 4 * lanes // threads * itemsize, 16)
+            if constants["STRIDE_UNIT"] * itemsize == 16 and width == 16:
+                # The weight once or twice.
+                of_row = tile * itemsize // (16 * threads)
+                assert 3 * of_row <= entry.count(r"ld\.global\S*\.v4\.b32") <= 4 * of_row, str(entry)
+                assert entry.count(r"st\.global\S*\.v4\.b32") == of_row, str(entry)
+        elif entry["kernel"] == "layer_norm_sum_rows":
+            taken, columns = constants["TAKEN"], constants["COLUMNS"]
+            least = most = 2 * 8 * taken * columns // threads
+            if taken < constants["THREADS"] and constants["STRIDE_UNIT"] * itemsize == 16 and entry["arch"] >= 80:
+                # dy and x pass through shared memory by 16 bytes.
+                of_step = 2 * 8 * taken * columns * itemsize // (16 * threads)
+                assert entry.count(r"cp\.async\.cg\.shared\.global") >= of_step * (constants["STAGES"] - 1), str(entry)
+        fmas = entry.count(r"fma\.rn\.f32")
+        assert least <= fmas <= most and entry.count(r"(?:fma|mad)\S*\.f32") == fmas, str(entry)
+        assert not entry.count(r"\S*\.ftz"), str(entry)
+    assert seen == {"layer_norm_backward", "layer_norm_sum_rows", "layer_norm_sum_threads"}
+
+
 def test_group_norm_divides_by_three_instructions(compiled):
     """A quotient's product and two FMAs, and that of M2, for whole blocks of steps and for the rest; M2's for a step by division.
     Two for each combination of lanes, which divides its counts; and those of the output."""

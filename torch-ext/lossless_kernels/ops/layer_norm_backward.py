@@ -41,9 +41,10 @@ def threads_of(rows: int, size: int, multiprocessors: int) -> int:
     return next(threads for least, threads in reversed(_THREADS.items()) if rows >= least)
 
 
-# Warps of a program of dx by the most bytes of a row, and its rows by the most elements (H200, bf16 and fp32).
-_WARPS = {4 << 10: 1, 8 << 10: 2, 32 << 10: 4, 64 << 10: 16}
-_ROWS = {128: 4, 256: 2, 1 << 14: 1}
+# Warps of a program of dx, by the bytes of an element and the most elements of a row, and its rows (H200). Registers hold two
+# rows; where a warp has more than 512 bytes of ATen's step of four, its threads exchange elements.
+_WARPS = {2: {2048: 1, 4096: 2, 12288: 4, 16384: 8}, 4: {1024: 1, 2048: 2, 8192: 4, 16384: 16}}
+_ROWS = {128: 4, 256: 2, 16384: 1}
 # Sums over rows: a program's columns, in elements up to a row's size and beyond it in bytes, and the bytes that it has in
 # flight (H200).
 _SHORT_ROW, _SHORT_COLUMNS, _COLUMN_BYTES, _BYTES_IN_FLIGHT = 2048, 64, 512, 24 << 10
@@ -73,7 +74,7 @@ class Kind:
     def dx(self, rows: int, row_stride: int, device: torch.device) -> launch.Launch:
         """The launch for dy, x, weight, mean, rstd and dx; x stands for a weight that there is not."""
         of_program = next(rows for most, rows in _ROWS.items() if self.size <= most)
-        warps = next(warps for most, warps in _WARPS.items() if self.size * self.dtype.itemsize <= most)
+        warps = next(warps for most, warps in _WARPS[self.dtype.itemsize].items() if self.size <= most)
         constants = {"SIZE": self.size, "ROWS": of_program, "STRIDE_UNIT": self.unit, "WEIGHT": self.weight}
         dtypes = (*(self.dtype,) * 3, torch.float32, torch.float32, self.dtype)
         scalars = rows, row_stride // self.unit
