@@ -3,6 +3,7 @@
 The interpreter rounds an FMA as its version does (`interpreter.multiply_add`) and truncates to bf16: `cast` does likewise.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -132,7 +133,7 @@ def test_the_gradients_equal_the_transcription(module, seed):
 
 
 @interpreted
-@pytest.mark.parametrize("size", [2056, 4096, 8192 + 516])
+@pytest.mark.parametrize("size", [2056, 8192 + 516, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gradients_of_long_rows(module, seed, size, dtype):
     generator = torch.Generator().manual_seed(seed)
@@ -422,15 +423,16 @@ def test_the_proof_tells_wrong_sums_in_gradients(module, monkeypatch, name, size
     if size == 64 and name in ("256 threads", "64 threads"):
         pytest.skip("16 lanes of four elements have the same bits")
     in_the_gradients_place(family, monkeypatch, functools.partial(aten_model.layer_norm_backward, **how), 700)
-    kind = family.Kind(dtype, size, 8, True, 32, (True, True, True))
+    kind = family.Kind(dtype, size, 8, True, 32, False, (True, True, True))
     assert gradients_told(family, kind) == {NAMES[each] for each in which.split()}
 
 
-@pytest.mark.parametrize("threads", [1, 8, 16])
+@pytest.mark.parametrize("threads", [1, 8, 16, 32])
 def test_the_proof_tells_wrong_sums_of_few_rows(module, monkeypatch, threads):
     family = module("ops.layer_norm_backward")
-    kind = family.Kind(torch.bfloat16, 128, 8, True, threads, (False, True, True))
+    kind = family.Kind(torch.bfloat16, 128, 8, True, threads, True, (False, True, True))
     assert family.threads_of(family.proof_rows(kind), 128, 132) == threads
+    assert family.proof_rows(kind) < 512 <= family.proof_rows(dataclasses.replace(kind, threads=32, few=False))
     for name in (None, "half the threads", "runs of four", "runs of 16", "columns without FMA"):
         how, which = WRONG_SUMS[name] if name else ({}, "")
         if threads == 1 and name != "columns without FMA":  # One thread adds all rows in sequence, whatever its runs.
@@ -446,7 +448,7 @@ def test_the_proof_tells_other_steps_of_a_gradient(module, monkeypatch, name, dt
     if (name == "no FMA" and dtype == torch.bfloat16) or (name == "the weight first" and dtype != torch.float32):
         pytest.skip("772 times a weight, or times both of two bf16 numbers, is exact")
     in_the_gradients_place(family, monkeypatch, in_other_steps(name))
-    assert gradients_told(family, family.Kind(dtype, 772, 4, True, 32, (True, False, False))) == {NAMES["dx"]}
+    assert gradients_told(family, family.Kind(dtype, 772, 4, True, 32, False, (True, False, False))) == {NAMES["dx"]}
 
 
 @interpreted
@@ -779,7 +781,9 @@ def test_gradients_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
         )
         rows, weight = max(rows, 1), choose.random() < 0.8
         needs = choose.choice([needs for needs in NEEDS if weight or not (needs[1] or needs[2])])
-        kind = family.Kind(dtype, size, 16 // dtype.itemsize, weight, family.threads_of(rows, size, 132), needs)
+        kind = family.Kind(
+            dtype, size, 16 // dtype.itemsize, weight, family.threads_of(rows, size, 132), rows < 512, needs
+        )
         monkeypatch.setattr(
             family.proof, "generator", lambda device, _, case=case: torch.Generator(device).manual_seed(seed + case)
         )

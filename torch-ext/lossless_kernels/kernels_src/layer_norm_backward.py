@@ -53,12 +53,16 @@ def layer_norm_backward(
     ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     WEIGHT: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """dx of `layer_norm_forward`: dx[row] = (rstd / SIZE) * ((SIZE * weight) * dy - ((x - mean) * rstd) * b - a), where
     a = sum(dy * weight) and b = sum(dy * weight * (x - mean) * rstd) of the row.
 
-    A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The arguments are those of
+    A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The other arguments are those of
     `layer_norm_forward`.
+
+    Args:
+        AGAIN: dy and x are read again for dx, instead of being kept in registers.
     """
     # Whole warps of lanes without elements are left out.
     EMPTY: tl.constexpr = 2 if SIZE <= 128 else 1 if SIZE <= 256 else 0
@@ -71,11 +75,12 @@ def layer_norm_backward(
     x_offset = (row * (x_row_stride * STRIDE_UNIT))[:, None]
     dys = ()
     xs = ()
-    for step in tl.static_range(STEPS):
-        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        inside = of_row[:, None] & (column < SIZE)
-        dys = dys + (tl.load(dy_ptr + offset + column, mask=inside, other=0.0),)
-        xs = xs + (tl.load(x_ptr + x_offset + column, mask=inside, other=0.0),)
+    if not AGAIN:
+        for step in tl.static_range(STEPS):
+            column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            inside = of_row[:, None] & (column < SIZE)
+            dys = dys + (tl.load(dy_ptr + offset + column, mask=inside, other=0.0),)
+            xs = xs + (tl.load(x_ptr + x_offset + column, mask=inside, other=0.0),)
     mean = tl.load(mean_ptr + row, mask=of_row, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row, mask=of_row, other=0.0)[:, None]
     of_lanes = tl.reshape(tl.broadcast_to(rstd, [ROWS, LANES]), [ROWS * LANES])
@@ -83,8 +88,11 @@ def layer_norm_backward(
     sums = tl.zeros([ROWS * LANES], tl.float32), tl.zeros([ROWS * LANES], tl.float32)
     for step in tl.static_range(STEPS):
         column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        terms = _weighted(dys[step], weight_ptr, column, SIZE, WEIGHT)
-        sums = _add_vectors(sums, terms, widened(xs[step]) - mean, of_lanes, lane, step, SIZE, LANES, ROWS)
+        inside = of_row[:, None] & (column < SIZE)
+        dy = tl.load(dy_ptr + offset + column, mask=inside, other=0.0) if AGAIN else dys[step]
+        x = tl.load(x_ptr + x_offset + column, mask=inside, other=0.0) if AGAIN else xs[step]
+        terms = _weighted(dy, weight_ptr, column, SIZE, WEIGHT)
+        sums = _add_vectors(sums, terms, widened(x) - mean, of_lanes, lane, step, SIZE, LANES, ROWS)
     a, b = sum_of_tile(sums[0], ROWS, LANES)[:, None], sum_of_tile(sums[1], ROWS, LANES)[:, None]
 
     size = tl.full([ROWS, COLUMNS], SIZE, tl.float32)
@@ -92,10 +100,12 @@ def layer_norm_backward(
     for step in tl.static_range(STEPS):
         column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         inside = of_row[:, None] & (column < SIZE)
-        through_variance = ((widened(xs[step]) - mean) * rstd) * b
+        dy = tl.load(dy_ptr + offset + column, mask=inside, other=0.0) if AGAIN else dys[step]
+        x = tl.load(x_ptr + x_offset + column, mask=inside, other=0.0) if AGAIN else xs[step]
+        through_variance = ((widened(x) - mean) * rstd) * b
         scale = _weighted(size, weight_ptr, column, SIZE, WEIGHT)
         # Triton computes -x as 0 - x, which is +0 for x = +0.
-        dx = (tl.fma(widened(dys[step]), scale, through_variance * -1.0) - a) * factor
+        dx = (tl.fma(widened(dy), scale, through_variance * -1.0) - a) * factor
         tl.store(dx_ptr + offset + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 

@@ -41,15 +41,17 @@ def threads_of(rows: int, size: int, multiprocessors: int) -> int:
     return next(threads for least, threads in reversed(_THREADS.items()) if rows >= least)
 
 
-# Warps of a program of dx, by the bytes of an element and the most elements of a row, and its rows (H200). Registers hold two
-# rows; where a warp has more than 512 bytes of ATen's step of four, its threads exchange elements.
-_WARPS = {2: {2048: 1, 4096: 2, 12288: 4, 16384: 8}, 4: {1024: 1, 2048: 2, 8192: 4, 16384: 16}}
+# Fewer rows are summed by one kernel, and each has as many warps as ATen gives it.
+_FEW_ROWS = 512
+# Warps of a program of dx, by the bytes of an element and the most elements of a row, and its rows (H200). Four warps have a
+# vector of each step. Longer rows are read twice: registers do not hold dy and x.
+_WARPS = {2: {2048: 1, 4096: 2, 14336: 4}, 4: {1024: 1, 2048: 2, 12288: 4}}
+_MOST_WARPS, _STEP = 4, 512
 _ROWS = {128: 4, 256: 2, 16384: 1}
 # Sums over rows: a program's columns, in elements up to a row's size and beyond it in bytes, and the bytes that it has in
-# flight (H200).
+# flight (H200); and the columns of a program with all threads, and of one that adds threads' sums.
 _SHORT_ROW, _SHORT_COLUMNS, _COLUMN_BYTES, _BYTES_IN_FLIGHT = 2048, 64, 512, 24 << 10
-# Columns of a program with all threads, and of one that adds threads' sums.
-_COLUMNS_OF_ALL, _COLUMNS_OF_SUMS = 32, 32
+_COLUMNS_OF_ALL, _COLUMNS_OF_SUMS = 16, 32
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Kind:
         unit: the number of elements, up to 16 bytes, by which row strides of x are counted.
         weight: whether there is one.
         threads: see `threads_of`.
+        few: whether rows are few.
         needs: whether the gradients of x, weight and bias are needed.
     """
 
@@ -69,13 +72,22 @@ class Kind:
     unit: int
     weight: bool
     threads: int
+    few: bool
     needs: Needs
 
     def dx(self, rows: int, row_stride: int, device: torch.device) -> launch.Launch:
         """The launch for dy, x, weight, mean, rstd and dx; x stands for a weight that there is not."""
         of_program = next(rows for most, rows in _ROWS.items() if self.size <= most)
-        warps = next(warps for most, warps in _WARPS[self.dtype.itemsize].items() if self.size <= most)
-        constants = {"SIZE": self.size, "ROWS": of_program, "STRIDE_UNIT": self.unit, "WEIGHT": self.weight}
+        known = (warps for most, warps in _WARPS[self.dtype.itemsize].items() if self.size <= most)
+        kept = next(known, None)
+        constants = {
+            "SIZE": self.size,
+            "ROWS": of_program,
+            "STRIDE_UNIT": self.unit,
+            "WEIGHT": self.weight,
+            "AGAIN": kept is None,
+        }
+        warps = _MOST_WARPS if kept is None or (self.few and self.size >= _STEP) else kept
         dtypes = (*(self.dtype,) * 3, torch.float32, torch.float32, self.dtype)
         scalars = rows, row_stride // self.unit
         return launch.bind(layer_norm_backward, constants, warps, device, dtypes, -(-rows // of_program), *scalars)
@@ -110,7 +122,7 @@ class Kind:
     @property
     def tile(self) -> tuple[int, int, int]:
         """A program of `sum_rows`: its threads, columns and stages. Few rows are summed by one kernel, others by two."""
-        if 1 < self.threads < max(_THREADS.values()):
+        if self.few and self.threads > 1:
             return self.threads, _COLUMNS_OF_ALL, 1
         columns = _SHORT_COLUMNS if self.size <= _SHORT_ROW else _COLUMN_BYTES // self.dtype.itemsize
         return 1, columns, max(_BYTES_IN_FLIGHT // (2 * _RUN * columns * self.dtype.itemsize), 2)
@@ -185,7 +197,7 @@ def resolve(x, rows: int, row_stride: int, unit: int, shape: tuple, weight, need
     """
     device, size = x.device, math.prod(shape)
     threads = threads_of(rows, size, plans.gpu(device).multiprocessors)
-    kind = Kind(x.dtype, size, unit, weight is not None, threads, needs)
+    kind = Kind(x.dtype, size, unit, weight is not None, threads, rows < _FEW_ROWS, needs)
     if not _proved(kind, device):
         return None
     sums = threads > 0 and any(needs[1:])
@@ -249,8 +261,8 @@ def _comparisons(kind: Kind, device):
 
 
 def proof_rows(kind: Kind) -> int:
-    """Rows of which ATen's sums have as many threads: no whole number of blocks, and more of them than are in flight."""
-    if kind.threads < max(_THREADS.values()):
+    """As few or as many rows, with as many threads: no whole number of blocks, and more of them than are in flight."""
+    if kind.few:
         return next(least for least, threads in _THREADS.items() if threads == kind.threads) + 5 * _RUN - 3
     return _RUN * kind.threads * (kind.tile[2] + 2) - 5 * _RUN - 3
 
