@@ -344,7 +344,8 @@ def test_layer_norms_gradients_have_cudas_fmas(compiled):
             if constants["STRIDE_UNIT"] * itemsize == 16 and width == 16:
                 # The weight once or twice.
                 of_row = tile * itemsize // (16 * threads)
-                assert 3 * of_row <= entry.count(r"ld\.global\S*\.v4\.b32") <= 4 * of_row, str(entry)
+                least_read = (3 + 2 * constants["AGAIN"]) * of_row
+                assert least_read <= entry.count(r"ld\.global\S*\.v4\.b32") <= least_read + of_row, str(entry)
                 assert entry.count(r"st\.global\S*\.v4\.b32") == of_row, str(entry)
         elif entry["kernel"] == "layer_norm_sum_rows":
             taken, columns = constants["TAKEN"], constants["COLUMNS"]
