@@ -153,6 +153,20 @@ def test_threads_are_atens(module, seed):
         assert threads_of(rows, size, device.sms) == aten_model.layer_norm_threads(rows, size, device), (rows, size)
 
 
+@pytest.mark.parametrize("size", [768, 4096])
+def test_warmup_in_training_has_rows_of_every_kind(module, size):
+    family = module("ops.layer_norm_backward")
+    sms = family.plans.gpu(CPU).multiprocessors
+
+    def kinds(rows):
+        return {(family.threads_of(count, size, sms), count < family._FEW_ROWS) for count in rows}
+
+    weight = torch.ones(size)
+    shapes = module("ops.layer_norm").warmup_shapes(weight, torch.float32, CPU, None, True)
+    assert kinds(rows for rows, _ in shapes) == kinds(range(1, 70000))
+    assert module("ops.layer_norm").warmup_shapes(weight, torch.float32, CPU, None, False) == [(1, size)]
+
+
 @interpreted
 @pytest.mark.parametrize("size", [8192 + 516, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -437,9 +437,12 @@ def _biases(kind, x, weight, source):
 
 
 def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:
-    """The inputs that `warmup` calls a layer with: all numbers of rows have one kernel and one proof."""
+    """The inputs that `warmup` calls a layer with: with the given `rows`, or one for each kernel and proof. In the forward
+    pass all numbers of rows have the same."""
     if weight is None:
         raise Outside("a norm without a weight has no normalized_shape")
+    if rows is None and training:
+        rows = layer_norm_backward.rows_of_every_kind(weight.numel(), device)
     return [(count, *weight.shape) for count in rows or (1,)]
 
 

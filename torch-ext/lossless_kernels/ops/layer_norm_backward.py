@@ -214,6 +214,12 @@ def resolve(x, rows: int, row_stride: int, unit: int, shape: tuple, weight, need
     )
 
 
+def rows_of_every_kind(size: int, device: torch.device) -> list[int]:
+    """The fewest rows of every `Kind` of rows of `size` elements."""
+    found, beyond = sorted({1, *filter(None, _THREADS), _FEW_ROWS}), _MOST_ROWS + 1
+    return found + [beyond] * (threads_of(beyond, size, plans.gpu(device).multiprocessors) == 0)
+
+
 # Proof
 
 
