@@ -13,6 +13,8 @@ from types import MethodType
 import aten_model
 import pytest
 import torch
+import triton
+import triton.language as tl
 from bits import assert_bits_equal, bits_equal
 from interpreter import cast, multiply_add, numpy_rsqrt
 from torch import nn
@@ -137,34 +139,48 @@ def test_the_gradients_equal_the_transcription(module, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gradients_of_long_rows(module, seed, size, dtype):
     generator = torch.Generator().manual_seed(seed)
-    (x, dy), weight = torch.randn(2, 3, size, generator=generator).to(dtype), torch.randn(size).to(dtype)
+    (x, dy), weight = torch.randn(2, 3, size + 8, generator=generator).to(dtype), torch.randn(size).to(dtype)
+    x, dy = x[:, :size], dy[:, :size].contiguous()
     tensors = dy, x, weight, *transcribed(x, None, None)[1:]
     for found, expected in zip(launched_gradients(module, *tensors), transcribed_gradients(*tensors)):
         assert_bits_equal(found, expected)
 
 
-def test_threads_are_atens(module, seed):
-    """Of both sides of each limit, and of GPUs with other numbers of multiprocessors."""
-    threads_of, choose = module("ops.layer_norm_backward").threads_of, random.Random(seed)
-    limits = [limit + step for limit in (64, 128, 256, 65536) for step in (-1, 0, 1)]
-    for rows, size in itertools.product((*limits, 1, 1 << 20), (64, 768, 2080, 2112, 2144, 4096)):
-        assert threads_of(rows, size, 132) == aten_model.layer_norm_threads(rows, size), (rows, size)
-        device = aten_model.Device(sms=choose.choice((40, 72, 108, 148)), threads_per_sm=2048)
-        assert threads_of(rows, size, device.sms) == aten_model.layer_norm_threads(rows, size, device), (rows, size)
-
-
-@pytest.mark.parametrize("size", [768, 4096])
-def test_warmup_in_training_has_rows_of_every_kind(module, size):
+def test_threads_are_atens(module):
+    """Of both sides of each limit; beyond ATen's sums of blocks, which depend on the GPU, its operator runs."""
     family = module("ops.layer_norm_backward")
-    sms = family.plans.gpu(CPU).multiprocessors
+    for rows, size in itertools.product(range(1, 65537), (64, 4096)):
+        if rows < 1000 or rows % 4096 < 2:
+            assert family.threads_of(rows) == aten_model.layer_norm_threads(rows, size), (rows, size)
+    assert [family.threads_of(rows) for rows in (65537, 1 << 20)] == [0, 0]
+
+
+def test_warmup_in_training_has_rows_of_every_kind(module):
+    family, shapes = module("ops.layer_norm_backward"), module("ops.layer_norm").warmup_shapes
 
     def kinds(rows):
-        return {(family.threads_of(count, size, sms), count < family._FEW_ROWS) for count in rows}
+        return {(family.threads_of(count), count < family._FEW_ROWS) for count in rows}
 
-    weight = torch.ones(size)
-    shapes = module("ops.layer_norm").warmup_shapes(weight, torch.float32, CPU, None, True)
-    assert kinds(rows for rows, _ in shapes) == kinds(range(1, 70000))
-    assert module("ops.layer_norm").warmup_shapes(weight, torch.float32, CPU, None, False) == [(1, size)]
+    warmed = shapes(torch.ones(768), torch.float32, CPU, None, True)
+    assert kinds(rows for rows, _ in warmed) == kinds(range(1, 65537))
+    assert shapes(torch.ones(768), torch.float32, CPU, None, False) == [(1, 768)]
+
+
+@interpreted
+def test_no_sum_of_a_row_is_negative_zero(module):
+    """An FMA that underflows leaves -0 in a lane; ATen adds zeros for the warps that a block does not have."""
+    sum_of_tile = module("kernels_src.summation").sum_of_tile
+
+    @triton.jit
+    def total(out_ptr, LANES: tl.constexpr):
+        lanes = tl.full([2 * LANES], -0.0, tl.float32)
+        tl.store(out_ptr + tl.arange(0, 2), sum_of_tile(lanes, 2, LANES))
+
+    total.fn.__globals__["sum_of_tile"] = sum_of_tile
+    for lanes in (32, 128):
+        out = torch.full((2,), math.nan)
+        total[(1,)](out, LANES=lanes)
+        assert_bits_equal(out, torch.zeros(2))
 
 
 @interpreted
@@ -326,12 +342,10 @@ def rstd_last(terms, centred, rstd, fma):
     return a, b * rstd
 
 
-def column_sums(**how):
+def column_sums(share=1, run=8, contract=True):
     def sums(dy, centred, rstd, fma, threads):
-        halved = {"threads": threads // 2} if how.get("threads") == "half" else {"threads": threads}
-        return aten_model.layer_norm_column_sums(
-            dy, centred, rstd, how.get("fma", fma), **halved, run=how.get("run", 8)
-        )
+        fma = fma if contract else _no_fma
+        return aten_model.layer_norm_column_sums(dy, centred, rstd, fma, threads // share, run=run)
 
     return sums
 
@@ -379,19 +393,19 @@ WRONG_SUMS = {
     "64 threads": (of_row_sums(threads=64), "dx"),
     "rows without FMA": ({"row_sums": lambda *given: aten_model.layer_norm_row_sums(*given[:3], _no_fma)}, "dx"),
     "rstd last": ({"row_sums": rstd_last}, "dx"),
-    "half the threads": ({"column_sums": column_sums(threads="half")}, "dweight dbias"),
+    "half the threads": ({"column_sums": column_sums(share=2)}, "dweight dbias"),
     "runs of four": ({"column_sums": column_sums(run=4)}, "dweight dbias"),
     "runs of 16": ({"column_sums": column_sums(run=16)}, "dweight dbias"),
-    "columns without FMA": ({"column_sums": column_sums(fma=_no_fma)}, "dweight"),
+    "columns without FMA": ({"column_sums": column_sums(contract=False)}, "dweight"),
     "products first": ({"column_sums": product_first}, "dweight"),
 }
 STEPS = ("no FMA", "another FMA", "the weight first", "the mean first", "divided")
 
 
 def in_the_gradients_place(family, patch, backward, rows=None):
-    """The proof compares `backward` instead of the kernels with the transcription instead of eager."""
+    """The proofs compare `backward` instead of the kernels with the transcription instead of eager."""
 
-    def dx(kind, rows, row_stride, device):
+    def of_input(kind, rows, row_stride, device):
         def run(dy, x, weight, mean, rstd, dx):
             dx.copy_(backward(dy, x, weight if kind.weight else None, mean, rstd).dx)
 
@@ -400,7 +414,7 @@ def in_the_gradients_place(family, patch, backward, rows=None):
     def sum_rows(kind, rows, row_stride, device):
         def run(dy, x, mean, rstd, dweight, dbias):
             found = backward(dy, x, torch.ones(kind.size).to(x.dtype), mean, rstd)
-            for out, value, need in zip((dweight, dbias), found[1:], kind.needs[1:]):
+            for out, value, need in zip((dweight, dbias), found[1:], (kind.dweight, kind.dbias)):
                 if need:
                     out.copy_(value)
 
@@ -410,17 +424,17 @@ def in_the_gradients_place(family, patch, backward, rows=None):
         found = aten_model.layer_norm_backward(dy, x, weight, mean, rstd)
         return [each if need else None for each, need in zip(found, needs)]
 
-    patch.setattr(family.Kind, "dx", dx)
-    patch.setattr(family.Kind, "sum_rows", sum_rows)
-    patch.setattr(family.Kind, "sum_threads", lambda kind, device: None)
+    patch.setattr(family.OfInput, "launch", of_input)
+    patch.setattr(family.OfVectors, "sum_rows", sum_rows)
+    patch.setattr(family.OfVectors, "sum_threads", lambda kind, device: None)
     patch.setattr(family, "eager", eager)
     if rows is not None:
         patch.setattr(family, "proof_rows", lambda kind: rows)
 
 
-def gradients_told(family, kind) -> set[str]:
-    """Which gradients the proof finds to differ."""
-    return {what for what, found, expected in family._comparisons(kind, CPU) if not bits_equal(found, expected)}
+def gradients_told(*comparisons) -> set[str]:
+    """Which gradients the proofs find to differ."""
+    return {what for what, found, expected in itertools.chain(*comparisons) if not bits_equal(found, expected)}
 
 
 NAMES = {"dx": "the input's gradient", "dweight": "the weight's gradient", "dbias": "the bias's gradient"}
@@ -437,22 +451,25 @@ def test_the_proof_tells_wrong_sums_in_gradients(module, monkeypatch, name, size
     if size == 64 and name in ("256 threads", "64 threads"):
         pytest.skip("16 lanes of four elements have the same bits")
     in_the_gradients_place(family, monkeypatch, functools.partial(aten_model.layer_norm_backward, **how), 700)
-    kind = family.Kind(dtype, size, 8, True, 32, False, (True, True, True))
-    assert gradients_told(family, kind) == {NAMES[each] for each in which.split()}
+    of_input = family.OfInput(dtype, size, 8, True, False)
+    of_vectors = family.OfVectors(dtype, size, 8, False, 32, True, True)
+    told = gradients_told(family._comparisons_of_dx(of_input, CPU), family._comparisons_of_vectors(of_vectors, CPU))
+    assert told == {NAMES[each] for each in which.split()}
 
 
 @pytest.mark.parametrize("threads", [1, 8, 16, 32])
 def test_the_proof_tells_wrong_sums_of_few_rows(module, monkeypatch, threads):
     family = module("ops.layer_norm_backward")
-    kind = family.Kind(torch.bfloat16, 128, 8, True, threads, True, (False, True, True))
-    assert family.threads_of(family.proof_rows(kind), 128, 132) == threads
+    kind = family.OfVectors(torch.bfloat16, 128, 8, True, threads, True, True)
+    assert family.threads_of(family.proof_rows(kind)) == threads
     assert family.proof_rows(kind) < 512 <= family.proof_rows(dataclasses.replace(kind, threads=32, few=False))
     for name in (None, "half the threads", "runs of four", "runs of 16", "columns without FMA"):
         how, which = WRONG_SUMS[name] if name else ({}, "")
         if threads == 1 and name != "columns without FMA":  # One thread adds all rows in sequence, whatever its runs.
             continue
         in_the_gradients_place(family, monkeypatch, functools.partial(aten_model.layer_norm_backward, **how))
-        assert gradients_told(family, kind) == {NAMES[each] for each in which.split()}, name
+        told = gradients_told(family._comparisons_of_vectors(kind, CPU))
+        assert told == {NAMES[each] for each in which.split()}, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -462,7 +479,8 @@ def test_the_proof_tells_other_steps_of_a_gradient(module, monkeypatch, name, dt
     if (name == "no FMA" and dtype == torch.bfloat16) or (name == "the weight first" and dtype != torch.float32):
         pytest.skip("772 times a weight, or times both of two bf16 numbers, is exact")
     in_the_gradients_place(family, monkeypatch, in_other_steps(name))
-    assert gradients_told(family, family.Kind(dtype, 772, 4, True, 32, False, (True, False, False))) == {NAMES["dx"]}
+    kind = family.OfInput(dtype, 772, 4, True, False)
+    assert gradients_told(family._comparisons_of_dx(kind, CPU)) == {NAMES["dx"]}
 
 
 @interpreted
@@ -564,6 +582,54 @@ def test_several_dimensions_are_one_row(kernel, module, seed):
         gradients, transcribed_gradients(x.view(3, 64), x.view(3, 64), weight.view(64), *statistics)
     ):
         assert_bits_equal(found.flatten(), expected.flatten())
+
+
+@interpreted
+def test_which_gradients_are_the_kernels(kernel, module, monkeypatch, seed):
+    """Of an expanded dy, but not of an unaligned one, nor of a weight whose data was replaced between the passes."""
+    family, calls = module("ops.layer_norm_backward"), []
+    eager = family.eager
+    monkeypatch.setattr(family, "eager", lambda *arguments: calls.append(arguments) or eager(*arguments))
+
+    def count(dy, change=lambda weight: None):
+        x, weight = torch.ones(4, 64).cumsum(1).requires_grad_(), nn.Parameter(torch.rand(64) + 0.5)
+        out = kernel.layer_norm(x, 64, weight)
+        change(weight)
+        calls.clear()
+        found = torch.autograd.grad(out, (x, weight), dy)
+        assert all(each.isfinite().all() for each in found)
+        return len(calls)
+
+    def another_data(weight):
+        weight.data = torch.stack([weight.data, weight.data], 1)[:, 0]
+
+    def released(weight):
+        weight.data = torch.empty(0)
+
+    assert count(torch.ones(4, 64)) == 0
+    assert count(torch.ones(()).expand(4, 64)) == 0
+    assert count(torch.ones(257)[1:].view(4, 64)) == 1
+    assert count(torch.ones(4, 64), another_data) == 1
+    with pytest.raises(RuntimeError):  # As eager does.
+        count(torch.ones(4, 64), released)
+
+
+@interpreted
+def test_rows_that_aten_sums_in_blocks(kernel, module, monkeypatch):
+    """dx is the kernel's, and dweight and dbias its operator's."""
+    family, needs = module("ops.layer_norm_backward"), []
+    eager = family.eager
+    monkeypatch.setattr(family, "_MOST_ROWS", 3)
+    monkeypatch.setattr(family, "eager", lambda *arguments: needs.append(arguments[-1]) or eager(*arguments))
+    monkeypatch.setattr(module("launch"), "bind", lambda *_, **__: lambda *tensors: None)
+    x, weight = torch.rand(4, 64), torch.rand(64)
+    _, mean, rstd = torch.native_layer_norm(x, (64,), weight, weight, EPS)
+    call = family.resolve(x, 4, 64, 4, (64,), weight, (True, True, True))
+    call.dx = None
+    dx, dweight, dbias = call(x, x, mean, rstd, weight, weight)
+    assert needs == [[False, True, True]] and dx is None
+    for found, expected in zip((dweight, dbias), eager(x, x, (64,), mean, rstd, weight, weight, [True] * 3)[1:]):
+        assert_bits_equal(found, expected)
 
 
 def outside():
@@ -788,21 +854,21 @@ def test_gradients_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
     """Of both sides of each number of rows from which more of ATen's threads share a column, with and without cancelling sums."""
     monkeypatch.setenv("LOSSLESS_PROOF", "strict")
     family, choose = module("ops.layer_norm_backward"), random.Random(seed)
+    counts = (7, 9, 63, 64, 127, 128, 255, 256, 257, 511, 512, 5000, 8191)
     for case in range(24):
         size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, choose.choice((128, 512, 2048)))))
-        rows = choose.choice(
-            (1, 9, 63, 64, 127, 128, 255, 256, 257, 5000, 8192, 65536 if size < 1000 else 600, 70000 // size)
-        )
-        rows, weight = max(rows, 1), choose.random() < 0.8
+        rows, weight = choose.choice(counts), choose.random() < 0.8
+        if case < 4:  # Read twice, on both sides of ATen's sums of blocks, and wide rows beyond.
+            rows, size = ((300, 16384), (65536, 64), (65537, 64), (65537, 2112))[case]
         needs = choose.choice([needs for needs in NEEDS if weight or not (needs[1] or needs[2])])
-        kind = family.Kind(
-            dtype, size, 16 // dtype.itemsize, weight, family.threads_of(rows, size, 132), rows < 512, needs
-        )
-        monkeypatch.setattr(
-            family.proof, "generator", lambda device, _, case=case: torch.Generator(device).manual_seed(seed + case)
-        )
-        for dy, x, weight, *_ in family._samples(kind, rows if rows > 8 else 9, torch.device("cuda")):
-            vectors = [] if weight is None else [weight, torch.randn_like(weight)]
+        kind, device = family.OfInput(dtype, size, 16 // dtype.itemsize, weight, rows < 512), torch.device("cuda")
+        for sample in (family._sample, family._cancelling_sample):
+            with monkeypatch.context() as patch:
+                generator = torch.Generator(device).manual_seed(seed + case)
+                patch.setattr(family.proof, "generator", lambda *_, generator=generator: generator)
+                numbers = family._in_layout(kind, weight, sample(kind, rows, size, device))
+            dy, x, factor, *_ = numbers
+            vectors = [] if factor is None else [factor, torch.randn_like(factor)]
             label = f"case {case}, {tuple(x.shape)} {dtype}, {needs}"
             results = []
             for function in (kernel.layer_norm, functional.layer_norm):

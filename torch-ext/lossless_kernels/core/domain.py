@@ -137,15 +137,15 @@ def is_checkpointed() -> bool:
 
 def layouts_if_hooked(*tensors: Optional[torch.Tensor]) -> Optional[tuple]:
     """The layouts of tensors that autograd is about to save, if a saved-tensor hook may return others for them; else None."""
-    return _layouts(tensors) if is_checkpointed() else None
+    return layouts_of(*tensors) if is_checkpointed() else None
 
 
 def are_as_saved(layouts: Optional[tuple], *tensors: Optional[torch.Tensor]) -> bool:
-    """Whether saved tensors have the layouts that `layouts_if_hooked` found before."""
-    return layouts is None or layouts == _layouts(tensors)
+    """Whether saved tensors have the layouts that `layouts_if_hooked` or `layouts_of` found before."""
+    return layouts is None or layouts == layouts_of(*tensors)
 
 
-def _layouts(tensors) -> tuple:
+def layouts_of(*tensors: Optional[torch.Tensor]) -> tuple:
     return tuple([None if each is None else (each.dtype, each.device, each.shape, each.stride()) for each in tensors])
 
 

@@ -23,19 +23,15 @@ def _weighted(dy, weight_ptr, column, SIZE: tl.constexpr, WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _add_vectors(
-    sums, terms, centred, rstd, lane, STEP: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr
-):
-    """Step STEP of all lanes: each adds its vector of four to both of its sums, unless the row has ended before it."""
+def _add_vectors(sums, terms, centred, rstd, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """A step of all lanes: each adds its vector of four to both of its sums. Behind the row's end these are zeros, which
+    change no sum but the sign of a zero: no total is -0."""
     of_terms, of_products = sums
     products = in_vectors(tl.reshape(terms * centred, [ROWS * LANES * 4]), ROWS * LANES)
     terms = in_vectors(tl.reshape(terms, [ROWS * LANES * 4]), ROWS * LANES)
     for position in tl.static_range(4):
         of_terms = of_terms + terms[position]
         of_products = tl.fma(rstd, products[position], of_products)
-    if (STEP + 1) * 4 * LANES > SIZE:
-        in_row = lane < SIZE // 4 - STEP * LANES
-        of_terms, of_products = tl.where(in_row, of_terms, sums[0]), tl.where(in_row, of_products, sums[1])
     return of_terms, of_products
 
 
@@ -84,7 +80,6 @@ def layer_norm_backward(
     mean = tl.load(mean_ptr + row, mask=of_row, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row, mask=of_row, other=0.0)[:, None]
     of_lanes = tl.reshape(tl.broadcast_to(rstd, [ROWS, LANES]), [ROWS * LANES])
-    lane = tl.arange(0, ROWS * LANES) % LANES
     sums = tl.zeros([ROWS * LANES], tl.float32), tl.zeros([ROWS * LANES], tl.float32)
     for step in tl.static_range(STEPS):
         column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -92,7 +87,7 @@ def layer_norm_backward(
         dy = tl.load(dy_ptr + offset + column, mask=inside, other=0.0) if AGAIN else dys[step]
         x = tl.load(x_ptr + x_offset + column, mask=inside, other=0.0) if AGAIN else xs[step]
         terms = _weighted(dy, weight_ptr, column, SIZE, WEIGHT)
-        sums = _add_vectors(sums, terms, widened(x) - mean, of_lanes, lane, step, SIZE, LANES, ROWS)
+        sums = _add_vectors(sums, terms, widened(x) - mean, of_lanes, LANES, ROWS)
     a, b = sum_of_tile(sums[0], ROWS, LANES)[:, None], sum_of_tile(sums[1], ROWS, LANES)[:, None]
 
     size = tl.full([ROWS, COLUMNS], SIZE, tl.float32)

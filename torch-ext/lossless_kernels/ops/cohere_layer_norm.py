@@ -25,6 +25,7 @@ from ..core.domain import (
     are_plain,
     at_trace_time,
     layouts_if_hooked,
+    layouts_of,
     runs_kernels,
     under_transform,
 )
@@ -176,6 +177,7 @@ class _Call:
     Args:
         launch_backward: None without gradients.
         needs: whether the gradients of x and of the weight are needed.
+        layouts: of x and the weight.
     """
 
     launch: launch.Launch
@@ -185,6 +187,7 @@ class _Call:
     empty_products: Callable[[], torch.Tensor]
     eps: float
     needs: tuple[bool, bool]
+    layouts: tuple
     alignment_mask: int
 
     def __call__(self, x, weight):
@@ -314,6 +317,7 @@ def _resolve(x, weight, eps, owner, needs) -> Optional[_Call]:
         allocator(x.shape, strides, torch.float32, x.device),
         eps,
         needs,
+        layouts_of(x, weight),
         15 if x.dtype == torch.float32 else 0,
     )
 
@@ -341,8 +345,9 @@ class CohereLayerNorm(torch.autograd.Function):
         call, plain = ctx.call, are_plain(dy, x) and are_plain(weight, mean)
         if is_grad_enabled():  # Double backward: the statistics must be differentiable.
             return None, *formula(dy, x, weight, *statistics(x, call.eps), *call.needs)
-        # A model's `.to(dtype)` between the passes changes its weights.
+        # A model's `.to(dtype)`, or a new `.data`, between the passes changes its weights.
         fits = call.launch_backward.takes(dy, *kept) and dy.is_contiguous() and not dy.data_ptr() & 15
+        fits = fits and are_as_saved(call.layouts, x, weight)
         if plain and fits and are_as_saved(ctx.layouts, *kept):
             return None, *call.gradients(dy, x, weight, mean, rstd)
         return None, *formula(dy, x, weight, mean, rstd, *call.needs)

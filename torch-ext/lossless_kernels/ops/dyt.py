@@ -21,6 +21,7 @@ from ..core.domain import (
     check_floating,
     is_traced_plainly,
     layouts_if_hooked,
+    layouts_of,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides
@@ -129,12 +130,14 @@ class _Call:
     Args:
         backward: None if dx and the products are not needed.
         needs: which gradients are needed.
+        layouts: of input, alpha and weight.
     """
 
     forward: launch.Launch
     backward: Optional[launch.Launch]
     empty: Callable[[], torch.Tensor]
     needs: tuple[bool, ...]
+    layouts: tuple
 
     def __call__(self, input, alpha, weight, bias):
         if any(self.needs):
@@ -220,6 +223,7 @@ def _resolve(input, alpha, weight, bias, needs) -> Optional[_Call]:
         kind.backward(rows, input.device, needs) if any(needs[:3]) else None,
         allocator(input.shape, contiguous_strides(input.shape), input.dtype, input.device),
         needs,
+        layouts_of(input, alpha, weight),
     )
 
 
@@ -242,8 +246,9 @@ class DyT(torch.autograd.Function):
         # With create_graph the gradients are differentiated in turn.
         plain = not is_grad_enabled() and are_plain(dy, input) and are_plain(alpha, weight)
         launched = ctx.call.backward
-        # A model's `.to(dtype)` between the passes changes its weights.
+        # A model's `.to(dtype)`, or a new `.data`, between the passes changes its weights.
         fits = launched is None or launched.takes(dy, input, alpha, weight)
+        fits = fits and are_as_saved(ctx.call.layouts, input, alpha, weight)
         if plain and fits and dy.is_contiguous() and are_as_saved(ctx.layouts, input, alpha, weight):
             return None, *ctx.call.gradients(dy, input, alpha, weight)
         return None, *formula(dy, input, alpha, weight, ctx.call.needs)

@@ -228,16 +228,26 @@ class _Training(_Call):
     def __call__(self, input, weight, bias):
         return _apply(self, input, weight, bias)
 
+    def backward(self, input, weight, needs) -> Optional[layer_norm_backward.Backward]:
+        """The kernels' gradients; None if they are not proved. They are resolved before the first forward pass, as far as it
+        knows what needs gradients: in a backward pass less memory is free for a proof."""
+        found = self.backwards.get(needs, UNSEEN)
+        if found is UNSEEN:
+            found = layer_norm_backward.resolve(input, *self.layout, self.shape, weight, needs)
+            remember(self.backwards, needs, found)
+        return found
+
     def gradients(self, dy, input, mean, rstd, weight, bias, needs) -> tuple[Optional[torch.Tensor], ...]:
         """Those of input, weight and bias that are needed, from the kernels where they compute what ATen does."""
         if not is_grad_enabled() and are_plain(dy, input) and (weight is None or are_plain(weight, input)):
-            backward = self.backwards.get(needs, UNSEEN)
-            if backward is UNSEEN:
-                backward = layer_norm_backward.resolve(input, *self.layout, self.shape, weight, needs)
-                remember(self.backwards, needs, backward)
-            dy = dy.contiguous()
-            if backward is not None and backward.fits(dy, input, weight):
-                return backward(dy, input, mean, rstd, weight, bias)
+            return self.launched_gradients(dy, input, mean, rstd, weight, bias, needs)
+        return gradients(dy, input, self.shape, mean, rstd, weight, bias, self.eps, needs)
+
+    def launched_gradients(self, dy, input, mean, rstd, weight, bias, needs):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
+        backward, dy = self.backward(input, weight, needs), dy.contiguous()
+        if backward is not None and backward.fits(dy, input, weight):
+            return backward(dy, input, mean, rstd, weight, bias)
         return gradients(dy, input, self.shape, mean, rstd, weight, bias, self.eps, needs)
 
 
@@ -280,6 +290,8 @@ def replacement(
     call = _calls.find(_EAGER, facts, tensors, *facts)
     if call is None:
         return None
+    if needs_grad:
+        call.backward(input, weight, tuple([each is not None and each.requires_grad for each in (input, weight, bias)]))
     _calls.recognise(subject, call, (shape, eps, is_grad_enabled()), tensors)
     return call(input, weight, bias)
 
@@ -442,7 +454,7 @@ def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, traini
     if weight is None:
         raise Outside("a norm without a weight has no normalized_shape")
     if rows is None and training:
-        rows = layer_norm_backward.rows_of_every_kind(weight.numel(), device)
+        rows = layer_norm_backward.rows_of_every_kind()
     return [(count, *weight.shape) for count in rows or (1,)]
 
 
@@ -479,8 +491,10 @@ def _find_gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs):
     if call is None:
         return None
 
+    call.backward(input, weight, tuple(needs))
+
     def compute(dy, input, mean, rstd, weight=None, bias=None):
-        return call.gradients(dy, input, mean, rstd, weight, bias, tuple(needs))
+        return call.launched_gradients(dy, input, mean, rstd, weight, bias, tuple(needs))
 
     return operators.of_tensors(compute, dy)
 
