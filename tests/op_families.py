@@ -573,7 +573,7 @@ def _layer_norm_launches(kernel, machine):
         for vectors in ((weight, bias), (weight, None), (None, None))[: 3 if size in (256, 4096) else 1]:
             kernel.layer_norm(x, size, *vectors)
         # Gradients: rows of which one, eight and 32 of ATen's threads share a column, few and many.
-        for rows in (3, 100, 300, 600) if size == 768 else (600,):
+        for rows in {768: (3, 100, 300, 600), 256: (), 1024: ()}.get(size, (600,)):
             leaves = [each.requires_grad_() for each in (machine.empty(rows, size), weight, bias)]
             kernel.layer_norm(leaves[0], size, *leaves[1:]).backward(machine.empty(rows, size))
 
