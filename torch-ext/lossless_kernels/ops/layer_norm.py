@@ -229,8 +229,8 @@ class _Training(_Call):
         return _apply(self, input, weight, bias)
 
     def backward(self, input, weight, needs) -> Optional[layer_norm_backward.Backward]:
-        """The kernels' gradients; None if they are not proved. They are resolved before the first forward pass, as far as it
-        knows what needs gradients: in a backward pass less memory is free for a proof."""
+        """The kernels' gradients; None if they are not proved. A new call asks for them before its forward pass: in the
+        backward pass less memory is free for a proof."""
         found = self.backwards.get(needs, UNSEEN)
         if found is UNSEEN:
             found = layer_norm_backward.resolve(input, *self.layout, self.shape, weight, needs)

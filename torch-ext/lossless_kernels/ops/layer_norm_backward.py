@@ -32,7 +32,7 @@ _RUN = 8
 _THREADS = {1: 1, 64: 8, 128: 16, 256: 32}
 # With more rows ATen may sum blocks of 32 rows, and the blocks' rounded sums.
 _MOST_ROWS = 1 << 16
-# Fewer rows are summed by one kernel. Of dx they have as many warps a row as ATen.
+# Fewer rows are summed by one kernel, and have four warps each for dx, as in ATen.
 _FEW_ROWS = 512
 
 
