@@ -107,7 +107,7 @@ MEASURED = (
     (both("rms_norm", "add_rms_norm"), ("bf16",), few(COMMON_SIZES)),
     (both("cohere_layer_norm"), SOME, many((128, 1024, 4096, 5000, 8192, 12288))),
     (both("dyt"), SOME, [*many((64, 192, 384, 768, 1000, 1024, 1280, 2048, 4096, 5120, 8192)), *few((768, 4096))]),
-    (["group_norm"], ALL, IMAGES),
+    (both("group_norm"), ALL, IMAGES),
     (
         both("silu", "gelu", "new_gelu", "fast_gelu", "quick_gelu", "silu_and_mul", "gelu_tanh_and_mul"),
         ALL,

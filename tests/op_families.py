@@ -607,12 +607,15 @@ def _group_norm_launches(kernel, machine):
     """Groups of a warp and of a block; of whole vectors and of single elements; of one position; and such that are split."""
     family, empty = machine.module("ops.group_norm"), machine.empty
     # Samples, channels, positions and groups.
-    shapes = [(2, 64, 64, 32), (2, 320, 4096, 32), (1, 16, 1 << 17, 4)]
+    shapes = [(2, 64, 64, 32), (5, 320, 4096, 32), (1, 16, 1 << 17, 4)]
     if machine.every_case:
         shapes += [(2, 64, 1, 8), (2, 6, 49, 2), (2, 6, 1001, 2), (2, 4096, 1, 4)]
     for samples, channels, positions, groups in shapes:
         x, vector = empty(samples, channels, positions), empty(channels)
         kernel.group_norm(x, groups, vector, vector)
+        if positions > 1:
+            leaves = [empty(*each.shape, requires_grad=True) for each in (x, vector, vector)]
+            kernel.group_norm(leaves[0], groups, *leaves[1:]).backward(x)
         if positions == 4096 and machine.every_case:
             kernel.group_norm(x, groups, vector)
             kernel.group_norm(x, groups)
@@ -620,6 +623,15 @@ def _group_norm_launches(kernel, machine):
                 shape = family.Shape(samples, groups, channels // groups, positions)
                 kind = family.Kind.of(machine.dtype, shape, True, True, True, False)
                 kind.launch(shape, x.device, 1e-5, True)(x, vector, vector, x, x, x)
+    if machine.every_case:
+        # More samples than ATen adds in sequence, long groups, and no weight.
+        for samples, channels, positions in ((130, 4, 64), (150, 6, 9000)):
+            leaves = [
+                empty(*size, requires_grad=True) for size in ((samples, channels, positions), (channels,), (channels,))
+            ]
+            kernel.group_norm(leaves[0], 2, *leaves[1:]).backward(empty(samples, channels, positions))
+        leaf = empty(2, 6, 1001, requires_grad=True)
+        kernel.group_norm(leaf, 2).backward(leaf.detach())
 
 
 # Cohere's LayerNorm
@@ -717,7 +729,7 @@ FAMILIES = (
         operators=_layer_norm_operators,
     ),
     Family(
-        ("group_norm",),
+        ("group_norm", "group_norm_backward"),
         _group_norm_calls,
         _group_norm_launches,
         rocm=False,

@@ -48,6 +48,7 @@ APPROXIMATE = {
     "cross_entropy_forward": {"ex2.approx.ftz.f32"},
     "rotary_tables": _COS,
 }
+GROUP_NORM_VECTORS = ("group_norm_vector_gradients",)
 PATHS = {"new_gelu": 3, "fast_gelu": 4, "quick_gelu": 2}
 # Bytes that a thread spills on sm_90, the most with Triton 3.6.0 and 3.7.1. No other kernel spills any.
 SPILLED = {
@@ -364,7 +365,7 @@ def test_group_norm_divides_by_three_instructions(compiled):
     """A quotient's product and two FMAs, and that of M2, for whole blocks of steps and for the rest; M2's for a step by division.
     Two for each combination of lanes, which divides its counts; and those of the output."""
     for entry in compiled:
-        if not entry["kernel"].startswith("group_norm"):
+        if entry["kernel"] not in ("group_norm_forward", "group_norm_statistics", "group_norm_output"):
             continue
         constants, output = entry["constants"], 0
         if "WEIGHT" in constants:
@@ -385,6 +386,40 @@ def test_group_norm_divides_by_three_instructions(compiled):
         assert rest == 0 and levels <= combined <= max(2, 1 + lanes // 2) * levels, str(entry)
         divisions = entry.count(r"\{? ?div\.rn\.f32") - 2 * lanes - 1
         assert max(levels, combined - 1) <= divisions <= combined, str(entry)
+
+
+def test_group_norms_gradients_have_cudas_fmas(compiled):
+    """One of each product with x, in whole blocks of steps and in the rest; two of the weights of a lane's channels, and two of the
+    coefficients; one of each element of dx. Two of each sample that a thread adds."""
+    seen = set()
+    for entry in compiled:
+        name, constants, itemsize = entry["kernel"], entry["constants"], entry["itemsize"]
+        if (
+            name
+            not in ("group_norm_backward", "group_norm_channel_sums", "group_norm_input_gradient") + GROUP_NORM_VECTORS
+        ):
+            continue
+        seen.add(name)
+        if name in GROUP_NORM_VECTORS:
+            of_thread = max(constants["THREADS"] * constants["COLUMNS"] // entry.threads, 1)
+            expected = 2 * constants["RUN"] * of_thread * constants["DWEIGHT"]
+        else:
+            of_thread = max(constants["CHANNELS"] * constants["LANES"] // entry.threads, 1)
+            elements, passes = constants["STEPS"] * of_thread, 0
+            passes += 2 * (name != "group_norm_input_gradient")
+            expected = passes * elements
+            if name != "group_norm_channel_sums":
+                passes += 1
+                channels = max(constants["CHANNEL_LANES"] // entry.threads, 1)
+                expected += 2 * channels * constants["WEIGHT"] + 2 + elements
+                if constants["UNIT"] * itemsize == 16 and of_thread * itemsize == 16:
+                    assert entry.count(r"st\.global\S*\.v4\.b32") == constants["STEPS"], str(entry)
+            if constants["UNIT"] * itemsize == 16 and of_thread * itemsize == 16:
+                assert entry.count(r"ld\.global\S*\.v4\.b32") == 2 * passes * constants["STEPS"], str(entry)
+        fmas = entry.count(r"fma\.rn\.f32")
+        assert fmas == expected and entry.count(r"(?:fma|mad)\S*\.f32") == fmas, (expected, fmas, str(entry))
+        assert not entry.count(r"\S*\.ftz"), str(entry)
+    assert len(seen) == 4
 
 
 def test_cohere_layer_norm_rounds_each_operation(compiled):

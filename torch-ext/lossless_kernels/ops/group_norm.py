@@ -1,4 +1,4 @@
-"""GroupNorm that returns the bits of `F.group_norm`: the forward pass, and gradients by ATen's own operator."""
+"""GroupNorm that returns the bits of `F.group_norm`, and of its gradients."""
 
 import functools
 import math
@@ -12,20 +12,25 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import launch, operators, plans, proof
-from ..core.calls import Calls, Outside
+from ..core.calls import UNSEEN, Calls, Outside, remember
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
+    are_as_saved,
     are_ours,
+    are_plain,
     check_floating,
     gradients_apart,
     is_traced_plainly,
+    layouts_if_hooked,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from . import group_norm_backward
+from .group_norm_shape import SPLIT_SIZE, Shape, power_of_two
 from .layer_norm import attribute_of, autocast_changes, given, register_gradient
 
 if launch.AVAILABLE:
@@ -42,7 +47,7 @@ def group_norm(
     """Group normalisation: bit for bit what `torch.nn.functional.group_norm` of the same arguments returns.
 
     `(input - mean) * rsqrt(variance + eps) * weight + bias`, mean and variance over a sample's channels of one group and
-    all their positions, in fp32. ATen's own operator computes the gradients.
+    all their positions, in fp32. Gradients have the bits of ATen's `native_group_norm_backward`.
 
     Args:
         input: `[samples, channels, *positions]`, any real floating dtype.
@@ -129,39 +134,6 @@ _MAX_REGISTERS, _MAX_REGISTERS_OF_FEW_STEPS = 128, 64
 _L2_BYTES = 256 << 10
 # The least programs that are launched for a multiprocessor, as fewer would wait for memory, and the most warps.
 _LEAST_PROGRAMS, _MOST_WARPS = 2, 64
-# From this size on groups that are fewer than the multiprocessors are written by several programs each. Not tuned.
-_SPLIT_SIZE = 1 << 17
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a call.
-
-    Args:
-        samples: their number.
-        groups: of a sample.
-        channels: of a group.
-        positions: of a channel.
-    """
-
-    samples: int
-    groups: int
-    channels: int
-    positions: int
-
-    @property
-    def size(self) -> int:
-        """The elements of a group."""
-        return self.channels * self.positions
-
-    @property
-    def rows(self) -> int:
-        """The groups of all samples."""
-        return self.samples * self.groups
-
-    def is_split(self, gpu: plans.Gpu) -> bool:
-        """Whether several programs write a group."""
-        return self.size >= _SPLIT_SIZE and self.rows < gpu.multiprocessors
 
 
 @dataclass(frozen=True)
@@ -198,10 +170,10 @@ class Kind:
         lanes = 32 if shape.size < _BLOCK else _BLOCK
         warps = _warps(shape.size, dtype.itemsize)
         most_steps = _SHORT_STEPS if warps == _SHORT_WARPS else _LANE_BYTES // dtype.itemsize
-        steps = min(_power_of_two(-(-shape.size // lanes)), most_steps)
+        steps = min(power_of_two(-(-shape.size // lanes)), most_steps)
         tile = 32 * warps * _THREAD_BYTES // dtype.itemsize
-        of_positions = min(_power_of_two(positions), tile)
-        of_channels = min(_power_of_two(channels), tile // of_positions)
+        of_positions = min(power_of_two(positions), tile)
+        of_channels = min(power_of_two(channels), tile // of_positions)
         unit = math.gcd(positions, 16 // dtype.itemsize)
         single = weight and shape.positions == 1
         return cls(dtype, lanes, warps, steps, unit, of_channels, of_positions, weight, bias, single, rounded, split)
@@ -250,11 +222,6 @@ def _warps(size: int, itemsize: int) -> int:
     if size < _BLOCK:
         return 1
     return _SHORT_WARPS if size * itemsize <= _SHORT_BYTES else _LONG_WARPS
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest that is not less."""
-    return 1 << (number - 1).bit_length()
 
 
 def _rounded(eps, dtype: torch.dtype) -> float:
@@ -319,8 +286,34 @@ class _Call:
 class _Training(_Call):
     """A call with gradients."""
 
+    def __init__(self, *call):
+        super().__init__(*call)
+        self.backwards: dict[group_norm_backward.Needs, Optional[group_norm_backward.Backward]] = {}
+
     def __call__(self, input, weight, bias):
         return _apply(self, input, weight, bias)
+
+    def backward(self, input, weight, needs) -> Optional[group_norm_backward.Backward]:
+        """The kernels' gradients; None if ATen's operator computes them. A new call asks for them before its forward pass: in
+        the backward pass less memory is free for a proof."""
+        found = self.backwards.get(needs, UNSEEN)
+        if found is UNSEEN:
+            found = group_norm_backward.resolve(input, self.groups, weight, needs)
+            remember(self.backwards, needs, found)
+        return found
+
+    def gradients(self, dy, input, mean, rstd, weight, bias, needs) -> tuple[Optional[torch.Tensor], ...]:
+        """Those of input, weight and bias that are needed, from the kernels where they compute what ATen does."""
+        if not is_grad_enabled() and are_plain(dy, input) and (weight is None or are_plain(weight, input)):
+            return self.launched_gradients(dy, input, mean, rstd, weight, bias, needs)
+        return gradients(dy, input, self.groups, mean, rstd, weight, bias, self.eps, needs)
+
+    def launched_gradients(self, dy, input, mean, rstd, weight, bias, needs):
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
+        backward, dy = self.backward(input, weight, needs), dy.contiguous()
+        if backward is not None and backward.fits(dy, input, weight):
+            return backward(dy, input, mean, rstd, weight)
+        return gradients(dy, input, self.groups, mean, rstd, weight, bias, self.eps, needs)
 
 
 def _sizes(input: torch.Tensor) -> tuple[int, int, int]:
@@ -365,6 +358,8 @@ def replacement(
     call = _calls.find(_EAGER, facts, tensors, *facts)
     if call is None:
         return None
+    if needs_grad:
+        call.backward(input, weight, tuple([each is not None and each.requires_grad for each in (input, weight, bias)]))
     _calls.recognise(subject, call, (num_groups, eps, is_grad_enabled()), tensors)
     return call(input, weight, bias)
 
@@ -424,8 +419,8 @@ def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[
         input = input.contiguous()
         if not dy.is_cuda:  # A CPU's operator wants its own statistics.
             _, mean, rstd = _eager_with_statistics(input, groups, weight, bias, eps)
-        operator, sizes = torch.ops.aten.native_group_norm_backward, _sizes(input)
-        return tuple(operator(dy.contiguous(), input, mean, rstd, weight, *sizes, groups, list(needs)))
+        sizes = _sizes(input)
+        return tuple(group_norm_backward.eager(dy.contiguous(), input, mean, rstd, weight, *sizes, groups, list(needs)))
 
     def out(*needed):
         found = iter(needed)
@@ -443,16 +438,18 @@ class GroupNorm(torch.autograd.Function):
         out, mean, rstd = call.with_statistics(input, weight, bias)
         ctx.save_for_backward(input, weight, bias, mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.layouts = call, layouts_if_hooked(input, weight, mean, rstd)
         return out
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
             return None, None, None, None
-        input, weight, bias, mean, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
-        return None, *gradients(dy, input, ctx.call.groups, mean, rstd, weight, bias, ctx.call.eps, needs)
+        call, (input, weight, bias, mean, rstd) = ctx.call, ctx.saved_tensors
+        tensors, needs = (dy, input, mean, rstd, weight, bias), ctx.needs_input_grad[1:]
+        if are_as_saved(ctx.layouts, input, weight, mean, rstd):
+            return None, *call.gradients(*tensors, needs)
+        return None, *gradients(dy, input, call.groups, mean, rstd, weight, bias, call.eps, needs)
 
 
 _apply = apply_of(GroupNorm)
@@ -500,7 +497,7 @@ def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
     """Channels of a group and their positions: of the shortest groups of the kind, and of longer ones."""
     of_steps = kind.lanes * kind.steps // 2 + 1 if kind.steps > 1 else 2
     of_warps = {1: 2, _SHORT_WARPS: _BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
-    least = max(of_steps, of_warps[kind.warps], _SPLIT_SIZE * kind.split)
+    least = max(of_steps, of_warps[kind.warps], SPLIT_SIZE * kind.split)
 
     def numbers(tile, others, step):
         """From more than half a tile on; with so many others they make a group of the kind."""
@@ -597,10 +594,18 @@ def _group_norm_op(
 
 
 def _find_gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs):
-    def compute(dy, input, mean, rstd, weight=None, bias=None):
-        return gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs)
+    if weight is None and bias is not None:
+        return None
+    facts = weight is None, bias is None, num_groups, eps, True
+    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
+    if call is None:
+        return None
+    call.backward(input, weight, tuple(needs))
 
-    return operators.of_tensors(compute, dy) if weight is not None or bias is None else None
+    def compute(dy, input, mean, rstd, weight=None, bias=None):
+        return call.launched_gradients(dy, input, mean, rstd, weight, bias, tuple(needs))
+
+    return operators.of_tensors(compute, dy)
 
 
 def _fake_gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs):

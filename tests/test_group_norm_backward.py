@@ -1,0 +1,320 @@
+"""GroupNorm's gradients: the kernels in Triton's interpreter against the transcription of ATen's, and the proof's power."""
+
+import functools
+import math
+import os
+import random
+
+import aten_model
+import pytest
+import torch
+from bits import assert_bits_equal, bits_equal
+from interpreter import cast, multiply_add
+from test_group_norm import gradients_of, special_groups
+from torch import nn
+from torch.nn import functional
+
+pytestmark = [
+    pytest.mark.usefixtures("proof_off"),
+    # numpy, which the interpreter computes with, warns of the infinities and NaNs that some tests are about.
+    pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value|divide by zero):RuntimeWarning"),
+]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, not interpreted")
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ALL = (True, True, True)
+CASES = int(os.environ.get("LOSSLESS_CASES", 12))
+
+
+def launched(family, dy, x, groups, mean, rstd, weight, needs=ALL, split=False):
+    """The kernels' gradients of x [N, C, HxW]; None for those that are not needed."""
+    samples, channels, positions = x.shape
+    shape = family.Shape(samples, groups, channels // groups, positions)
+    kind = family.Kind.of(x.dtype, shape, weight is not None, needs, split)
+    found = [torch.full(size, math.nan, dtype=x.dtype) for size in (x.shape, (channels,), (channels,))]
+    sums = torch.full((2, samples, channels), math.nan)
+    kind.launches(shape, CPU).run(dy, x, x if weight is None else weight, mean, rstd, sums, *found)
+    return [each if need else None for each, need in zip(found, needs)]
+
+
+def transcribed(dy, x, groups, mean, rstd, weight, **how):
+    return aten_model.group_norm_backward(dy, x, groups, mean, rstd, weight, multiply_add, cast, **how)
+
+
+def random_call(choose, generator, samples, channels, positions, groups, dtype):
+    """dy, x, mean, rstd and weight [groups * channels]; the statistics are no more than plausible."""
+    x, dy = torch.randn(2, samples * groups, channels * positions, generator=generator)
+    x, dy = (special_groups(each, dtype, choose) if choose.random() < 0.5 else each for each in (x, dy))
+    x, dy = (each.to(dtype).view(samples, groups * channels, positions) for each in (x, dy))
+    mean, rstd = (
+        torch.randn(samples, groups, generator=generator),
+        torch.rand(samples, groups, generator=generator) + 0.5,
+    )
+    return dy, x, mean.to(dtype), rstd.to(dtype), torch.randn(groups * channels, generator=generator).to(dtype)
+
+
+@interpreted
+def test_the_kernels_equal_the_transcription(module, seed):
+    family, generator, choose = (
+        module("ops.group_norm_backward"),
+        torch.Generator().manual_seed(seed),
+        random.Random(seed),
+    )
+    for case in range(CASES):
+        dtype, samples, groups = choose.choice(DTYPES), choose.choice((1, 2, 9)), choose.choice((1, 2, 3))
+        channels = choose.choice((1, 2, 3, 10, 33))
+        positions = choose.choice((2, 7, 16, 49, 130, 511, 512, 513, 2048, 4104, choose.randint(2, 3000)))
+        channels = max(min(channels, (1 << 14) // (samples * groups * positions)), 1)
+        dy, x, mean, rstd, weight = random_call(choose, generator, samples, channels, positions, groups, dtype)
+        needs, split = choose.choice((ALL, ALL, (True, False, True), (False, True, True))), choose.random() < 0.4
+        if choose.random() < 0.3:
+            weight, needs = None, (True, False, False)
+        label = f"case {case}, {list(x.shape)} {dtype}, {groups} groups, {needs}, {weight is not None}, {split=}"
+        expected = transcribed(dy, x, groups, mean, rstd, weight)
+        found = launched(family, dy, x, groups, mean, rstd, weight, needs, split and needs[0])
+        for mine, wanted, need, what in zip(found, expected, needs, ("dx", "dweight", "dbias")):
+            if need:
+                assert_bits_equal(mine, wanted, f"{what} of {label}")
+
+
+@interpreted
+@pytest.mark.parametrize("samples, channels, positions", [(150, 3, 2), (2, 700, 3), (1, 2, 9000)])
+def test_long_sums_equal_the_transcription(module, seed, samples, channels, positions):
+    """More than 128 samples, 511 channels of a group, and 40 KB of a group."""
+    family, generator, choose = (
+        module("ops.group_norm_backward"),
+        torch.Generator().manual_seed(seed),
+        random.Random(seed),
+    )
+    dtype = choose.choice(DTYPES)
+    dy, x, mean, rstd, weight = random_call(choose, generator, samples, channels, positions, 2, dtype)
+    expected = transcribed(dy, x, 2, mean, rstd, weight)
+    for split in (False, True):
+        for mine, wanted in zip(launched(family, dy, x, 2, mean, rstd, weight, split=split), expected):
+            assert_bits_equal(mine, wanted, f"{dtype}, {split=}")
+
+
+@interpreted
+def test_programs_take_several_groups(module, monkeypatch, seed):
+    """More groups than programs."""
+    family, generator = module("ops.group_norm_backward"), torch.Generator().manual_seed(seed)
+    monkeypatch.setattr(family, "_LEAST_PROGRAMS", 1)
+    monkeypatch.setattr(family, "_L2_BYTES", 0)
+    monkeypatch.setattr(family.plans, "UNKNOWN", family.plans.Gpu(None, 0, multiprocessors=2))
+    module("plans").gpu.cache_clear()
+    try:
+        given = random_call(random.Random(seed), generator, 2, 3, 40, 5, torch.float32)
+        for mine, wanted in zip(launched(family, *given[:2], 5, *given[2:]), transcribed(*given[:2], 5, *given[2:])):
+            assert_bits_equal(mine, wanted)
+    finally:
+        module("plans").gpu.cache_clear()
+
+
+# Orders that a kernel might add in by mistake
+
+
+def without_fma(a, b, c):
+    return a * b + c
+
+
+def pairs(terms, factors, fma):
+    """Lanes that take two neighbouring elements."""
+    threads = 32 if terms.shape[-1] < 512 else 512
+    lanes = torch.arange(terms.shape[-1]) // 2 % threads
+    step = torch.arange(terms.shape[-1]) // 2 // threads * 2 + torch.arange(terms.shape[-1]) % 2
+    padded = [torch.zeros(*terms.shape[:-1], int(step.max()) + 1, threads) for _ in range(2)]
+    for each, values in zip(padded, (terms, torch.ones(()) if factors is None else factors)):
+        each[..., step, lanes] = values.expand_as(terms)
+    return aten_model.group_norm_sums(padded[0].flatten(-2), padded[1].flatten(-2), fma, threads)
+
+
+def in_sequence(terms, factors, fma):
+    total = torch.zeros(terms.shape[:-1])
+    for each in range(terms.shape[-1]):
+        total = total + terms[..., each] * (1.0 if factors is None else factors[..., each])
+    return total
+
+
+def threads(number):
+    return lambda terms, factors, fma: aten_model.group_norm_sums(terms, factors, fma, number)
+
+
+def rounding(function):
+    """A sum without FMAs."""
+    return lambda *given: function(*given[:-1], without_fma)
+
+
+# What is wrong, and the kind of a shape that shows it: channels of a group, positions, and samples.
+WRONG = {
+    "positions by 64 threads": ({"sums": threads(64)}, (3, 200, 2)),
+    "positions by 256 threads": ({"sums": threads(256)}, (3, 1100, 2)),
+    "products of positions rounded": ({"sums": rounding(aten_model.group_norm_sums)}, (3, 200, 2)),
+    "pairs of positions": ({"sums": pairs}, (3, 200, 2)),
+    "channels in sequence": ({"channel_sums": in_sequence}, (20, 3, 2)),
+    "products of channels rounded": ({"channel_sums": rounding(aten_model.group_norm_sums)}, (40, 3, 2)),
+    "few samples by 32 threads": (
+        {"over_samples": functools.partial(aten_model.group_norm_sums_over_samples, threads=32)},
+        (2, 3, 9),
+    ),
+    "many samples by 16 threads": (
+        {"over_samples": functools.partial(aten_model.group_norm_sums_over_samples, threads=16)},
+        (2, 3, 150),
+    ),
+    "products of samples rounded": (
+        {"over_samples": rounding(aten_model.group_norm_sums_over_samples)},
+        (2, 3, 9),
+    ),
+}
+
+
+def tells(family, patch, kind, seed, **how) -> bool:
+    """Whether the proof tells the transcription, with such arithmetic, from the transcription; `seed` replaces its own."""
+
+    class Launches:
+        def __init__(self, shape):
+            self.shape = shape
+
+        def run(self, dy, x, weight, mean, rstd, sums, *found):
+            given = dy, x, self.shape.groups, mean, rstd, weight if kind.weight else None
+            for out, value in zip(found, aten_model.group_norm_backward(*given, **how)):
+                out.copy_(value)
+
+    def eager(dy, x, mean, rstd, weight, samples, channels, positions, groups, needs):
+        return aten_model.group_norm_backward(dy, x, groups, mean, rstd, weight)
+
+    patch.setattr(family.proof, "generator", lambda device, salt: torch.Generator(device).manual_seed(seed + salt))
+    patch.setattr(family.Kind, "launches", lambda kind, shape, device, most: Launches(shape))
+    patch.setattr(family, "eager", eager)
+    return any(not bits_equal(found, expected) for _, found, expected in family._comparisons(kind, CPU))
+
+
+def test_proofs_tell_a_wrong_order(module, monkeypatch, seed):
+    """And not the right one."""
+    family, choose = module("ops.group_norm_backward"), random.Random(seed)
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", 1)
+    for name, (how, (channels, positions, samples)) in WRONG.items():
+        # Products of 16-bit numbers are exact.
+        dtype = torch.float32 if name == "products of positions rounded" else choose.choice(DTYPES)
+        shape = family.Shape(samples, 2, channels, positions)
+        kind = family.Kind.of(dtype, shape, True, ALL, False)
+        with monkeypatch.context() as patch:
+            assert not tells(family, patch, kind, seed), kind
+            assert tells(family, patch, kind, seed, **how), (name, kind)
+
+
+def test_every_kind_has_shapes_of_its_own(module, seed):
+    """Without them a proof would compare nothing."""
+    family, choose = module("ops.group_norm_backward"), random.Random(seed)
+    for _ in range(300):
+        positions = choose.choice((choose.randint(2, 600), 2 ** choose.randint(1, 18), choose.randint(2, 1 << 18)))
+        channels = choose.choice((1, 2, 4, 10, choose.randint(1, 600)))
+        shape = family.Shape(choose.choice((1, 128, 129)), choose.choice((1, 32)), channels, positions)
+        needs = choose.choice((ALL, (True, False, False), (False, True, False)))
+        kind = family.Kind.of(
+            choose.choice(DTYPES), shape, needs[1] or choose.random() < 0.5, needs, choose.random() < 0.3
+        )
+        shapes = family.proof_shapes(kind)
+        assert shapes, (shape, kind)
+        assert all(family.Kind.of(kind.dtype, each, kind.weight, kind.needs, kind.split) == kind for each in shapes)
+        assert max(each.rows * each.size for each in shapes) <= 1 << 29, (shape, shapes)
+
+
+# What surrounds the kernels
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_computes_what_the_kernels_do(kernel, module, seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = torch.randn(2, 3, 8, 4, 5, generator=generator).to(dtype).unbind()
+    weight, bias = torch.randn(2, 8, generator=generator).to(dtype).unbind()
+    for vectors in ((weight, bias), (weight,), ()):
+        found = gradients_of(lambda x, *vectors: kernel.group_norm(x, 2, *vectors), [x, *vectors], dy)
+        _, mean, rstd = module("ops.group_norm")._find(x, 2, *vectors, *(None,) * (2 - len(vectors)), 1e-5)(x, *vectors)
+        expected = transcribed(*(each.reshape(3, 8, 20) for each in (dy, x)), 2, mean, rstd, *(*vectors, None)[:1])
+        for mine, wanted in zip(found[1:], expected):
+            assert_bits_equal(mine, wanted.view(mine.shape), f"{len(vectors)} vectors")
+
+
+@interpreted
+def test_a_changed_weight_gets_eagers_gradients(kernel, module, seed):
+    """Autograd does not notice a weight of another dtype or shape."""
+    layer = nn.GroupNorm(2, 8)
+    x = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    backward = module("ops.group_norm_backward").resolve(x.detach(), 2, layer.weight.detach(), ALL)
+    for weight in (layer.weight.detach().half(), torch.ones(16), torch.ones(16)[::2], torch.ones(0)):
+        assert not backward.fits(torch.ones_like(x), x.detach(), weight)
+    assert backward.fits(torch.ones_like(x), x.detach(), layer.weight.detach())
+    assert not backward.fits(torch.ones_like(x).half(), x.detach(), layer.weight.detach())
+
+
+def test_one_position_is_left_to_eager(module):
+    resolve = module("ops.group_norm_backward").resolve
+    assert resolve(torch.ones(4, 8, 1), 2, torch.ones(8), ALL) is None
+    assert resolve(torch.ones(4, 8), 2, torch.ones(8), ALL) is None
+
+
+# On a GPU: eager itself
+
+
+@pytest.mark.gpu
+def test_gradients_are_those_of_eager(module, seed, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    family, choose = module("ops.group_norm_backward"), random.Random(seed)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for case in range(150):
+        most = 1 << choose.randint(8, 23)
+        samples, groups = choose.choice((1, 2, 16, 127, 129, 300)), choose.choice((1, 2, 32))
+        positions = choose.choice((2, 7, 49, 64, 196, 511, 512, 576, 1024, 3136, 4096, choose.randint(2, 30000)))
+        channels = max(min(choose.choice((1, 2, 4, 10, 16, 40, 600)), most // (samples * groups * positions)), 1)
+        sizes, dtype = (samples, groups * channels, positions), choose.choice(DTYPES)
+        x, dy = torch.randn(2, *sizes, generator=generator, device="cuda").to(dtype).unbind()
+        x, dy = x * choose.choice((0.1, 1.0, 30.0)) + choose.choice((0.0, 1.0)), dy * choose.choice((1e-3, 1.0, 30.0))
+        vector = torch.randn(sizes[1], generator=generator, device="cuda").to(dtype)
+        weight, needs = choose.choice(
+            ((vector, ALL), (vector, ALL), (vector, (False, True, True)), (None, (True, False, False)))
+        )
+        _, mean, rstd = torch.native_group_norm(x, weight, None, *sizes, groups, 1e-5)
+        backward = family.resolve(x, groups, weight, needs)
+        label = f"case {case}, {sizes} {dtype}, {groups} groups, {needs}, {weight is not None}"
+        assert backward is not None, label
+        expected = family.eager(dy, x, mean, rstd, weight, *sizes, groups, list(needs))
+        for mine, wanted, need in zip(backward(dy, x, mean, rstd, weight), expected, needs):
+            if need:
+                assert_bits_equal(mine, wanted, label)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 320, 4096), (1, 128, 1 << 18), (8, 512, 784), (4, 512, 51199), (128, 512, 4096)])
+def test_images_have_eagers_gradients(kernel, module, seed, monkeypatch, shape):
+    """Those of diffusion models, some of which are split, of audio, and that of the benchmark."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    generator = torch.Generator("cuda").manual_seed(seed)
+    groups = 512 if shape[2] == 51199 else 32
+    for dtype in DTYPES:
+        x, dy = torch.randn(2, *shape, generator=generator, device="cuda").to(dtype).unbind()
+        vectors = torch.randn(2, shape[1], generator=generator, device="cuda").to(dtype).unbind()
+        ours, theirs = (
+            gradients_of(lambda x, *vectors, f=f: f(x, groups, *vectors), [x, *vectors], dy)
+            for f in (kernel.group_norm, functional.group_norm)
+        )
+        for mine, wanted in zip(ours, theirs):
+            assert_bits_equal(mine, wanted, f"{dtype}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_transcription_is_what_eager_computes(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    for sizes in ((2, 12, 7), (3, 12, 1000), (150, 4, 2), (2, 1200, 3)):
+        x, dy = torch.randn(2, *sizes, generator=generator).to(dtype).unbind()
+        for weight in (torch.randn(sizes[1], generator=generator).to(dtype), None):
+            on_gpu = dy.cuda(), x.cuda(), None if weight is None else weight.cuda()
+            _, mean, rstd = torch.native_group_norm(*on_gpu[1:], None, *sizes, 2, 1e-5)
+            needs = [True, weight is not None, weight is not None]
+            expected = torch.ops.aten.native_group_norm_backward(*on_gpu[:2], mean, rstd, on_gpu[2], *sizes, 2, needs)
+            found = aten_model.group_norm_backward(dy, x, 2, mean.cpu(), rstd.cpu(), weight)
+            for mine, wanted, need in zip(found, expected, needs):
+                if need:
+                    assert_bits_equal(mine, wanted.cpu(), f"{sizes}, {weight is not None}")

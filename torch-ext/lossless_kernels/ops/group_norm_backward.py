@@ -1,0 +1,319 @@
+"""The gradients of GroupNorm, with the bits of ATen's operator `native_group_norm_backward`."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional
+
+import torch
+from torch.nn import functional
+
+from ..core import launch, plans, proof
+from ..core.domain import allocator, are_as_saved, layouts_of
+from ..core.layout import contiguous_strides
+from .group_norm_shape import Shape, power_of_two
+
+if launch.AVAILABLE:
+    from ..kernels_src.group_norm_backward import (
+        group_norm_backward,
+        group_norm_channel_sums,
+        group_norm_input_gradient,
+        group_norm_vector_gradients,
+    )
+
+# ATen's operator.
+eager = torch.ops.aten.native_group_norm_backward
+
+Needs = tuple[bool, bool, bool]
+
+
+class Gradients(NamedTuple):
+    dx: Optional[torch.Tensor]
+    dweight: Optional[torch.Tensor]
+    dbias: Optional[torch.Tensor]
+
+
+# ATen takes a warp for a sum of fewer elements, and as many threads for longer ones (block_reduce.cuh).
+_BLOCK = 512
+# ATen adds up to so many samples one after the other, and more by as many threads.
+_SAMPLES_IN_SEQUENCE, _THREADS = 128, 32
+# Warps of a program by the most bytes of a group of dy, and the most elements that a lane reads at once.
+_WARPS = {2 << 10: 1, 40 << 10: 4, 96 << 10: 8}
+_MOST_WARPS, _STEPS = 16, 8
+# The L2 of a multiprocessor's share that holds the groups of its programs, the least programs that are launched for a
+# multiprocessor, and the most warps.
+_L2_BYTES, _LEAST_PROGRAMS, _WARPS_OF_MULTIPROCESSOR = 256 << 10, 2, 64
+# From this size on groups that are fewer than the multiprocessors are shared by several programs each.
+_SPLIT_SIZE = 1 << 13
+# By the threads for samples the channels of a program, the samples that a thread reads at once, and the warps.
+_OF_VECTORS = {1: (8, 16, 1), _THREADS: (4, 16, 4)}
+# The most warps of a program of a split group. Each sums a single channel.
+_SPLIT_WARPS = 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties that the kernels are compiled for.
+
+    Attributes:
+        unit: elements that a vector of 16 bytes and all channels have in common.
+        lanes: ATen's threads for a channel's positions.
+        channel_lanes: ATen's threads for a group's channels.
+        channels: of a tile.
+        steps: elements that a lane reads at once.
+        warps: of a program.
+        weight: whether there is one.
+        needs: which gradients are computed.
+        threads: ATen's threads for the samples; 0 without gradients of weight and bias.
+        split: whether several programs share a group.
+    """
+
+    dtype: torch.dtype
+    unit: int
+    lanes: int
+    channel_lanes: int
+    channels: int
+    steps: int
+    warps: int
+    weight: bool
+    needs: Needs
+    threads: int
+    split: bool
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Shape, weight: bool, needs: Needs, split: bool) -> "Kind":
+        vector = 16 // dtype.itemsize
+        lanes, channel_lanes = (32 if number < _BLOCK else _BLOCK for number in (shape.positions, shape.channels))
+        bytes_of_group = shape.size * dtype.itemsize
+        warps = next((warps for most, warps in _WARPS.items() if bytes_of_group <= most), _MOST_WARPS)
+        warps = min(warps, _SPLIT_WARPS) if split else warps
+        channels = min(power_of_two(shape.channels), max(32 * warps * vector // lanes, 1))
+        steps = min(power_of_two(-(-shape.positions // lanes)), _STEPS)
+        threads = (1 if shape.samples <= _SAMPLES_IN_SEQUENCE else _THREADS) if any(needs[1:]) else 0
+        unit = math.gcd(shape.positions, vector)
+        return cls(dtype, unit, lanes, channel_lanes, channels, steps, warps, weight, needs, threads, split)
+
+    def launches(self, shape: Shape, device: torch.device, most_programs: int = launch.MAX_PROGRAMS) -> "Launches":
+        units, channels, gpu = shape.positions // self.unit, shape.rows * shape.channels, plans.gpu(device)
+        sums = {"UNIT": self.unit, "CHANNELS": self.channels, "LANES": self.lanes, "STEPS": self.steps}
+        of_input = {**sums, "CHANNEL_LANES": self.channel_lanes, "WEIGHT": self.weight}
+        in_order = (self.dtype,) * 5
+        scalars = shape.rows, shape.groups, shape.channels, units
+        both = channel_sums = input_gradient = vectors = None
+        if self.needs[0] and not self.split:
+            programs = min(_programs(shape, self, gpu), most_programs)
+            dtypes = (*in_order, torch.float32, self.dtype)
+            both = launch.bind(group_norm_backward, of_input, self.warps, device, dtypes, programs, *scalars)
+        else:
+            dtypes, programs = (self.dtype, self.dtype, torch.float32), -(-channels // self.channels)
+            if self.split and self.lanes == _BLOCK:
+                sums, warps, programs = {**sums, "CHANNELS": 1}, _SPLIT_WARPS, channels
+            else:
+                warps = self.warps
+            fixed = sums, warps, device, dtypes, programs
+            channel_sums = launch.bind(group_norm_channel_sums, *fixed, channels, units)
+        if self.needs[0] and self.split:
+            tiles = -(-shape.channels // self.channels) * -(-shape.positions // (self.steps * self.lanes))
+            parts = min(tiles, -(-_WARPS_OF_MULTIPROCESSOR // self.warps * gpu.multiprocessors // shape.rows))
+            fixed = of_input, self.warps, device, (*in_order, torch.float32, self.dtype), shape.rows * parts
+            input_gradient = launch.bind(group_norm_input_gradient, *fixed, *scalars, parts)
+        if self.threads:
+            of_weight, of_bias = self.needs[1:]
+            columns, run, warps = _OF_VECTORS[self.threads]
+            constants = {
+                "THREADS": self.threads,
+                "RUN": run,
+                "COLUMNS": columns,
+                "DWEIGHT": of_weight,
+                "DBIAS": of_bias,
+            }
+            of_sample, outs = shape.groups * shape.channels, (self.dtype, self.dtype)
+            fixed = constants, warps, device, (*outs, torch.float32, *outs)
+            scalars = shape.samples, of_sample, shape.channels
+            vectors = launch.bind(group_norm_vector_gradients, *fixed, -(-of_sample // columns), *scalars)
+        return Launches(both, channel_sums, input_gradient, vectors)
+
+
+def _programs(shape: Shape, kind: Kind, gpu: plans.Gpu) -> int:
+    """So many that the L2 still has dy and x of a group when they are read for the second time."""
+    most = _WARPS_OF_MULTIPROCESSOR // kind.warps
+    of_multiprocessor = min(max(_L2_BYTES // (2 * shape.size * kind.dtype.itemsize), _LEAST_PROGRAMS), most)
+    return min(shape.rows, of_multiprocessor * gpu.multiprocessors)
+
+
+class Launches(NamedTuple):
+    """The launches of a call, None where there is none.
+
+    Args:
+        both: for dy, x, weight, mean, rstd, the sums of channels and dx.
+        channel_sums: for dy, x and the sums.
+        input_gradient: as `both`, after `channel_sums`.
+        vectors: for mean, rstd, the sums, dweight and dbias.
+    """
+
+    both: Optional[launch.Launch]
+    channel_sums: Optional[launch.Launch]
+    input_gradient: Optional[launch.Launch]
+    vectors: Optional[launch.Launch]
+
+    def run(self, dy, x, weight, mean, rstd, sums, dx, dweight, dbias) -> None:
+        """x stands for a weight that there is not, and for what is not needed."""
+        if self.both is not None:
+            self.both(dy, x, weight, mean, rstd, sums, dx)
+        else:
+            self.channel_sums.call_3(dy, x, sums)
+        if self.input_gradient is not None:
+            self.input_gradient(dy, x, weight, mean, rstd, sums, dx)
+        if self.vectors is not None:
+            self.vectors.call_5(mean, rstd, sums, dweight, dbias)
+
+
+@dataclass(eq=False)
+class Backward:
+    """The gradients of all calls of the same shapes, dtypes and device.
+
+    Args:
+        layouts: of x and the weight.
+        empty_dx: for a tensor like x.
+        empty_sums: for ds and db of all channels.
+        empty_vector: for `[channels]`.
+    """
+
+    needs: Needs
+    layouts: tuple
+    launches: Launches
+    empty_dx: Callable[[], torch.Tensor]
+    empty_sums: Callable[[], torch.Tensor]
+    empty_vector: Callable[[], torch.Tensor]
+
+    def fits(self, dy, x, weight) -> bool:
+        """Whether the tensors are those that the kernels were chosen for. Autograd does not notice if `.to(dtype)` or a new
+        `.data` has changed a weight since the forward pass."""
+        return dy.dtype == x.dtype and are_as_saved(self.layouts, x, weight)
+
+    def __call__(self, dy, x, mean, rstd, weight) -> Gradients:
+        empty = self.empty_dx, self.empty_vector, self.empty_vector
+        found = [make() if need else x for make, need in zip(empty, self.needs)]
+        self.launches.run(dy, x, x if weight is None else weight, mean, rstd, self.empty_sums(), *found)
+        return Gradients(*[each if need else None for each, need in zip(found, self.needs)])
+
+
+def resolve(x, groups: int, weight, needs: Needs) -> Optional[Backward]:
+    """The gradients of a call in the forward kernel's domain; None if ATen's operator must compute them."""
+    samples, channels, positions = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    shape = Shape(samples, groups, channels // groups, positions)
+    if positions == 1 or samples * channels > launch.MAX_PROGRAMS:
+        return None
+    split = shape.size >= _SPLIT_SIZE and shape.rows < plans.gpu(x.device).multiprocessors
+    kind = Kind.of(x.dtype, shape, weight is not None, needs, split and needs[0])
+    if not _proved(kind, x.device):
+        return None
+    return Backward(
+        needs,
+        layouts_of(x, weight),
+        kind.launches(shape, x.device),
+        allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device),
+        allocator((2, samples, channels), (samples * channels, channels, 1), torch.float32, x.device),
+        allocator((channels,), (1,), x.dtype, x.device),
+    )
+
+
+# Proof
+
+
+def _proved(kind: Kind, device) -> bool:
+    names = ("input", "weight", "bias")
+    what = " and ".join(name for name, need in zip(names, kind.needs) if need)
+    where = f"{kind.dtype}, gradients of {what}, tiles of {kind.channels} channels and {kind.lanes} positions"
+    return proof.kernel_is_proved(
+        ("group_norm_backward", kind, device),
+        proof.Subject(functional.group_norm, device, where, "group_norm"),
+        functools.partial(_comparisons, kind, device),
+    )
+
+
+# dx is compared in so many elements: of 16 bits one in about 100,000 shows how its last products round. Longer shapes than the
+# kind's smallest are compared up to a total of so many.
+_PROOF_ELEMENTS, _MOST_PROOF_ELEMENTS = 1 << 20, 1 << 22
+_LEAST_GROUPS = 2
+_PROOF_EPS = 1e-5
+
+
+# Shapes among which a kind has some: channels, and positions in units.
+_NUMBERS = sorted({int(1.2**power) for power in range(63)})
+
+
+def proof_shapes(kind: Kind) -> list[Shape]:
+    """The smallest shape of the kind, one of up to four times its size, and one of many channels."""
+    samples = 9 if kind.threads < _THREADS else _SAMPLES_IN_SEQUENCE + 5
+    of_positions = [kind.unit * (number | 1) for number in _NUMBERS]
+    # Whole steps of all lanes.
+    of_positions += [number for number in (32, 256, 512, 1024, 4096) if number % kind.unit == 0]
+    shapes = [
+        Shape(samples, _LEAST_GROUPS, channels, positions)
+        for channels in (number for number in _NUMBERS if number <= 2 * _BLOCK)
+        for positions in of_positions
+        if positions > 1 and channels * positions <= _MOST_PROOF_ELEMENTS
+    ]
+    shapes = [each for each in shapes if Kind.of(kind.dtype, each, kind.weight, kind.needs, kind.split) == kind]
+    shapes.sort(key=lambda shape: (shape.size, shape.channels))
+    longer = [each for each in shapes[1:] if each.rows * each.size <= _MOST_PROOF_ELEMENTS]
+    of_size = [each for each in longer if each.size <= 4 * shapes[0].size]
+    of_many_channels = sorted(longer, key=lambda shape: shape.channels)
+    return [*shapes[:1], *of_size[-1:], *of_many_channels[-1:]]
+
+
+def _comparisons(kind: Kind, device) -> Iterator[proof.Comparison]:
+    for shape in proof_shapes(kind):
+        groups = max(_PROOF_ELEMENTS // (shape.size * shape.samples), _LEAST_GROUPS)
+        shape = Shape(shape.samples, groups, shape.channels, shape.positions)
+        for axis in (None, 0, 2, 3):
+            yield from _comparisons_of(kind, shape, device, axis)
+
+
+def _comparisons_of(kind: Kind, shape: Shape, device, axis: Optional[int]) -> Iterator[proof.Comparison]:
+    dy, x, weight = (each.to(kind.dtype) for each in _sample(kind, shape, device, axis))
+    sizes = shape.samples, shape.groups * shape.channels, shape.positions
+    dy, x, weight = dy.reshape(sizes), x.reshape(sizes), weight.reshape(-1) if kind.weight else None
+    _, mean, rstd = torch.native_group_norm(x, weight, None, *sizes, shape.groups, _PROOF_EPS)
+    found = [torch.full(size, math.nan, dtype=kind.dtype, device=device) for size in (sizes, sizes[1:2], sizes[1:2])]
+    sums = torch.full((2, *sizes[:2]), math.nan, dtype=torch.float32, device=device)
+    # A program takes one group or several in turn: here both.
+    launches = kind.launches(shape, device, shape.rows - shape.rows // 3)
+    launches.run(dy, x, x if weight is None else weight, mean, rstd, sums, *found)
+    expected = eager(dy, x, mean, rstd, weight, *sizes, shape.groups, list(kind.needs))
+    names = "the input's gradient", "the weight's gradient", "the bias's gradient"
+    yield from ((name, *pair) for name, need, *pair in zip(names, kind.needs, found, expected) if need)
+
+
+def _sample(kind: Kind, shape: Shape, device, axis: Optional[int]):
+    """dy and x [samples, groups, channels, positions] and the weight [groups, channels].
+
+    Along `axis` the second half has the numbers of the first elsewhere, and the opposite dy: sums are zero but for rounding
+    errors, which are all that remains of them. Where dy is zero, dx consists of a group's sums. Without an axis groups have
+    all scales, and some have infinities, NaN and numbers beyond fp16.
+    """
+    sizes = shape.samples, shape.groups, shape.channels, shape.positions
+    source = proof.generator(device, shape.size + (0 if axis is None else axis))
+    x, weight = proof.normal(source, *sizes), proof.normal(source, *sizes[1:3])
+    if axis is None:
+        group = torch.arange(shape.rows, device=device).view(*sizes[:2], 1, 1)
+        x = (x + proof.normal(source, *sizes[:2], 1, 1)) * torch.exp2(group % 16 - 8.0)
+        dy = proof.normal(source, *sizes)
+        rows, of_rows = x.flatten(0, 1), dy.flatten(0, 1)
+        of_rows[1], of_rows[2], rows[3], rows[6, 0, 0] = 0.0, -0.0, 3.0, 6e4
+        of_rows[4, 0, 0], of_rows[5, 0, 1] = math.inf, math.nan
+        return dy, x, weight
+    like = torch.empty(sizes, dtype=kind.dtype, device=device)
+    dy = proof.random_like(like, source, exponents=proof.WIDE).float()
+    # Small numbers have a large rstd: in fp16 dx would be subnormal.
+    x, dy[..., 0], half = x / 256.0, 0.0, sizes[axis] // 2
+    first, second, rest = (
+        (*(slice(None),) * axis, each) for each in (slice(half), slice(half, 2 * half), slice(2 * half, None))
+    )
+    order = torch.randperm(half, generator=source, device=device)
+    x[second], dy[second], dy[rest] = x[first].index_select(axis, order), -dy[first].index_select(axis, order), 0.0
+    if axis == 2:
+        weight[:, half : 2 * half] = weight[:, :half][:, order]
+    return dy, x, weight
