@@ -36,7 +36,7 @@ def calls(kernel: ModuleType, given: SimpleNamespace) -> dict[str, Callable]:
     with contextlib.suppress(ModuleNotFoundError):
         direct = {each._opname: each for each in python_module(kernel, "core.operators").DIRECT}
         for name, arguments in (each for family in FAMILIES for each in family.operators(given).items()):
-            if name == "layer_norm_backward":  # ATen computes it, here on the CPU.
+            if name in ("layer_norm_backward", "group_norm_backward"):  # ATen computes them, here on the CPU.
                 continue
             found[f"{name}, in Inductor's code"] = functools.partial(direct[name].sites["timed"], *arguments)
     for name, call in found.items():

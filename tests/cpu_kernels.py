@@ -143,14 +143,14 @@ def cpu_kernels(package):
         return torch.ops.aten.native_group_norm_backward(*given, *sizes, groups, [True] * 3)
 
     def group_norm_backward(constants, scalars, dy, x, weight, mean, rstd, sums, dx):
-        products[:] = dy, x
+        products[:] = dy.detach(), x.detach()
         rows, groups, channels = scalars[:3]
         weight = weight.reshape(-1) if constants["WEIGHT"] else torch.ones(groups * channels, dtype=x.dtype)
         found = group_norm_gradients(rows // groups, groups * channels, groups, weight, mean, rstd)
         write(dx, found[0].view(dx.shape))
 
     def group_norm_channel_sums(constants, scalars, dy, x, sums):
-        products[:] = dy, x  # All is computed at once, by the next launch.
+        products[:] = dy.detach(), x.detach()  # All is computed at once, by the next launch.
 
     def group_norm_vector_gradients(constants, scalars, mean, rstd, sums, *outs):
         samples, channels, of_group = scalars

@@ -595,11 +595,11 @@ def _group_norm_timed(module, given):
 
 
 def _group_norm_operators(given):
-    x, statistics = torch.randn(1, 64, 16), torch.rand(1, 32)
+    (x, dy), (mean, rstd) = torch.randn(2, 1, 64, 16), torch.rand(2, 1, 32)
     vectors = given.parameter, torch.randn(64)
     return {
         "group_norm": (x, 32, *vectors, 1e-5),
-        "group_norm_backward": (x, x, 32, statistics, statistics, *vectors, 1e-5, [True, True, True]),
+        "group_norm_backward": (dy, x, 32, mean, rstd, *vectors, 1e-5, [True, True, True]),
     }
 
 
@@ -613,8 +613,8 @@ def _group_norm_launches(kernel, machine):
     for samples, channels, positions, groups in shapes:
         x, vector = empty(samples, channels, positions), empty(channels)
         kernel.group_norm(x, groups, vector, vector)
-        if positions > 1:
-            leaves = [empty(*each.shape, requires_grad=True) for each in (x, vector, vector)]
+        if positions in (49, 4096, 1 << 17):
+            leaves = [empty(*each.shape).requires_grad_() for each in (x, vector, vector)]
             kernel.group_norm(leaves[0], groups, *leaves[1:]).backward(x)
         if positions == 4096 and machine.every_case:
             kernel.group_norm(x, groups, vector)
@@ -627,10 +627,10 @@ def _group_norm_launches(kernel, machine):
         # More samples than ATen adds in sequence, long groups, and no weight.
         for samples, channels, positions in ((130, 4, 64), (150, 6, 9000)):
             leaves = [
-                empty(*size, requires_grad=True) for size in ((samples, channels, positions), (channels,), (channels,))
+                empty(*size).requires_grad_() for size in ((samples, channels, positions), (channels,), (channels,))
             ]
-            kernel.group_norm(leaves[0], 2, *leaves[1:]).backward(empty(samples, channels, positions))
-        leaf = empty(2, 6, 1001, requires_grad=True)
+            kernel.group_norm(leaves[0], 2, *leaves[1:]).backward(leaves[0].detach())
+        leaf = empty(2, 6, 1001).requires_grad_()
         kernel.group_norm(leaf, 2).backward(leaf.detach())
 
 

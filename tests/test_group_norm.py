@@ -735,6 +735,13 @@ def test_output_and_gradients_are_those_of_eager(kernel, module, seed, monkeypat
         x, vectors = x.cuda(), [each.cuda() for each in vectors if each is not None]
         label = f"case {case}, {list(x.shape)} {x.dtype}, {groups} groups, {len(vectors)} vectors"
         assert module("ops.group_norm").replacement(x, groups, *(*vectors, None, None)[:2], EPS) is not None, label
+        if case % 4:  # A kernel of its own for each: the gradients of few.
+            with torch.no_grad():
+                found, expected = (
+                    function(x, groups, *vectors) for function in (kernel.group_norm, functional.group_norm)
+                )
+            assert_bits_equal(found, expected, label)
+            continue
         dy = torch.randn_like(x)
         ours = gradients_of(lambda *given: kernel.group_norm(given[0], groups, *given[1:]), [x, *vectors], dy)  # noqa: B023
         theirs = gradients_of(

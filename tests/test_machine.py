@@ -77,6 +77,7 @@ SPILLED = {
     # Groups that a lane reads in two steps, with 64 registers.
     ("group_norm_forward", "bfloat16", None): 236,
     ("group_norm_forward", "float32", None): 236,
+    ("group_norm_backward", "bfloat16", None): 4,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     # LayerNorm of rows of 16384 elements, gradients of 32768, some bytes more of masked scores and jsd.

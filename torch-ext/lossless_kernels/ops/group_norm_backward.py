@@ -193,10 +193,11 @@ class Backward:
         return dy.dtype == x.dtype and are_as_saved(self.layouts, x, weight)
 
     def __call__(self, dy, x, mean, rstd, weight) -> Gradients:
-        empty = self.empty_dx, self.empty_vector, self.empty_vector
-        found = [make() if need else x for make, need in zip(empty, self.needs)]
-        self.launches.run(dy, x, x if weight is None else weight, mean, rstd, self.empty_sums(), *found)
-        return Gradients(*[each if need else None for each, need in zip(found, self.needs)])
+        of_input, of_weight, of_bias = self.needs
+        dx = self.empty_dx() if of_input else x
+        dweight, dbias = self.empty_vector() if of_weight else x, self.empty_vector() if of_bias else x
+        self.launches.run(dy, x, x if weight is None else weight, mean, rstd, self.empty_sums(), dx, dweight, dbias)
+        return Gradients(dx if of_input else None, dweight if of_weight else None, dbias if of_bias else None)
 
 
 def resolve(x, groups: int, weight, needs: Needs) -> Optional[Backward]:
