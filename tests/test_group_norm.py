@@ -504,7 +504,6 @@ def test_only_contiguous_inputs_are_taken(kernel, module, seed, layout):
 
 
 @interpreted
-@interpreted
 def test_gradients_of_any_layout(kernel, seed):
     """dy as attention or a permutation leaves it, expanded, and of some inputs alone."""
     x, dy = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(seed)).unbind()

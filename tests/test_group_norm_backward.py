@@ -79,7 +79,7 @@ def test_the_kernels_equal_the_transcription(module, seed):
 
 
 @interpreted
-@pytest.mark.parametrize("samples, channels, positions", [(150, 3, 2), (2, 700, 3), (1, 2, 9000)])
+@pytest.mark.parametrize("samples, channels, positions", [(131, 2, 2), (1, 520, 3), (1, 2, 9000)])
 def test_long_sums_equal_the_transcription(module, seed, samples, channels, positions):
     """More than 128 samples, 511 channels of a group, and 40 KB of a group."""
     family, generator, choose = (
@@ -87,11 +87,11 @@ def test_long_sums_equal_the_transcription(module, seed, samples, channels, posi
         torch.Generator().manual_seed(seed),
         random.Random(seed),
     )
-    dtype = choose.choice(DTYPES)
-    dy, x, mean, rstd, weight = random_call(choose, generator, samples, channels, positions, 2, dtype)
-    expected = transcribed(dy, x, 2, mean, rstd, weight)
+    dtype, groups = choose.choice(DTYPES), 1 if samples > 128 else 2
+    dy, x, mean, rstd, weight = random_call(choose, generator, samples, channels, positions, groups, dtype)
+    expected = transcribed(dy, x, groups, mean, rstd, weight)
     for split in (False, True):
-        for mine, wanted in zip(launched(family, dy, x, 2, mean, rstd, weight, split=split), expected):
+        for mine, wanted in zip(launched(family, dy, x, groups, mean, rstd, weight, split=split), expected):
             assert_bits_equal(mine, wanted, f"{dtype}, {split=}")
 
 
@@ -208,16 +208,20 @@ def test_every_kind_has_shapes_of_its_own(module, seed):
     family, choose = module("ops.group_norm_backward"), random.Random(seed)
     for _ in range(300):
         positions = choose.choice((choose.randint(2, 600), 2 ** choose.randint(1, 18), choose.randint(2, 1 << 18)))
-        channels = choose.choice((1, 2, 4, 10, choose.randint(1, 600)))
+        channels = choose.choice((1, 2, 4, 10, choose.randint(1, 600), choose.randint(1, (1 << 20) // positions + 1)))
         shape = family.Shape(choose.choice((1, 128, 129)), choose.choice((1, 32)), channels, positions)
         needs = choose.choice((ALL, (True, False, False), (False, True, False)))
         kind = family.Kind.of(
             choose.choice(DTYPES), shape, needs[1] or choose.random() < 0.5, needs, choose.random() < 0.3
         )
         shapes = family.proof_shapes(kind)
-        assert shapes, (shape, kind)
+        if (
+            not shapes
+        ):  # Long groups of at least 512 channels, more often than ATen adds samples in sequence: left to it.
+            assert kind.threads == 32 and kind.channel_lanes == 512 and kind.lanes == 512, (shape, kind)
+            continue
         assert all(family.Kind.of(kind.dtype, each, kind.weight, kind.needs, kind.split) == kind for each in shapes)
-        assert max(each.rows * each.size for each in shapes) <= 1 << 29, (shape, shapes)
+        assert max(each.rows * each.size for each in shapes) <= 1 << 25, (shape, shapes)
 
 
 # What surrounds the kernels
@@ -247,6 +251,25 @@ def test_a_changed_weight_gets_eagers_gradients(kernel, module, seed):
         assert not backward.fits(torch.ones_like(x), x.detach(), weight)
     assert backward.fits(torch.ones_like(x), x.detach(), layer.weight.detach())
     assert not backward.fits(torch.ones_like(x).half(), x.detach(), layer.weight.detach())
+
+
+@interpreted
+def test_a_weight_that_was_changed_before_is_not_resolved(module, seed):
+    """Where the first backward pass is the first to ask for gradients."""
+    x = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(seed))
+    for family, given in (
+        ("ops.group_norm", (2, torch.ones(8), None, 1e-5)),
+        ("ops.layer_norm", ((64,), torch.ones(64), None, 1e-5)),
+    ):
+        family, x = module(family), x if family == "ops.group_norm" else torch.randn(3, 64)
+        weight = given[1].requires_grad_()
+        out = family.replacement(x, given[0], weight, *given[2:])
+        assert out.grad_fn is not None
+        (call,) = (call for call in family._calls.resolved.values() if isinstance(call, family._Training))
+        call.backwards.clear()
+        for changed in (torch.ones(1), weight.detach().half(), torch.ones(2 * len(weight))[::2]):
+            assert call.backward(x, changed, (False, True, False)) is None and not call.backwards
+        assert call.backward(x, weight, (False, True, False)) is not None
 
 
 def test_one_position_is_left_to_eager(module):
@@ -283,6 +306,22 @@ def test_gradients_are_those_of_eager(module, seed, monkeypatch):
         for mine, wanted, need in zip(backward(dy, x, mean, rstd, weight), expected, needs):
             if need:
                 assert_bits_equal(mine, wanted, label)
+
+
+@pytest.mark.gpu
+def test_zeros_have_eagers_signs(module, seed):
+    """Products that underflow are added to -0, which the zeros of lanes without elements must not change."""
+    family, generator = module("ops.group_norm_backward"), torch.Generator("cuda").manual_seed(seed)
+    for sizes, groups in (((1, 33, 2), 1), ((1, 70, 3), 2), ((3, 8, 5), 4), ((130, 6, 4), 3), ((1, 600, 2), 1)):
+        for tiny in (1e-20, 1e-30, 1e-38, 1e-44):
+            x, dy = torch.randn(2, *sizes, generator=generator, device="cuda").unbind()
+            weight = torch.randn(sizes[1], generator=generator, device="cuda") * 1e-30
+            mean, rstd = torch.rand(2, sizes[0], groups, generator=generator, device="cuda").unbind()
+            for small in (dy * tiny, -dy.abs() * tiny):
+                backward = family.resolve(x, groups, weight, ALL)
+                expected = family.eager(small, x, mean, rstd, weight, *sizes, groups, [True] * 3)
+                for mine, wanted in zip(backward(small, x, mean, rstd, weight), expected):
+                    assert_bits_equal(mine, wanted, f"{sizes}, {tiny}")
 
 
 @pytest.mark.gpu

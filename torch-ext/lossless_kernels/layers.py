@@ -174,8 +174,8 @@ def _fused(x, weight, normalized_shape) -> bool:
 class TorchLayerNorm(_Layer):
     """LayerNorm as `F.layer_norm` computes it, with `normalized_shape`, `weight` and `bias` (or None) and `eps`.
 
-    Given the layer name, it replaces `torch.nn.LayerNorm`. ATen's own operator computes the gradients. A layer with a bias
-    and no weight keeps its forward.
+    Given the layer name, it replaces `torch.nn.LayerNorm`. ATen's own operator computes the gradients of weight and bias of
+    more than 65,536 rows. A layer with a bias and no weight keeps its forward.
     """
 
     @torch.jit.ignore
@@ -189,8 +189,8 @@ class TorchLayerNorm(_Layer):
 class TorchGroupNorm(_Layer):
     """GroupNorm as `F.group_norm` computes it, with `num_groups`, `weight` and `bias` (or None) and `eps`.
 
-    Given the layer name, it replaces `torch.nn.GroupNorm`. ATen's own operator computes the gradients. A layer with a bias
-    and no weight keeps its forward.
+    Given the layer name, it replaces `torch.nn.GroupNorm`. Where a channel has one position, ATen's own operator computes
+    the gradients. A layer with a bias and no weight keeps its forward.
     """
 
     @torch.jit.ignore

@@ -88,8 +88,9 @@ def _coefficients(
         db = tl.load(db_ptr + channel, mask=channel < channels, other=0.0)
         if WEIGHT:
             weight = tl.load(weight_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-            of_products = tl.fma(weight, ds, of_products)
-            of_terms = tl.fma(weight, db, of_terms)
+            # A lane without a channel keeps its sum: plus zero, an underflow's -0 would become +0.
+            of_products = tl.where(channel < channels, tl.fma(weight, ds, of_products), of_products)
+            of_terms = tl.where(channel < channels, tl.fma(weight, db, of_terms), of_terms)
         else:
             of_products = of_products + ds
             of_terms = of_terms + db
@@ -326,10 +327,11 @@ def group_norm_vector_gradients(
     db_ptr = sums_ptr + tl.cast(samples, tl.int64) * channels
     dweight = tl.zeros([THREADS, COLUMNS], tl.float32)
     dbias = tl.zeros([THREADS, COLUMNS], tl.float32)
+    thread = tl.arange(0, THREADS)[:, None]
     for start in range(0, samples, RUN * THREADS):
         found = ()
         for each in tl.static_range(RUN):
-            sample = (start + each * THREADS + tl.arange(0, THREADS))[:, None]
+            sample = start + each * THREADS + thread
             inside = (sample < samples) & (column < channels)[None, :]
             offset = tl.cast(sample, tl.int64) * channels + column[None, :]
             db = tl.load(db_ptr + offset, mask=inside, other=0.0)
@@ -345,7 +347,9 @@ def group_norm_vector_gradients(
             dbias = dbias + db
             if DWEIGHT:
                 term = tl.fma(db * -1.0, found[each][2].to(tl.float32), found[each][1])
-                dweight = tl.fma(term, found[each][3].to(tl.float32), dweight)
+                total = tl.fma(term, found[each][3].to(tl.float32), dweight)
+                # As in `_coefficients`.
+                dweight = tl.where(start + each * THREADS + thread < samples, total, dweight)
     if DWEIGHT:
         total = block_sum(dweight, THREADS, COLUMNS).to(dweight_ptr.dtype.element_ty)
         tl.store(dweight_ptr + column, total, mask=column < channels)

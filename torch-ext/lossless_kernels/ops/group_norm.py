@@ -25,12 +25,13 @@ from ..core.domain import (
     gradients_apart,
     is_traced_plainly,
     layouts_if_hooked,
+    layouts_of,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import group_norm_backward
-from .group_norm_shape import SPLIT_SIZE, Shape, power_of_two
+from .group_norm_shape import SPLIT_SIZE, Shape, power_of_two, sizes_of
 from .layer_norm import attribute_of, autocast_changes, given, register_gradient
 
 if launch.AVAILABLE:
@@ -286,8 +287,9 @@ class _Call:
 class _Training(_Call):
     """A call with gradients."""
 
-    def __init__(self, *call):
+    def __init__(self, layouts, *call):
         super().__init__(*call)
+        self.layouts = layouts
         self.backwards: dict[group_norm_backward.Needs, Optional[group_norm_backward.Backward]] = {}
 
     def __call__(self, input, weight, bias):
@@ -298,6 +300,8 @@ class _Training(_Call):
         the backward pass less memory is free for a proof."""
         found = self.backwards.get(needs, UNSEEN)
         if found is UNSEEN:
+            if not are_as_saved(self.layouts, input, weight):
+                return None
             found = group_norm_backward.resolve(input, self.groups, weight, needs)
             remember(self.backwards, needs, found)
         return found
@@ -316,13 +320,8 @@ class _Training(_Call):
         return gradients(dy, input, self.groups, mean, rstd, weight, bias, self.eps, needs)
 
 
-def _sizes(input: torch.Tensor) -> tuple[int, int, int]:
-    """Samples, channels, and positions of a channel."""
-    return input.shape[0], input.shape[1], math.prod(input.shape[2:])
-
-
 def _eager_with_statistics(input, groups, weight, bias, eps):
-    return torch.native_group_norm(input.contiguous(), weight, bias, *_sizes(input), groups, eps)
+    return torch.native_group_norm(input.contiguous(), weight, bias, *sizes_of(input), groups, eps)
 
 
 def replacement(
@@ -378,7 +377,8 @@ def _resolve(x, *more):
     empty = allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device)
     of_groups = shape.samples, shape.groups
     empty_statistics = allocator(of_groups, contiguous_strides(of_groups), x.dtype, x.device)
-    make = _Training if needs_grad else _Call
+    layouts = layouts_of(x, None if no_weight else vectors[0])
+    make = functools.partial(_Training, layouts) if needs_grad else _Call
     return make(kind.launch(shape, x.device, eps, needs_grad), empty, empty_statistics, groups, eps)
 
 
@@ -399,7 +399,7 @@ def _shape(x, vectors, groups) -> Shape:
             raise Outside(f"input {x.dtype} on {x.device}, weight or bias {vector.dtype} on {vector.device}")
         if vector.shape != x.shape[1:2] or not vector.is_contiguous():
             raise Outside("weight or bias is not contiguous, or not of the channels")
-    samples, channels, positions = _sizes(x)
+    samples, channels, positions = sizes_of(x)
     shape = Shape(samples, groups, channels // groups, positions)
     if shape.size > _MAX_SIZE or x.numel() > _MAX_ELEMENTS or shape.rows > _MAX_GROUPS:
         raise Outside("groups of more than 2**24 elements, or too many elements or groups")
@@ -419,7 +419,7 @@ def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[
         input = input.contiguous()
         if not dy.is_cuda:  # A CPU's operator wants its own statistics.
             _, mean, rstd = _eager_with_statistics(input, groups, weight, bias, eps)
-        sizes = _sizes(input)
+        sizes = sizes_of(input)
         return tuple(group_norm_backward.eager(dy.contiguous(), input, mean, rstd, weight, *sizes, groups, list(needs)))
 
     def out(*needed):
@@ -594,8 +594,6 @@ def _group_norm_op(
 
 
 def _find_gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs):
-    if weight is None and bias is not None:
-        return None
     facts = weight is None, bias is None, num_groups, eps, True
     call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
     if call is None:

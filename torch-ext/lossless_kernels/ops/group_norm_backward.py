@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..core import launch, plans, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides
-from .group_norm_shape import Shape, power_of_two
+from .group_norm_shape import Shape, power_of_two, sizes_of
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm_backward import (
@@ -111,13 +111,14 @@ class Kind:
                 sums, warps, programs = {**sums, "CHANNELS": 1}, _SPLIT_WARPS, channels
             else:
                 warps = self.warps
-            fixed = sums, warps, device, dtypes, programs
-            channel_sums = launch.bind(group_norm_channel_sums, *fixed, channels, units)
+            of_sums = sums, warps, device, dtypes, programs
+            channel_sums = launch.bind(group_norm_channel_sums, *of_sums, channels, units)
         if self.needs[0] and self.split:
             tiles = -(-shape.channels // self.channels) * -(-shape.positions // (self.steps * self.lanes))
             parts = min(tiles, -(-_WARPS_OF_MULTIPROCESSOR // self.warps * gpu.multiprocessors // shape.rows))
-            fixed = of_input, self.warps, device, (*in_order, torch.float32, self.dtype), shape.rows * parts
-            input_gradient = launch.bind(group_norm_input_gradient, *fixed, *scalars, parts)
+            dtypes, programs = (*in_order, torch.float32, self.dtype), shape.rows * parts
+            of_parts = of_input, self.warps, device, dtypes, programs
+            input_gradient = launch.bind(group_norm_input_gradient, *of_parts, *scalars, parts)
         if self.threads:
             of_weight, of_bias = self.needs[1:]
             columns, run, warps = _OF_VECTORS[self.threads]
@@ -128,10 +129,10 @@ class Kind:
                 "DWEIGHT": of_weight,
                 "DBIAS": of_bias,
             }
-            of_sample, outs = shape.groups * shape.channels, (self.dtype, self.dtype)
-            fixed = constants, warps, device, (*outs, torch.float32, *outs)
-            scalars = shape.samples, of_sample, shape.channels
-            vectors = launch.bind(group_norm_vector_gradients, *fixed, -(-of_sample // columns), *scalars)
+            of_sample, two = shape.groups * shape.channels, (self.dtype, self.dtype)
+            of_columns = constants, warps, device, (*two, torch.float32, *two), -(-of_sample // columns)
+            sizes = shape.samples, of_sample, shape.channels
+            vectors = launch.bind(group_norm_vector_gradients, *of_columns, *sizes)
         return Launches(both, channel_sums, input_gradient, vectors)
 
 
@@ -202,13 +203,13 @@ class Backward:
 
 def resolve(x, groups: int, weight, needs: Needs) -> Optional[Backward]:
     """The gradients of a call in the forward kernel's domain; None if ATen's operator must compute them."""
-    samples, channels, positions = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    samples, channels, positions = sizes_of(x)
     shape = Shape(samples, groups, channels // groups, positions)
     if positions == 1 or samples * channels > launch.MAX_PROGRAMS:
         return None
-    split = shape.size >= _SPLIT_SIZE and shape.rows < plans.gpu(x.device).multiprocessors
-    kind = Kind.of(x.dtype, shape, weight is not None, needs, split and needs[0])
-    if not _proved(kind, x.device):
+    split = needs[0] and shape.is_split(plans.gpu(x.device), _SPLIT_SIZE)
+    kind = Kind.of(x.dtype, shape, weight is not None, needs, split)
+    if not proof_shapes(kind) or not _proved(kind, x.device):
         return None
     return Backward(
         needs,
@@ -234,42 +235,53 @@ def _proved(kind: Kind, device) -> bool:
     )
 
 
-# dx is compared in so many elements: of 16 bits one in about 100,000 shows how its last products round. Longer shapes than the
-# kind's smallest are compared up to a total of so many.
-_PROOF_ELEMENTS, _MOST_PROOF_ELEMENTS = 1 << 20, 1 << 22
+# dx is compared in at least so many elements: of 16 bits one in about 100,000 shows how its last products round. A kind's
+# smallest shape and its longer ones have at most so many.
+_PROOF_ELEMENTS, _MOST_PROOF_ELEMENTS, _MOST_LONGER_ELEMENTS = 1 << 20, 1 << 25, 1 << 22
 _LEAST_GROUPS = 2
 _PROOF_EPS = 1e-5
 
 
-# Shapes among which a kind has some: channels, and positions in units.
-_NUMBERS = sorted({int(1.2**power) for power in range(63)})
+# Channels, and positions in units, of the shapes among which those of a proof are.
+_NUMBERS = sorted({int(1.2**power) for power in range(68)})
 
 
-def proof_shapes(kind: Kind) -> list[Shape]:
-    """The smallest shape of the kind, one of up to four times its size, and one of many channels."""
-    samples = 9 if kind.threads < _THREADS else _SAMPLES_IN_SEQUENCE + 5
-    of_positions = [kind.unit * (number | 1) for number in _NUMBERS]
-    # Whole steps of all lanes.
-    of_positions += [number for number in (32, 256, 512, 1024, 4096) if number % kind.unit == 0]
+@functools.cache
+def proof_shapes(kind: Kind) -> tuple[Shape, ...]:
+    """The smallest shape of the kind; if they are no larger than a proof may be, one of up to four times its size, and one of
+    many channels. None if all are too large."""
+    samples = 9 if kind.threads < _THREADS else _SAMPLES_IN_SEQUENCE + 1
+
+    def of(channels: int, positions: int) -> Kind:
+        shape = Shape(samples, _LEAST_GROUPS, channels, positions)
+        return Kind.of(kind.dtype, shape, kind.weight, kind.needs, kind.split)
+
+    def is_alike(other: Kind) -> bool:
+        return (other.unit, other.lanes, other.steps) == (kind.unit, kind.lanes, kind.steps)
+
+    # The number of channels changes none of these. Powers of two are whole steps of all lanes.
+    of_positions = {kind.unit * (number | 1) for number in _NUMBERS} | {32, 256, 512, 1024, 4096}
+    of_positions = [each for each in of_positions - {1} if is_alike(of(1, each))]
+    most = _MOST_PROOF_ELEMENTS // (samples * _LEAST_GROUPS)
     shapes = [
         Shape(samples, _LEAST_GROUPS, channels, positions)
-        for channels in (number for number in _NUMBERS if number <= 2 * _BLOCK)
         for positions in of_positions
-        if positions > 1 and channels * positions <= _MOST_PROOF_ELEMENTS
+        for channels in _NUMBERS
+        if channels * positions <= most and of(channels, positions) == kind
     ]
-    shapes = [each for each in shapes if Kind.of(kind.dtype, each, kind.weight, kind.needs, kind.split) == kind]
     shapes.sort(key=lambda shape: (shape.size, shape.channels))
-    longer = [each for each in shapes[1:] if each.rows * each.size <= _MOST_PROOF_ELEMENTS]
+    longer = [each for each in shapes[1:] if each.rows * each.size <= _MOST_LONGER_ELEMENTS]
     of_size = [each for each in longer if each.size <= 4 * shapes[0].size]
     of_many_channels = sorted(longer, key=lambda shape: shape.channels)
-    return [*shapes[:1], *of_size[-1:], *of_many_channels[-1:]]
+    return (*shapes[:1], *of_size[-1:], *of_many_channels[-1:])
 
 
 def _comparisons(kind: Kind, device) -> Iterator[proof.Comparison]:
     for shape in proof_shapes(kind):
         groups = max(_PROOF_ELEMENTS // (shape.size * shape.samples), _LEAST_GROUPS)
         shape = Shape(shape.samples, groups, shape.channels, shape.positions)
-        for axis in (None, 0, 2, 3):
+        # Along an axis of one there is nothing to cancel.
+        for axis in (None, 0, *([2] if shape.channels > 1 else []), 3):
             yield from _comparisons_of(kind, shape, device, axis)
 
 
@@ -309,7 +321,9 @@ def _sample(kind: Kind, shape: Shape, device, axis: Optional[int]):
     like = torch.empty(sizes, dtype=kind.dtype, device=device)
     dy = proof.random_like(like, source, exponents=proof.WIDE).float()
     # Small numbers have a large rstd: in fp16 dx would be subnormal.
-    x, dy[..., 0], half = x / 256.0, 0.0, sizes[axis] // 2
+    x, half = x / 256.0, sizes[axis] // 2
+    if shape.positions > 3:
+        dy[..., 0] = 0.0
     first, second, rest = (
         (*(slice(None),) * axis, each) for each in (slice(half), slice(half, 2 * half), slice(2 * half, None))
     )

@@ -1,10 +1,14 @@
 """The shape of a call of GroupNorm, by which its kernels are chosen."""
 
+import math
 from dataclasses import dataclass
+
+import torch
 
 from ..core import plans
 
-# From this size on groups that are fewer than the multiprocessors are written by several programs each. Not tuned.
+# From this size on groups that are fewer than the multiprocessors are written by several programs each, in the forward pass. Not
+# tuned.
 SPLIT_SIZE = 1 << 17
 
 
@@ -34,9 +38,14 @@ class Shape:
         """The groups of all samples."""
         return self.samples * self.groups
 
-    def is_split(self, gpu: plans.Gpu) -> bool:
+    def is_split(self, gpu: plans.Gpu, least_size: int = SPLIT_SIZE) -> bool:
         """Whether several programs write a group."""
-        return self.size >= SPLIT_SIZE and self.rows < gpu.multiprocessors
+        return self.size >= least_size and self.rows < gpu.multiprocessors
+
+
+def sizes_of(input: torch.Tensor) -> tuple[int, int, int]:
+    """Samples, channels, and positions of a channel."""
+    return input.shape[0], input.shape[1], math.prod(input.shape[2:])
 
 
 def power_of_two(number: int) -> int:

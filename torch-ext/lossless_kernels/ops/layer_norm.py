@@ -26,6 +26,7 @@ from ..core.domain import (
     is_autocast,
     is_traced_plainly,
     layouts_if_hooked,
+    layouts_of,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides, rows_in_memory
@@ -220,9 +221,9 @@ class _Call:
 class _Training(_Call):
     """A call with gradients."""
 
-    def __init__(self, *call, rows: int, row_stride: int, unit: int):
+    def __init__(self, *call, layouts: tuple, rows: int, row_stride: int, unit: int):
         super().__init__(*call)
-        self.layout = rows, row_stride, unit
+        self.layouts, self.layout = layouts, (rows, row_stride, unit)
         self.backwards: dict[layer_norm_backward.Needs, Optional[layer_norm_backward.Backward]] = {}
 
     def __call__(self, input, weight, bias):
@@ -233,6 +234,8 @@ class _Training(_Call):
         backward pass less memory is free for a proof."""
         found = self.backwards.get(needs, UNSEEN)
         if found is UNSEEN:
+            if not are_as_saved(self.layouts, input, weight):
+                return None
             found = layer_norm_backward.resolve(input, *self.layout, self.shape, weight, needs)
             remember(self.backwards, needs, found)
         return found
@@ -321,7 +324,10 @@ def _resolve(x, *more):
     empty_statistics = allocator(of_rows, contiguous_strides(of_rows), torch.float32, x.device)
     bound = kind.launch(rows, row_stride, x.device, eps, needs_grad)
     call = bound, empty, empty_statistics, shape, eps, _VECTOR * x.dtype.itemsize - 1
-    return _Training(*call, rows=rows, row_stride=row_stride, unit=kind.unit) if needs_grad else _Call(*call)
+    if not needs_grad:
+        return _Call(*call)
+    layouts = layouts_of(x, None if no_weight else vectors[0])
+    return _Training(*call, layouts=layouts, rows=rows, row_stride=row_stride, unit=kind.unit)
 
 
 def _rows(x, vectors, shape) -> tuple[int, int, int]:
