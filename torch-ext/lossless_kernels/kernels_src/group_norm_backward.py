@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .primitives import widened
-from .summation import block_sum, sum_of_tile
+from .summation import block_sum, sum_of_block, sum_of_tile
 
 
 @triton.jit
@@ -94,7 +94,10 @@ def _coefficients(
         else:
             of_products = of_products + ds
             of_terms = of_terms + db
-    of_products, of_terms = sum_of_tile(of_products, 1, LANES), sum_of_tile(of_terms, 1, LANES)
+    if LANES == 32:  # A single warp, to which eager adds no zeros: its sum may be -0.
+        of_products, of_terms = sum_of_block(of_products, LANES), sum_of_block(of_terms, LANES)
+    else:
+        of_products, of_terms = sum_of_tile(of_products, 1, LANES), sum_of_tile(of_terms, 1, LANES)
     share = tl.div_rn(1.0, tl.cast(channels * positions, tl.float32))
     # Triton computes -x as 0 - x, which is +0 for x = +0.
     c2 = ((tl.fma(of_terms, mean, of_products * -1.0) * rstd) * rstd) * rstd * share

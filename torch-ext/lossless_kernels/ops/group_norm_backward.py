@@ -95,15 +95,16 @@ class Kind:
         return cls(dtype, unit, lanes, channel_lanes, channels, steps, warps, weight, needs, threads, split)
 
     def launches(self, shape: Shape, device: torch.device, most_programs: int = launch.MAX_PROGRAMS) -> "Launches":
+        """Those of a call of the kind. At most `most_programs` programs take the groups in turn."""
         units, channels, gpu = shape.positions // self.unit, shape.rows * shape.channels, plans.gpu(device)
         sums = {"UNIT": self.unit, "CHANNELS": self.channels, "LANES": self.lanes, "STEPS": self.steps}
         of_input = {**sums, "CHANNEL_LANES": self.channel_lanes, "WEIGHT": self.weight}
-        in_order = (self.dtype,) * 5
+        of_inputs = (self.dtype,) * 5
         scalars = shape.rows, shape.groups, shape.channels, units
         both = channel_sums = input_gradient = vectors = None
         if self.needs[0] and not self.split:
             programs = min(_programs(shape, self, gpu), most_programs)
-            dtypes = (*in_order, torch.float32, self.dtype)
+            dtypes = (*of_inputs, torch.float32, self.dtype)
             both = launch.bind(group_norm_backward, of_input, self.warps, device, dtypes, programs, *scalars)
         else:
             dtypes, programs = (self.dtype, self.dtype, torch.float32), -(-channels // self.channels)
@@ -116,7 +117,7 @@ class Kind:
         if self.needs[0] and self.split:
             tiles = -(-shape.channels // self.channels) * -(-shape.positions // (self.steps * self.lanes))
             parts = min(tiles, -(-_WARPS_OF_MULTIPROCESSOR // self.warps * gpu.multiprocessors // shape.rows))
-            dtypes, programs = (*in_order, torch.float32, self.dtype), shape.rows * parts
+            dtypes, programs = (*of_inputs, torch.float32, self.dtype), shape.rows * parts
             of_parts = of_input, self.warps, device, dtypes, programs
             input_gradient = launch.bind(group_norm_input_gradient, *of_parts, *scalars, parts)
         if self.threads:
