@@ -30,7 +30,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-5
-CASES = int(os.environ.get("LOSSLESS_CASES", 20))
+CASES = int(os.environ.get("LOSSLESS_CASES", 12))
 
 
 def special_groups(x, dtype, choose):
@@ -697,9 +697,9 @@ def test_without_proof_eager_runs(kernel, module, nothing_known, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_operators_for_torch_compile(kernel, module, seed, dtype):
+def test_the_operators_for_torch_compile(kernel, module, seed):
     family, generator = module("ops.group_norm"), torch.Generator().manual_seed(seed)
+    dtype = random.Random(seed).choice(DTYPES)
     namespace = getattr(torch.ops, family._group_norm_op.namespace)
     x, dy = torch.randn(2, 3, 8, 5, generator=generator).to(dtype).unbind()
     weight, bias = torch.randn(2, 8, generator=generator).to(dtype).unbind()

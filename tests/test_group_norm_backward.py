@@ -24,7 +24,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALL = (True, True, True)
-CASES = int(os.environ.get("LOSSLESS_CASES", 12))
+CASES = int(os.environ.get("LOSSLESS_CASES", 8))
 
 
 def launched(family, dy, x, groups, mean, rstd, weight, needs=ALL, split=False):
@@ -79,7 +79,7 @@ def test_the_kernels_equal_the_transcription(module, seed):
 
 
 @interpreted
-@pytest.mark.parametrize("samples, channels, positions", [(131, 2, 2), (1, 520, 3), (1, 2, 9000)])
+@pytest.mark.parametrize("samples, channels, positions", [(131, 2, 2), (1, 514, 2), (1, 2, 9000)])
 def test_long_sums_equal_the_transcription(module, seed, samples, channels, positions):
     """More than 128 samples, 511 channels of a group, and 40 KB of a group."""
     family, generator, choose = (
@@ -90,9 +90,9 @@ def test_long_sums_equal_the_transcription(module, seed, samples, channels, posi
     dtype, groups = choose.choice(DTYPES), 1 if samples > 128 else 2
     dy, x, mean, rstd, weight = random_call(choose, generator, samples, channels, positions, groups, dtype)
     expected = transcribed(dy, x, groups, mean, rstd, weight)
-    for split in (False, True):
-        for mine, wanted in zip(launched(family, dy, x, groups, mean, rstd, weight, split=split), expected):
-            assert_bits_equal(mine, wanted, f"{dtype}, {split=}")
+    split = choose.random() < 0.5
+    for mine, wanted in zip(launched(family, dy, x, groups, mean, rstd, weight, split=split), expected):
+        assert_bits_equal(mine, wanted, f"{dtype}, {split=}")
 
 
 @interpreted

@@ -27,7 +27,8 @@ def test_histories(build, seed, arguments):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "histories, 0 failed" in done.stdout, f"{done.stdout}\n{done.stderr}"
     if "triton" not in arguments:
-        launched = set(re.findall(r"\d+ x (\w+)", done.stdout))
+        # Where a GroupNorm's input needs no gradient, which few histories have, its sums have a kernel of their own.
+        launched = set(re.findall(r"\d+ x (\w+)", done.stdout)) - {"group_norm_channel_sums"}
         assert launched == KERNELS, launched ^ KERNELS
 
 

@@ -575,7 +575,7 @@ def test_rocms_norms_equal_the_model(module, rocm_gpu, seed):
         launch(x, weight, torch.empty_like(x), rstd)
         expected = aten_model.fused_rms_norm_statistics(x, 1e-5, numpy_rsqrt, multiply_add, rocm_gpu).rstd
         assert_bits_equal(rstd[:, 0], expected, f"rstd of F.rms_norm, {rows}x{hidden_size}")
-    assert on_cuda > 50, "rows show another order"
+    assert on_cuda > 20, "rows show another order"
 
 
 def test_rocms_gradients_equal_the_model(module, monkeypatch, rocm_gpu, seed):
