@@ -88,13 +88,13 @@ def _coefficients(
         db = tl.load(db_ptr + channel, mask=channel < channels, other=0.0)
         if WEIGHT:
             weight = tl.load(weight_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-            # A lane without a channel keeps its sum: plus zero, an underflow's -0 would become +0.
+            # A lane without a channel keeps its sum: adding zero would turn an underflow's -0 into +0.
             of_products = tl.where(channel < channels, tl.fma(weight, ds, of_products), of_products)
             of_terms = tl.where(channel < channels, tl.fma(weight, db, of_terms), of_terms)
         else:
             of_products = of_products + ds
             of_terms = of_terms + db
-    if LANES == 32:  # A single warp, to which eager adds no zeros: its sum may be -0.
+    if LANES == 32:  # Eager adds no zeros to the sum of a single warp, which may be -0.
         of_products, of_terms = sum_of_block(of_products, LANES), sum_of_block(of_terms, LANES)
     else:
         of_products, of_terms = sum_of_tile(of_products, 1, LANES), sum_of_tile(of_terms, 1, LANES)

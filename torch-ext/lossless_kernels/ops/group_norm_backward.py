@@ -13,6 +13,7 @@ from ..core import launch, plans, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides
 from .group_norm_shape import Shape, power_of_two, sizes_of
+from .layer_norm_backward import Gradients, Needs
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm_backward import (
@@ -24,15 +25,6 @@ if launch.AVAILABLE:
 
 # ATen's operator.
 eager = torch.ops.aten.native_group_norm_backward
-
-Needs = tuple[bool, bool, bool]
-
-
-class Gradients(NamedTuple):
-    dx: Optional[torch.Tensor]
-    dweight: Optional[torch.Tensor]
-    dbias: Optional[torch.Tensor]
-
 
 # ATen takes a warp for a sum of fewer elements, and as many threads for longer ones (block_reduce.cuh).
 _BLOCK = 512
