@@ -850,12 +850,14 @@ def group_norm_backward(
 
 
 class CohereGradients(NamedTuple):
-    """What autograd adds to the gradient of x, one tensor each time; the weight's gradient; and two sums of each row."""
+    """What autograd adds to the gradient of x, one tensor each time; two sums of each row; the weight's gradient and its fp32
+    sum."""
 
     dx: tuple[Tensor, ...]
-    dweight: Tensor
     d_rstd: Tensor
     d_mean: Tensor
+    dweight: Tensor
+    dweight_sum: Tensor
 
 
 def cohere_layer_norm(
@@ -887,6 +889,7 @@ def cohere_layer_norm_backward(
     rstd: Tensor,
     cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
     row_sum: Callable[[Tensor], Tensor] = row_sum,
+    column_sum: Callable[[Tensor], Tensor] = column_sum,
 ) -> CohereGradients:
     """Its gradients, dy of the dtype of x. Through rstd, the variance and the mean: an fp32 x gets each of them, one of
     16 bits their sum."""
@@ -902,8 +905,8 @@ def cohere_layer_norm_backward(
     dx = (through_rstd, through_variance, through_mean)
     if x.dtype != torch.float32:
         dx = (cast((through_rstd + through_variance) + through_mean, x.dtype),)
-    products = (g * (centred * rstd)).view(-1, weight.numel())
-    return CohereGradients(dx, column_sum(products).view(weight.shape).to(weight.dtype), d_rstd, d_mean)
+    total = column_sum((g * (centred * rstd)).view(-1, weight.numel())).view(weight.shape)
+    return CohereGradients(dx, d_rstd, d_mean, cast(total, weight.dtype), total)
 
 
 def silu(x: Tensor, exp: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:

@@ -24,6 +24,7 @@ def cpu_kernels(package):
     backward, activation, gated = module("rms_norm_backward"), module("activation"), module("gated_activation")
     rotary, variants, products = module("rotary_formulas"), module("variants").BY_NAME.values(), []
     divergences, cohere = module("ops.divergences")._DIVERGENCES, module("ops.cohere_layer_norm")
+    cohere_backward = module("ops.cohere_layer_norm_backward")
     dyt, complex_family = module("ops.dyt"), module("ops.complex_rotary")
     masked = module("ops.masked_softmax")
     tables, softmax, cross_entropy = module("rotary_embedding"), module("ops.softmax"), module("cross_entropy")
@@ -73,7 +74,7 @@ def cpu_kernels(package):
         (product,) = products
         write(dweight, product.sum_to_size(dweight.shape))
         if scalars[-1]:
-            write(dweight_sum, product.sum(tuple(range(product.dim() - 1)), dtype=torch.float32))
+            write(dweight_sum, product.sum(tuple(range(product.dim() - dweight.dim())), dtype=torch.float32))
 
     def layer_norm_forward(constants, scalars, x, weight, bias, *outs):
         size = constants["SIZE"]
@@ -165,13 +166,14 @@ def cpu_kernels(package):
         for into, values in zip(moments, cohere.statistics(x, scalars[-1])):
             write(into, values)
 
-    def cohere_layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx, dx_variance, dx_mean, products):
-        found = cohere.formula(dy, x, weight, mean, rstd, constants["DX"], False)
+    def cohere_layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx, dx_variance, dx_mean):
+        found = cohere_backward.formula(dy, x, weight, mean, rstd, True, False)
         for into, values in zip((dx, dx_variance, dx_mean), found):
             if values is not None:
                 write(into, values)
-        if constants["PRODUCTS"]:
-            write(products, dy.float() * ((x.float() - mean) * rstd))
+
+    def cohere_layer_norm_sum_chains(constants, scalars, dy, x, mean, rstd, blocks):
+        products[:] = [dy.detach().float() * ((x.detach().float() - mean) * rstd)]
 
     def activation_forward(constants, scalars, x, out):
         write(out, activation._ACTIVATIONS[constants["ACTIVATION"]].forward(None, x))
@@ -318,7 +320,8 @@ def cpu_kernels(package):
     kernels += (layer_norm_backward, layer_norm_sum_rows, layer_norm_sum_threads)
     kernels += (group_norm_forward, group_norm_statistics, group_norm_output)
     kernels += (group_norm_backward, group_norm_channel_sums, group_norm_vector_gradients)
-    kernels += (complex_rotary, cohere_layer_norm_forward, cohere_layer_norm_backward, dyt_forward, dyt_backward)
+    kernels += (cohere_layer_norm_forward, cohere_layer_norm_backward, cohere_layer_norm_sum_chains)
+    kernels += (complex_rotary, dyt_forward, dyt_backward)
     kernels += (rotary_tables, softmax_forward, softmax_backward, cross_entropy_forward, cross_entropy_backward)
     kernels += (masked_softmax_forward, masked_softmax_backward)
     return {each.__name__: each for each in kernels} | {

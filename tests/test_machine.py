@@ -431,6 +431,20 @@ def test_cohere_layer_norm_rounds_each_operation(compiled):
         assert not entry.count(r"((fma|mad)\S*\.f32|\S*\.ftz)"), str(entry)
 
 
+def test_cohere_layer_norm_exchanges_totals_alone(compiled):
+    """A row's elements stay in the threads that load them: the row itself would pass through shared memory in a hundred parts."""
+    one_warp = 0
+    for entry in compiled:
+        if entry["kernel"] not in ("cohere_layer_norm_forward", "cohere_layer_norm_backward"):
+            continue
+        sums = 2 if entry["kernel"] == "cohere_layer_norm_forward" else 3
+        assert entry.count(r"bar\.sync") <= 4 * sums, str(entry)
+        if entry["num_warps"] == 1:
+            one_warp += 1
+            assert not entry.count(r"((ld|st)\.shared|bar\.sync)"), str(entry)
+    assert one_warp >= len(ARCHS)
+
+
 def test_dyt_moves_16_bytes_at_a_time_and_has_the_fmas_of_tanh(compiled):
     """Six of tanh, and in fp32 that of its gradient; alpha is a single number."""
     for entry in compiled:

@@ -145,6 +145,23 @@ def column_reduction(
     return ColumnReduction(height, blocks)
 
 
+def fewest_rows(rows: int, hidden_size: int, *of_gpu) -> int:
+    """The fewest rows, up to a factor of two, that have the order of `rows` rows but for the number of blocks.
+
+    Args:
+        of_gpu: as in `column_reduction`.
+    """
+
+    def order(rows):
+        found = column_reduction(rows, hidden_size, *of_gpu)
+        return found.height, found.blocks > 1
+
+    least = row_class(rows)
+    while least < rows and order(least) != order(rows):
+        least *= 2
+    return least
+
+
 def _shared_by(at_once: int, values_per_thread: int, build: Build) -> int:
     """How many blocks share a sum if `at_once` run at once."""
     at_most = -(-values_per_thread // build.min_values_per_thread)

@@ -1,23 +1,80 @@
-"""LayerNorm as transformers' CohereLayerNorm composes it, and its gradients, one rounding per eager operation."""
+"""LayerNorm as transformers' CohereLayerNorm composes it, one rounding per eager operation."""
 
 import triton
 import triton.language as tl
 
 from .primitives import mask_if, rsqrt, widened
 from .rms_norm import _columns, _mean_factor
-from .rms_norm_backward import _gradient_of_squares
-from .summation import row_sum
+from .summation import _sum_in_sequence, sum_of_columns
 
 
 @triton.jit
-def _load_weight_rows(weight_ptr, row, weight_rows, column, mask, HIDDEN_SIZE: tl.constexpr):
-    """The weights of the rows, fp32: a weight [weight_rows, HIDDEN_SIZE] repeats."""
+def _row_of_weight(row, weight_rows):
+    """The row of the weight, whose `weight_rows` rows repeat."""
     # A remainder of 64 bits takes some 70 instructions.
     of_weight = row * 0
     if weight_rows > 1:
         of_weight = row % weight_rows
-    offset = (of_weight * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
-    return tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    return of_weight
+
+
+# A tile is [ROWS, COLUMNS], a step of several rows, or [STEPS, COLUMNS], several steps of one row.
+
+
+@triton.jit
+def _tile_of(row_ptr, first, START: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns of a tile, which begin at START, and the pointers to its elements.
+
+    A thread moves VECTOR columns at a time, unless that is 0. It then has these columns of every step: sums over the steps
+    need no exchange.
+    """
+    column = START + first
+    pointers = row_ptr[:, None] + column
+    if VECTOR > 0:
+        pointers = tl.max_contiguous(pointers, [1, VECTOR])
+    return column, pointers
+
+
+@triton.jit
+def _load_tile(
+    row_ptr, in_range, first, START: tl.constexpr, SIZE: tl.constexpr, VECTOR: tl.constexpr, EVICTION: tl.constexpr
+):
+    """A tile of rows of SIZE columns; zeros outside of them."""
+    column, pointers = _tile_of(row_ptr, first, START, VECTOR)
+    if in_range.shape[0] > 1 or START + first.shape[0] * first.shape[1] > SIZE:
+        mask = in_range[:, None] & (column < SIZE)
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)
+    else:
+        return tl.load(pointers, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _store_tile(row_ptr, values, in_range, first, START: tl.constexpr, SIZE: tl.constexpr, VECTOR: tl.constexpr):
+    column, pointers = _tile_of(row_ptr, first, START, VECTOR)
+    values = values.to(row_ptr.dtype.element_ty)
+    if in_range.shape[0] > 1 or START + first.shape[0] * first.shape[1] > SIZE:
+        tl.store(pointers, values, mask=in_range[:, None] & (column < SIZE))
+    else:
+        tl.store(pointers, values)
+
+
+@triton.jit
+def _in_row(values, first, START: tl.constexpr, SIZE: tl.constexpr):
+    """A tile's values, and zeros beyond the row's end, which a row's sum takes."""
+    if START + first.shape[0] * first.shape[1] > SIZE:
+        return tl.where(START + first < SIZE, values, 0.0)
+    else:
+        return values
+
+
+@triton.jit
+def _add_tile(total, tile, LOG2_STEPS: tl.constexpr):
+    """total [ROWS, COLUMNS] plus a tile, its steps in sequence."""
+    if LOG2_STEPS == 0:
+        return total + tile
+    else:
+        COLUMNS: tl.constexpr = tile.shape[1]
+        return _sum_in_sequence(total, tl.reshape(tile, [1, 1 << LOG2_STEPS, COLUMNS]), 1, LOG2_STEPS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows", "weight_rows", "store_statistics", "eps"])
@@ -38,106 +95,58 @@ def cohere_layer_norm_forward(
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """out[row] = weight * ((x[row] - mean) * rstd), with c = x[row] - mean and rstd = rsqrt(mean(c**2) + eps) in fp32.
 
-    A program takes ROWS rows of x and out, which are dense. Row r has the weight's row r modulo `weight_rows`.
+    A program takes ROWS rows of x and out, which are dense, in tiles of 2**LOG2_STEPS of `row_sum`'s steps; of several rows
+    a tile is one step. Row r has the weight's row r modulo `weight_rows`.
 
     Args:
         store_statistics: the mean and rstd of each row are stored if this is 1.
+        VECTOR: see `_tile_of`.
     """
+    COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
+    TILE: tl.constexpr = COLUMNS << LOG2_STEPS
+    TILES: tl.constexpr = (HIDDEN_SIZE + TILE - 1) // TILE
+    # Rows that ATen's warps share leave no registers for the weight during their sums.
+    WEIGHT_FIRST: tl.constexpr = HEIGHT == 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-    in_row = column < HIDDEN_SIZE
-    mask = in_range[:, None, None] & in_row[None, :, :]
-    offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
-    # The division runs during the load.
+    offset = row * HIDDEN_SIZE
+    weight_row = weight_ptr + _row_of_weight(row, weight_rows) * HIDDEN_SIZE
+    first = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
+    # All loads begin before the first addition.
+    xs = ()
+    weights = ()
+    for i in tl.static_range(TILES):
+        xs = xs + (_load_tile(x_ptr + offset, in_range, first, i * TILE, HIDDEN_SIZE, VECTOR, ""),)
+    for i in tl.static_range(TILES if WEIGHT_FIRST else 0):
+        weight = _load_tile(weight_row, in_range, first, i * TILE, HIDDEN_SIZE, VECTOR, "evict_last")
+        weights = weights + (weight,)
+    # The division runs during the loads.
     factor = _mean_factor(rows, HIDDEN_SIZE)
-    x = widened(x)
-    mean = row_sum(x, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS) * factor
-    # A row's sum takes zeros beyond its end.
-    centred = tl.where(in_row[None, :, :], x - mean[:, None, None], 0.0)
-    squares = row_sum(centred * centred, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
+    # A row's sums start from zero.
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(TILES):
+        total = _add_tile(total, widened(xs[i]), LOG2_STEPS)
+    mean = sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, EXCHANGE_ONCE=True)[:, None] * factor
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    centred = ()
+    for i in tl.static_range(TILES):
+        c = _in_row(widened(xs[i]) - mean, first, i * TILE, HIDDEN_SIZE)
+        centred = centred + (c,)
+        total = _add_tile(total, c * c, LOG2_STEPS)
+    squares = sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, EXCHANGE_ONCE=True)[:, None]
     rstd = rsqrt(squares * factor + eps)
-    tl.store(mean_ptr + row, mean, mask=mask_if(in_range, store_statistics))
-    tl.store(rstd_ptr + row, rstd, mask=mask_if(in_range, store_statistics))
-    # The weight is loaded last: where a thread has 128 elements, its registers would not hold them and the weight.
-    weight = _load_weight_rows(weight_ptr, row, weight_rows, column, mask, HIDDEN_SIZE)
-    out = weight * (centred * rstd[:, None, None])
-    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "weight_rows", "store_sums"])
-def cohere_layer_norm_backward(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dx_variance_ptr,
-    dx_mean_ptr,
-    product_ptr,
-    d_rstd_ptr,
-    d_mean_ptr,
-    rows: tl.int64,
-    weight_rows: tl.int64,
-    store_sums: tl.int32,
-    HIDDEN_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOG2_STEPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    VECTORIZED: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    DX: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-):
-    """dx of `cohere_layer_norm_forward`, and the fp32 products whose sum over rows is the weight's gradient.
-
-    All tensors are dense. Eager's dx has three terms: through the product with rstd, the variance and the mean. Their
-    sum in this order is rounded to 16 bits; of an fp32 x they are three gradients.
-
-    Args:
-        store_sums: the fp32 gradients of each row's rstd and mean are stored if this is 1.
-        DX, PRODUCTS: whether dx is computed, and the products.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_range = row < rows
-    column = _columns(LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED)
-    in_row = (column < HIDDEN_SIZE)[None, :, :]
-    mask = in_range[:, None, None] & in_row
-    offset = (row * HIDDEN_SIZE)[:, None, None] + column[None, :, :]
-    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.load(mean_ptr + row, mask=in_range, other=0.0)
-    rstd = tl.load(rstd_ptr + row, mask=in_range, other=0.0)[:, None, None]
-    centred = x - mean[:, None, None]
-    if PRODUCTS:
-        tl.store(product_ptr + offset, dy * (centred * rstd), mask=mask)
-    if DX:
-        d_normalized = dy * _load_weight_rows(weight_ptr, row, weight_rows, column, mask, HIDDEN_SIZE)
-        # A row's sum takes zeros beyond its end.
-        terms = tl.where(in_row, d_normalized * centred, 0.0)
-        d_rstd = row_sum(terms, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
-        through_rstd = d_normalized * rstd
-        terms = tl.where(in_row, through_rstd * -1.0, 0.0)
-        d_mean = row_sum(terms, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
-        through_variance = _gradient_of_squares(d_rstd[:, None, None], rstd, HIDDEN_SIZE) * (2.0 * centred)
-        terms = tl.where(in_row, through_variance * -1.0, 0.0)
-        d_mean = d_mean + row_sum(terms, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
-        tl.store(d_rstd_ptr + row, d_rstd, mask=mask_if(in_range, store_sums))
-        tl.store(d_mean_ptr + row, d_mean, mask=mask_if(in_range, store_sums))
-        # ATen divides by a scalar by multiplying by its reciprocal.
-        reciprocal = tl.div_rn(1.0, tl.cast(HIDDEN_SIZE, tl.float32))
-        through_mean = tl.broadcast_to((d_mean * reciprocal)[:, None, None], centred.shape)
-        dtype = dx_ptr.dtype.element_ty
-        if dtype == tl.float32:
-            tl.store(dx_ptr + offset, through_rstd, mask=mask)
-            tl.store(dx_variance_ptr + offset, through_variance, mask=mask)
-            tl.store(dx_mean_ptr + offset, through_mean, mask=mask)
+    # As columns: threads would exchange vectors.
+    stored = mask_if(in_range, store_statistics)[:, None]
+    tl.store(mean_ptr + row[:, None], mean, mask=stored)
+    tl.store(rstd_ptr + row[:, None], rstd, mask=stored)
+    for i in tl.static_range(TILES):
+        if WEIGHT_FIRST:
+            weight = weights[i]
         else:
-            dx = (through_rstd + through_variance) + through_mean
-            tl.store(dx_ptr + offset, dx.to(dtype), mask=mask)
+            weight = _load_tile(weight_row, in_range, first, i * TILE, HIDDEN_SIZE, VECTOR, "evict_last")
+        out = widened(weight) * (centred[i] * rstd)
+        _store_tile(out_ptr + offset, out, in_range, first, i * TILE, HIDDEN_SIZE, VECTOR)

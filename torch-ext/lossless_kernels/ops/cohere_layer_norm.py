@@ -6,13 +6,13 @@ import operator
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from ..core import launch, operators, plans, proof
+from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
@@ -31,8 +31,10 @@ from ..core.domain import (
 )
 from ..core.inspection import are_current, code_of, functions_of
 from ..core.layout import Output, contiguous_strides
-from ..core.reduction import ROW_CLASSES, row_class, row_reduction
+from ..core.reduction import ROW_CLASSES, row_class
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
+from .cohere_layer_norm_backward import Backward, bind_rows, formula, statistics, tokens_of_every_kind
+from .cohere_layer_norm_backward import resolve as resolve_backward
 from .rms_norm.formulas import EPS_NAME
 from .rms_norm.proof import (
     PROOF_EPS,
@@ -46,23 +48,7 @@ from .rms_norm.proof import (
 )
 
 if launch.AVAILABLE:
-    from ..kernels_src.cohere_layer_norm import cohere_layer_norm_backward, cohere_layer_norm_forward
-
-
-class Gradients(NamedTuple):
-    """The gradients. An fp32 x gets three, one after the other; that of 16 bits is `dx`, their rounded sum."""
-
-    dx: Optional[torch.Tensor]
-    dx_variance: Optional[torch.Tensor]
-    dx_mean: Optional[torch.Tensor]
-    dweight: Optional[torch.Tensor]
-
-
-def statistics(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's mean and `rsqrt(variance + eps)`, fp32, `[..., 1]`."""
-    h = x.to(torch.float32)
-    mean = h.mean(-1, keepdim=True)
-    return mean, torch.rsqrt((h - mean).pow(2).mean(-1, keepdim=True) + eps)
+    from ..kernels_src.cohere_layer_norm import cohere_layer_norm_forward
 
 
 def eager(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,50 +70,20 @@ class Eager(torch.nn.Module):
         return eager(hidden_states, self.weight, self.variance_epsilon)
 
 
-def formula(dy, x, weight, mean, rstd, needs_dx: bool, needs_dweight: bool, sums: Optional[list] = None) -> Gradients:
-    """The gradients in differentiable torch operations, one rounding each, as autograd computes them.
-
-    Args:
-        sums: gets the fp32 gradients of rstd and of the mean.
-    """
-    h, size = x.to(torch.float32), x.shape[-1]
-    g, centred = dy.to(torch.float32), h - mean
-    dx = dx_variance = dx_mean = dweight = None
-    if needs_dx:
-        d_normalized = g * weight.to(torch.float32)
-        d_rstd = (d_normalized * centred).sum(-1, keepdim=True)
-        dx = d_normalized * rstd
-        dx_variance = (-0.5 * d_rstd) * rstd.pow(3) / size * (2 * centred)
-        d_mean = (-dx).sum(-1, keepdim=True) + (-dx_variance).sum(-1, keepdim=True)
-        dx_mean = d_mean.expand(x.shape) / size
-        if sums is not None:
-            sums += d_rstd, d_mean
-        if x.dtype != torch.float32:
-            dx, dx_variance, dx_mean = ((dx + dx_variance) + dx_mean).to(x.dtype), None, None
-    if needs_dweight:
-        dweight = _weight_gradient(g * (centred * rstd), weight)
-    return Gradients(dx, dx_variance, dx_mean, dweight)
-
-
-def _weight_gradient(products, weight) -> torch.Tensor:
-    """ATen's own sum of the fp32 products over the rows."""
-    return products.sum_to_size(weight.shape).to(weight.dtype)
-
-
 # Calls
 
 
 _MIN_SIZE, _MAX_SIZE = 64, 16384
-_MIN_ELEMENTS_PER_PROGRAM = 2048
-_MAX_WARPS = 16
-# The most elements of a thread (H200): forward, by the most elements of a row; forward where rows are few; backward.
-_FORWARD_ELEMENTS, _FEW_ROWS_ELEMENTS = {512: 32, 7168: 128, 8192: 32, _MAX_SIZE: 128}, 16
-_BACKWARD_ELEMENTS = 16
+# Warps of a program, by the bytes of an element and the most elements of a row (H200).
+_WARPS = {
+    2: {512: 4, 4096: 1, 7168: 2, 8192: 4, _MAX_SIZE: 8},
+    4: {512: 4, 2048: 1, 7168: 2, 8192: 4, _MAX_SIZE: 8},
+}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties that the kernels are compiled for.
+    """The properties that the kernel is compiled for.
 
     Attributes:
         size: elements of a row.
@@ -139,35 +95,12 @@ class Kind:
     size: int
     rows: int
 
-    def _bind(self, kernel, elements, dtypes, rows, device, scalars, **more) -> launch.Launch:
-        order = row_reduction(self.rows, self.size, plans.gpu(device).build)
-        tile = order.columns << order.log2_steps
-        rows_per_program = min(max(_MIN_ELEMENTS_PER_PROGRAM // tile, 1), self.rows)
-        constants = {"HIDDEN_SIZE": self.size, "ROWS": rows_per_program, **order.constants, **more}
-        warps = min(max(rows_per_program * tile // (elements * 32), 1), _MAX_WARPS)
-        return launch.bind(kernel, constants, warps, device, dtypes, -(-rows // rows_per_program), rows, *scalars)
-
-    def forward(self, rows: int, weight_rows: int, device, eps: float, store_statistics: bool) -> launch.Launch:
+    def launch(self, rows: int, weight_rows: int, device, eps: float, store_statistics: bool) -> launch.Launch:
         """The launch for x, weight, output and, if they are stored, mean and rstd."""
         dtypes = self.dtype, self.weight_dtype, self.dtype, torch.float32, torch.float32
         scalars = weight_rows, int(store_statistics), eps
-        elements = next(each for most, each in _FORWARD_ELEMENTS.items() if self.size <= most)
-        if self.rows < ROW_CLASSES[-1]:
-            elements = _FEW_ROWS_ELEMENTS
-        return self._bind(cohere_layer_norm_forward, elements, dtypes, rows, device, scalars)
-
-    def backward(self, rows: int, weight_rows: int, device, needs, store_sums=False) -> launch.Launch:
-        """The launch for dy, x, weight, mean, rstd, the three terms of dx, the products and both sums of each row.
-
-        Args:
-            needs: whether the gradients of x and of the weight are needed.
-        """
-        needs_dx, needs_dweight = needs
-        fp32 = torch.float32
-        dtypes = (self.dtype, self.dtype, self.weight_dtype, fp32, fp32, self.dtype, *(fp32,) * 5)
-        scalars = weight_rows, int(store_sums)
-        constants = {"DX": needs_dx, "PRODUCTS": needs_dweight}
-        return self._bind(cohere_layer_norm_backward, _BACKWARD_ELEMENTS, dtypes, rows, device, scalars, **constants)
+        warps = _WARPS[self.dtype.itemsize]
+        return bind_rows(cohere_layer_norm_forward, self, warps, dtypes, rows, device, *scalars)
 
 
 @dataclass(eq=False)
@@ -175,16 +108,15 @@ class _Call:
     """A call resolved for its tensors' shapes, dtypes and device.
 
     Args:
-        launch_backward: None without gradients.
+        backward: None without gradients.
         needs: whether the gradients of x and of the weight are needed.
         layouts: of x and the weight.
     """
 
     launch: launch.Launch
-    launch_backward: Optional[launch.Launch]
+    backward: Optional[Backward]
     empty: Callable[[], torch.Tensor]
     empty_statistics: Callable[[], torch.Tensor]
-    empty_products: Callable[[], torch.Tensor]
     eps: float
     needs: tuple[bool, bool]
     layouts: tuple
@@ -194,7 +126,7 @@ class _Call:
         # Eager sums an fp32 x itself, whose vectors of 16 bytes begin at their multiples.
         if x.data_ptr() & self.alignment_mask:
             return eager(x, weight, self.eps)
-        if self.launch_backward is None:
+        if self.backward is None:
             out = self.empty()
             self.launch.call_3(x, weight, out)
             return out
@@ -215,17 +147,11 @@ class _Call:
         self.launch.call_5(x, weight, out, mean, rstd)
         return out, mean, rstd
 
-    def gradients(self, dy, x, weight, mean, rstd) -> Gradients:
-        """The gradients that are needed, for a dy of the layout and dtype of x."""
-        needs_dx, needs_dweight = self.needs
-        # rstd, which is fp32, stands for tensors that are not written.
-        dx, products = self.empty(), self.empty_products() if needs_dweight else rstd
-        others = (self.empty(), self.empty()) if needs_dx and x.dtype == torch.float32 else (rstd, rstd)
-        self.launch_backward(dy, x, weight, mean, rstd, dx, *others, products)
-        dweight = _weight_gradient(products, weight) if needs_dweight else None
-        if not needs_dx:
-            return Gradients(None, None, None, dweight)
-        return Gradients(dx, *(others if x.dtype == torch.float32 else (None, None)), dweight)
+    def takes(self, dy, x, weight) -> bool:
+        """Whether the kernels compute the gradients for this dy: a model's `.to(dtype)`, or a new `.data`, between the
+        passes changes its weights."""
+        aligned = dy.is_contiguous() and not dy.data_ptr() & 15
+        return aligned and dy.dtype == x.dtype and are_as_saved(self.layouts, x, weight)
 
 
 def replacement(
@@ -306,15 +232,19 @@ def _resolve(x, weight, eps, owner, needs) -> Optional[_Call]:
     size = x.shape[-1]
     rows, weight_rows = x.numel() // size, weight.numel() // size
     kind = Kind(x.dtype, weight.dtype, size, row_class(rows))
-    if not _proved(kind, owner, x.device, needs):
+    if not _proved(kind, owner, x.device):
         return None
+    backward = None
+    if any(needs):
+        backward = resolve_backward(x, weight, owner, needs)
+        if backward is None:
+            return None
     of_rows = (*x.shape[:-1], 1)
     return _Call(
-        kind.forward(rows, weight_rows, x.device, eps, any(needs)),
-        kind.backward(rows, weight_rows, x.device, needs) if any(needs) else None,
+        kind.launch(rows, weight_rows, x.device, eps, any(needs)),
+        backward,
         Output.of(functools.partial(eager, eps=0.0), x, weight, dtype=x.dtype).empty,
         allocator(of_rows, contiguous_strides(of_rows), torch.float32, x.device),
-        allocator(x.shape, strides, torch.float32, x.device),
         eps,
         needs,
         layouts_of(x, weight),
@@ -345,11 +275,8 @@ class CohereLayerNorm(torch.autograd.Function):
         call, plain = ctx.call, are_plain(dy, x) and are_plain(weight, mean)
         if is_grad_enabled():  # Double backward: the statistics must be differentiable.
             return None, *formula(dy, x, weight, *statistics(x, call.eps), *call.needs)
-        # A model's `.to(dtype)`, or a new `.data`, between the passes changes its weights.
-        fits = call.launch_backward.takes(dy, *kept) and dy.is_contiguous() and not dy.data_ptr() & 15
-        fits = fits and are_as_saved(call.layouts, x, weight)
-        if plain and fits and are_as_saved(ctx.layouts, *kept):
-            return None, *call.gradients(dy, x, weight, mean, rstd)
+        if plain and call.takes(dy, x, weight) and are_as_saved(ctx.layouts, *kept):
+            return None, *call.backward(dy, x, weight, mean, rstd)
         return None, *formula(dy, x, weight, mean, rstd, *call.needs)
 
 
@@ -398,62 +325,36 @@ def _formula_comparisons(owner, dtypes, device):
                 yield what, found, expected
 
 
-def _proved(kind: Kind, owner: type, device, needs) -> bool:
+def _proved(kind: Kind, owner: type, device) -> bool:
     more = " or more" if kind.rows == ROW_CLASSES[-1] else ""
     where = f"activations {kind.dtype}, weight {kind.weight_dtype}, hidden size {kind.size}, {kind.rows}{more} rows"
     subject = proof.Subject(owner.forward, device, where, "weight.float() * (x - mean) * rsqrt(variance + eps)")
-    key = ("Cohere's LayerNorm", functions_of(owner), kind, device, needs)
-    return proof.kernel_is_proved(key, subject, functools.partial(_comparisons, kind, owner, device, needs))
+    key = ("Cohere's LayerNorm", functions_of(owner), kind, device)
+    return proof.kernel_is_proved(key, subject, functools.partial(_comparisons, kind, owner, device))
 
 
-def _comparisons(kind, owner, device, needs):
-    """Output, statistics, gradients and the row sums in them, in fp32, where another order of additions shows."""
-    source = proof.generator(device, kind.size)
-    make = functools.partial(proof.normal, source)
+def _comparisons(kind, owner, device):
+    """The output, and the statistics in fp32, where another order of additions shows."""
+    make = functools.partial(proof.normal, proof.generator(device, kind.size))
     calls, rows = proof_calls(kind.rows)
     for call in range(calls):
-        leaf = spike(make(rows, kind.size) + make(rows, 1), call).to(kind.dtype)
+        x = spike(make(rows, kind.size) + make(rows, 1), call).to(kind.dtype)
         if call == calls - 1:  # Sums of subnormal numbers are exact in every order.
-            subnormal_row(leaf)
-        leaf.requires_grad_()
-        weight = make(kind.size).to(kind.weight_dtype).requires_grad_()
-        dy = spike(make(rows, kind.size), call + 1).to(kind.dtype)
-        with torch.enable_grad():
-            out = owner.forward(stand_in(owner, weight, PROOF_EPS), leaf.view_as(leaf))
-            expected = torch.autograd.grad(out, (leaf, weight), dy) if any(needs) else ()
-        x, weight = leaf.detach(), weight.detach()
+            subnormal_row(x)
+        weight = make(kind.size).to(kind.weight_dtype)
         mean, rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=device).unbind()
         ours = torch.full_like(x, math.nan)
-        kind.forward(rows, 1, device, PROOF_EPS, True)(x, weight, ours, mean, rstd)
+        kind.launch(rows, 1, device, PROOF_EPS, True)(x, weight, ours, mean, rstd)
         yield from zip(("the fp32 mean", "the fp32 rstd"), (mean, rstd), statistics(x, PROOF_EPS))
-        yield "the output", ours, out.detach()
-        if any(needs):
-            yield from _gradient_comparisons(kind, device, needs, dy, x, weight, expected)
-
-
-def _gradient_comparisons(kind, device, needs, dy, x, weight, expected):
-    mean, rstd = statistics(x, PROOF_EPS)
-    parts = [torch.full_like(x, math.nan) for _ in range(3)]
-    products = torch.full_like(x, math.nan, dtype=torch.float32)
-    d_rstd, d_mean = torch.full((2, *rstd.shape), math.nan, dtype=torch.float32, device=device).unbind()
-    others = parts[1:] if x.dtype == torch.float32 else (products, products)
-    launched = kind.backward(len(x), 1, device, needs, store_sums=True)
-    launched(dy, x, weight, mean, rstd, parts[0], *others, products, d_rstd, d_mean)
-    if needs[0]:
-        sums = []
-        formula(dy, x, weight, mean, rstd, True, False, sums)
-        yield from zip(("the fp32 gradient of rstd", "the fp32 gradient of the mean"), (d_rstd, d_mean), sums)
-        dx = functools.reduce(torch.add, parts) if x.dtype == torch.float32 else parts[0]
-        yield "the input's gradient", dx, expected[0]
-    if needs[1]:
-        yield "the weight's gradient", _weight_gradient(products, weight), expected[1]
+        yield "the output", ours, owner.forward(stand_in(owner, weight, PROOF_EPS), x)
 
 
 def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:
     """The inputs that `warmup` calls a layer with: with the given `rows`, or one for each order of additions."""
     if weight is None:
         raise Outside("a norm without a weight has no hidden size")
-    return [(count, *weight.shape) for count in rows or ROW_CLASSES]
+    counts = {*ROW_CLASSES, *(tokens_of_every_kind(dtype, weight) if training else ())}
+    return [(count, *weight.shape) for count in rows or sorted(counts)]
 
 
 WARMUP["CohereLayerNorm"] = Warmup(warmup_shapes)
@@ -482,7 +383,7 @@ def _cohere_layer_norm_op(
 def _find_gradients(dy, hidden_states, weight, mean, rstd, eps, needs_dx, needs_dweight):
     needs = needs_dx, needs_dweight
     call = _call_of(hidden_states, weight, eps, Eager, needs) if dy.is_contiguous() else None
-    return None if call is None else operators.of_tensors(call.gradients, dy)
+    return None if call is None else operators.of_tensors(call.backward, dy)
 
 
 @operators.register("cohere_layer_norm_backward", _find_gradients)
@@ -527,7 +428,7 @@ def _is_proved_for_compile(owner, dtype, weight_dtype, size, device) -> bool:
     if not computes_formula(owner, dtype, weight_dtype, device):
         return False
     kinds = (Kind(dtype, weight_dtype, size, rows) for rows in ROW_CLASSES)
-    return all(_proved(kind, owner, device, (False, False)) for kind in kinds)
+    return all(_proved(kind, owner, device) for kind in kinds)
 
 
 def _compiled(x, weight, eps, owner) -> Optional[torch.Tensor]:

@@ -18,6 +18,7 @@ from ...core.reduction import (
     ColumnReduction,
     RowReduction,
     column_reduction,
+    fewest_rows,
     row_class,
     row_reduction,
     split_rows,
@@ -248,17 +249,10 @@ def proof_class(
         both: whether both gradients are needed.
     """
     gpu = plans.gpu(device)
-
-    def columns(rows):
-        return column_reduction(rows, hidden_size, gpu.multiprocessors, gpu.threads, gpu.build)
-
-    def order(rows):
-        return columns(rows).height, columns(rows).blocks > 1
-
-    least = row_class(rows)
-    while least < rows and order(least) != order(rows):
-        least *= 2
-    return least, launch_plan(rows, hidden_size, columns(rows) if both else None, element_size, gpu, dx_mode)
+    of_gpu = gpu.multiprocessors, gpu.threads, gpu.build
+    least = fewest_rows(rows, hidden_size, *of_gpu)
+    columns = column_reduction(rows, hidden_size, *of_gpu) if both else None
+    return least, launch_plan(rows, hidden_size, columns, element_size, gpu, dx_mode)
 
 
 def rows_of_same_kernel(rows: int, fewer: int, hidden_size: int, device: torch.device) -> int:
@@ -308,17 +302,19 @@ def _bind_sum_chains(shared, dtypes, plan, columns: ColumnReduction, device, *sc
     return launch.bind(rms_norm_sum_chains, constants, plan.chain_warps, device, dtypes, programs, *scalars)
 
 
-def _bind_sum_blocks(hidden_size, weight_dtype, partial_sums, plan, threads, device, *scalars) -> launch.Launch:
+def bind_sum_blocks(
+    hidden_size, weight_dtype, partial_sums, threads, device, *scalars, columns=32, log2_steps=4, num_warps=4
+) -> launch.Launch:
+    """The kernel that adds up blocks: for their sums, the fp32 sum and dweight. The last three are `BackwardPlan`'s."""
     constants = {
         "HIDDEN_SIZE": hidden_size,
         "PARTIAL_SUMS": partial_sums,
         "THREADS": threads,
-        "COLUMNS": plan.sum_columns,
-        "LOG2_STEPS": plan.sum_log2_steps,
+        "COLUMNS": columns,
+        "LOG2_STEPS": log2_steps,
     }
-    programs = -(-hidden_size // plan.sum_columns)
     dtypes = torch.float32, torch.float32, weight_dtype
-    return launch.bind(rms_norm_sum_blocks, constants, plan.sum_warps, device, dtypes, programs, *scalars)
+    return launch.bind(rms_norm_sum_blocks, constants, num_warps, device, dtypes, -(-hidden_size // columns), *scalars)
 
 
 # From a call's tensors to launches
@@ -478,7 +474,12 @@ def resolve(
                 scalars = first_row, count, columns.blocks, *walk
                 sum_chains = _bind_sum_chains(shared, dtypes[:2], plan, columns, x.device, *scalars)
             scalars = columns.blocks, int(index > 0), int(statistics or index + 1 < len(ranges))
-            sum_blocks = _bind_sum_blocks(hidden_size, weight.dtype, left, plan, columns.height, x.device, *scalars)
+            sum_blocks = bind_sum_blocks(
+                *(hidden_size, weight.dtype, left, columns.height, x.device, *scalars),
+                columns=plan.sum_columns,
+                log2_steps=plan.sum_log2_steps,
+                num_warps=plan.sum_warps,
+            )
         parts.append(_Part(dx, sum_chains, sum_blocks))
 
     def fp32(*shape) -> Empty:
