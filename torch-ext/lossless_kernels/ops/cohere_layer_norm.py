@@ -33,7 +33,7 @@ from ..core.inspection import are_current, code_of, functions_of
 from ..core.layout import Output, contiguous_strides
 from ..core.reduction import ROW_CLASSES, row_class
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .cohere_layer_norm_backward import Backward, bind_rows, formula, statistics, tokens_of_every_kind
+from .cohere_layer_norm_backward import Backward, OfRows, formula, statistics, tokens_of_every_kind
 from .cohere_layer_norm_backward import resolve as resolve_backward
 from .rms_norm.formulas import EPS_NAME
 from .rms_norm.proof import (
@@ -81,26 +81,15 @@ _WARPS = {
 }
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The properties that the kernel is compiled for.
-
-    Attributes:
-        size: elements of a row.
-        rows: the fewest of their class, whose sums have one order.
-    """
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    size: int
-    rows: int
+class Kind(OfRows):
+    """The forward kernel."""
 
     def launch(self, rows: int, weight_rows: int, device, eps: float, store_statistics: bool) -> launch.Launch:
         """The launch for x, weight, output and, if they are stored, mean and rstd."""
         dtypes = self.dtype, self.weight_dtype, self.dtype, torch.float32, torch.float32
         scalars = weight_rows, int(store_statistics), eps
         warps = _WARPS[self.dtype.itemsize]
-        return bind_rows(cohere_layer_norm_forward, self, warps, dtypes, rows, device, *scalars)
+        return self.bind(cohere_layer_norm_forward, warps, dtypes, rows, device, *scalars)
 
 
 @dataclass(eq=False)

@@ -93,8 +93,8 @@ _TURNS = {2: 4, 4: 2}
 
 
 @dataclass(frozen=True)
-class OfInput:
-    """The properties that the kernel of dx is compiled for.
+class OfRows:
+    """The properties that a kernel which takes rows is compiled for.
 
     Attributes:
         size: elements of a row.
@@ -106,37 +106,38 @@ class OfInput:
     size: int
     rows: int
 
+    def bind(self, kernel, warps: dict, dtypes, rows: int, device, *scalars) -> launch.Launch:
+        """The launch of a kernel whose programs take rows in the steps of ATen's reduction.
+
+        Args:
+            warps: of a program, by the most elements of a row, where rows are not few.
+        """
+        order = row_reduction(self.rows, self.size, plans.gpu(device).build)
+        steps, rows_per_program = -(-self.size // order.columns), 1
+        num_warps = next(each for most, each in warps.items() if self.size <= most)
+        if self.rows < ROW_CLASSES[-1]:
+            num_warps = min(last_power_of_two(max(self.size // (_FEW_ROWS_ELEMENTS * 32), 1)), _MOST_WARPS)
+        elif self.size <= _SHORT_ROW:
+            rows_per_program = min(_ELEMENTS_OF_SHORT_ROWS // (order.columns << order.log2_steps), self.rows)
+        # Many memory operations take long to compile. Where one of ATen's warps has a row, a tile is several steps, of which a
+        # thread has the same columns: as many as leave at most an eighth of all steps empty.
+        log2_steps = vector = 0
+        if rows_per_program == 1 and order.height == 1:
+            vector = order.columns // (32 * num_warps)
+            log2_steps = next(each for each in range(_MOST_LOG2_STEPS, -1, -1) if 8 * (-steps % (1 << each)) <= steps)
+        constants = {"HIDDEN_SIZE": self.size, "ROWS": rows_per_program, **order.constants}
+        constants |= {"LOG2_STEPS": log2_steps, "VECTOR": vector}
+        return launch.bind(kernel, constants, num_warps, device, dtypes, -(-rows // rows_per_program), rows, *scalars)
+
+
+class OfInput(OfRows):
+    """The kernel of dx."""
+
     def launch(self, rows: int, weight_rows: int, device: torch.device, store_sums: bool = False) -> launch.Launch:
         """The launch for dy, x, weight, mean, rstd, the three terms of dx and both sums of each row."""
         fp32 = torch.float32
         dtypes = (self.dtype, self.dtype, self.weight_dtype, fp32, fp32, self.dtype, *(fp32,) * 4)
-        scalars = weight_rows, int(store_sums)
-        return bind_rows(cohere_layer_norm_backward, self, _WARPS, dtypes, rows, device, *scalars)
-
-
-def bind_rows(kernel, kind, warps: dict, dtypes, rows: int, device, *scalars) -> launch.Launch:
-    """The launch of a kernel whose programs take rows in the steps of ATen's reduction.
-
-    Args:
-        kind: has the size of a row and the row class.
-        warps: of a program, by the most elements of a row, where rows are not few.
-    """
-    order = row_reduction(kind.rows, kind.size, plans.gpu(device).build)
-    steps, rows_per_program = -(-kind.size // order.columns), 1
-    num_warps = next(each for most, each in warps.items() if kind.size <= most)
-    if kind.rows < ROW_CLASSES[-1]:
-        num_warps = min(last_power_of_two(max(kind.size // (_FEW_ROWS_ELEMENTS * 32), 1)), _MOST_WARPS)
-    elif kind.size <= _SHORT_ROW:
-        rows_per_program = min(_ELEMENTS_OF_SHORT_ROWS // (order.columns << order.log2_steps), kind.rows)
-    # Many memory operations take long to compile. Where one of ATen's warps has a row, a tile is several steps, of which a
-    # thread has the same columns: as many as leave at most an eighth of all steps empty.
-    log2_steps = vector = 0
-    if rows_per_program == 1 and order.height == 1:
-        vector = order.columns // (32 * num_warps)
-        log2_steps = next(each for each in range(_MOST_LOG2_STEPS, -1, -1) if 8 * (-steps % (1 << each)) <= steps)
-    constants = {"HIDDEN_SIZE": kind.size, "ROWS": rows_per_program, **order.constants}
-    constants |= {"LOG2_STEPS": log2_steps, "VECTOR": vector}
-    return launch.bind(kernel, constants, num_warps, device, dtypes, -(-rows // rows_per_program), rows, *scalars)
+        return self.bind(cohere_layer_norm_backward, _WARPS, dtypes, rows, device, weight_rows, int(store_sums))
 
 
 @dataclass(frozen=True)
