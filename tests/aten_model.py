@@ -111,8 +111,9 @@ def row_tree(rows: int, hidden_size: int, device: Device = H200) -> Tree:
 
 def column_tree(rows: int, hidden_size: int, device: Device = H200) -> Tree:
     """The tree of a sum over the rows of [rows, hidden_size], contiguous, any of the dtypes."""
-    vectors = hidden_size // ACCUMULATORS
-    width, height = _block_shape(vectors, rows, 512 // ACCUMULATORS, device)
+    vector = math.gcd(hidden_size, 4)
+    vectors = hidden_size // vector
+    width, height = _block_shape(vectors, rows, 512 // vector, device)
     return _tree(width, height, rows, 1, vectors, width, device)
 
 
@@ -157,12 +158,9 @@ def _sum_along_x(values: Tensor, device: Device) -> Tensor:
     return _halving_sum(values, dim=-1)
 
 
-def _check_matrix(values: Tensor, name: str) -> None:
+def _check_matrix(values: Tensor) -> None:
     if values.dim() != 2:
-        raise ValueError(f"{name} must be [rows, hidden_size], got shape {tuple(values.shape)}")
-    if values.shape[1] == 0 or values.shape[1] % ACCUMULATORS:
-        # An unaligned head and tail, or narrower output vectors: another arithmetic.
-        raise ValueError(f"hidden_size must be a multiple of 4, got {values.shape[1]}")
+        raise ValueError(f"values must be [rows, hidden_size], got shape {tuple(values.shape)}")
 
 
 def row_sum(values: Tensor, total_rows: Optional[int] = None, device: Device = H200) -> Tensor:
@@ -171,7 +169,10 @@ def row_sum(values: Tensor, total_rows: Optional[int] = None, device: Device = H
     A row's order depends on how many rows come with it. `total_rows` names that number where
     `values` holds only some of them.
     """
-    _check_matrix(values, "values")
+    _check_matrix(values)
+    if values.shape[1] == 0 or values.shape[1] % ACCUMULATORS:
+        # An unaligned head and tail: another arithmetic.
+        raise ValueError(f"hidden_size must be a multiple of 4, got {values.shape[1]}")
     if values.dtype != torch.float32:
         raise TypeError(f"values must be float32, got {values.dtype}")
     rows, hidden_size = values.shape
@@ -233,7 +234,10 @@ def column_sum(
     the elements ATen reads, where `values` is a widened copy of them. Above `indexing_limit` bytes
     ATen halves the rows, sums each part by itself and adds the parts in order.
     """
-    _check_matrix(values, "values")
+    _check_matrix(values)
+    if values.shape[1] < 2:
+        # A sum over everything: another arithmetic.
+        raise ValueError(f"hidden_size must be at least 2, got {values.shape[1]}")
     element_size = values.element_size() if element_size is None else element_size
     rows, hidden_size = values.shape
     if rows == 0:

@@ -692,14 +692,24 @@ def _dyt_operators(given):
 def _dyt_launches(kernel, machine):
     family = machine.module("ops.dyt")
     for size in (1024, 4096) if machine.every_case else (4096,):
-        x, weight, alpha = machine.empty(3, size), machine.empty(size), machine.empty(1)
-        call = family._resolve(x, alpha, weight, weight, (True,) * 4)
-        call.gradients(call.output(x, alpha, weight, weight), x, alpha, weight)
+        # With rows for one thread of a column, and for several.
+        for rows in (3, 8192):
+            x, weight, alpha = machine.empty(rows, size), machine.empty(size), machine.empty(1)
+            call = family._resolve(x, alpha, weight, weight, (True,) * 4)
+            call.backward(call.output(x, alpha, weight, weight), x, alpha, weight)
+    # Of more than 2 GiB, whose second part begins within a vector; such tensors are not needed to compile.
+    x, weight, alpha = machine.empty(3, 4099), machine.empty(4099), machine.empty(1)
+    of_alpha = family.dyt_backward.OfInput(machine.dtype, 4099, False).sum(262147, x.device)
+    of_alpha(x, x, alpha, weight, x)
 
 
 FAMILIES = (
     Family(
-        ("rms_norm", "rms_norm_backward"), _norm_calls, _norm_launches, timed=_norm_timed, operators=_norm_operators
+        ("rms_norm", "rms_norm_backward", "column_sum"),
+        _norm_calls,
+        _norm_launches,
+        timed=_norm_timed,
+        operators=_norm_operators,
     ),
     Family(
         ("activation",),
@@ -744,7 +754,7 @@ FAMILIES = (
         timed=_cohere_layer_norm_timed,
         operators=_cohere_layer_norm_operators,
     ),
-    Family(("dyt",), _dyt_calls, _dyt_launches, rocm=False, timed=_dyt_timed, operators=_dyt_operators),
+    Family(("dyt", "dyt_backward"), _dyt_calls, _dyt_launches, rocm=False, timed=_dyt_timed, operators=_dyt_operators),
     Family(
         ("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed, operators=_softmax_operators
     ),

@@ -15,6 +15,7 @@ from bits import assert_bits_equal, bits_equal
 from interpreter import cast, numpy_rsqrt
 from places import modeling
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from wrong_orders import COLUMN_SUMS, in_sequence
 
 pytestmark = [
     pytest.mark.usefixtures("proof_off"),
@@ -64,12 +65,9 @@ def launched_gradients(backward, dy, x, weight, mean, rstd):
     of_input = backward.OfInput(x.dtype, weight.dtype, size, backward.row_class(rows))
     given = dy, x, weight, mean, rstd, dx[0], *(dx[1:] or (rstd, rstd)), d_rstd, d_mean
     of_input.launch(rows, weight_rows, CPU, True)(*given)
-    dweight, total = torch.full_like(weight, math.nan), torch.full(weight.shape, math.nan)
+    total = torch.full(weight.shape, math.nan)
     of_weight = backward.OfWeight.of(x.dtype, weight, len(x) * x.shape[1] // weight.numel())
-    for part in of_weight.launches(rows // weight_rows, CPU, True):
-        sums = torch.full((part.blocks, weight.numel()), math.nan)
-        part.sum_chains(dy, x, mean, rstd, sums)
-        part.sum_blocks(sums, total, dweight)
+    (dweight,) = of_weight.sum(rows // weight_rows, weight.shape, CPU, True)(dy, x, mean, rstd, total=total)
     return aten_model.CohereGradients(tuple(dx), d_rstd, d_mean, dweight, total)
 
 
@@ -150,9 +148,9 @@ def test_the_proof_of_the_weights_gradient_runs_the_kernels_of_the_call(backward
         for tokens in (1, 5, 16, 63, 64, 300, 1000, 1024, 2000, 4096, 8192, 16000):
             kind = backward.OfWeight.of(DTYPES[2], weight, tokens)
             assert kind in warm, (shape, tokens)
-            (call,) = kind.launches(tokens, CPU)
+            (call,) = kind.sum(tokens, shape, CPU).parts
             for of_proof in (kind.tokens, 2 * kind.tokens + 3):
-                (part,) = kind.launches(of_proof, CPU, True)
+                (part,) = kind.sum(of_proof, shape, CPU, True).parts
                 assert part.sum_chains._launcher is call.sum_chains._launcher, (shape, tokens, of_proof)
                 assert part.sum_blocks._launcher is call.sum_blocks._launcher, (shape, tokens, of_proof)
 
@@ -164,7 +162,7 @@ def test_parts_of_the_tokens_are_added_one_after_the_other(backward, module, mon
     monkeypatch.setattr(module("core.reduction"), "_MAX_32_BIT_OFFSET", limit)
     x, dy = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(seed)).unbind()
     weight, (mean, rstd) = torch.ones(64), torch.rand(2, 300, 1).unbind()
-    assert len(backward.OfWeight.of(x.dtype, weight, len(x) * x.shape[1] // weight.numel()).launches(300, CPU)) == 4
+    assert len(backward.OfWeight.of(x.dtype, weight, 300).sum(300, weight.shape, CPU).parts) == 4
     limited = functools.partial(aten_model.column_sum, indexing_limit=limit)
     wanted = aten_model.cohere_layer_norm_backward(dy, x, weight, mean, rstd, column_sum=limited)
     assert_gradients_equal(launched_gradients(backward, dy, x, weight, mean, rstd), wanted, "four parts")
@@ -186,23 +184,11 @@ def test_special_rows(family, dtype):
 # Kernels that are wrong
 
 
-def _in_sequence(values):
-    total = torch.zeros(len(values))
-    for column in values.unbind(1):
-        total = total + column
-    return total
-
-
 WRONG_SUMS = {
     "of one row": functools.partial(aten_model.row_sum, total_rows=1),
     "neighbours first": functools.partial(aten_model.row_sum, device=aten_model.Device(132, 2048, rocm=True)),
-    "in sequence": _in_sequence,
+    "in sequence": in_sequence,
     "a CPU's": lambda values: values.sum(-1),
-}
-WRONG_COLUMN_SUMS = {
-    "in sequence": lambda values: _in_sequence(values.t()),
-    "in one block": functools.partial(aten_model.column_sum, device=aten_model.Device(0, 2048)),
-    "a CPU's": lambda values: values.sum(0),
 }
 
 
@@ -253,19 +239,15 @@ def in_the_kernels_place(family, backward, patch, seed, row_sum=aten_model.row_s
 
         return run
 
-    def of_weight(kind, tokens, device, store_sum):
-        found = []
-
-        def sum_chains(dy, x, mean, rstd, sums):
+    def of_weight(kind, tokens, shape, device, store_sum):
+        def run(dy, x, mean, rstd, total):
             rows = [each.view(-1, each.shape[-1]) for each in (dy, x)]
             ones = torch.ones(kind.weight_rows, kind.size, dtype=kind.weight_dtype)
-            found.append(compute(*rows, ones, mean.view(-1, 1), rstd.view(-1, 1)))
+            found = compute(*rows, ones, mean.view(-1, 1), rstd.view(-1, 1))
+            total.copy_(found.dweight_sum.view(shape))
+            return [found.dweight.view(shape)]
 
-        def sum_blocks(sums, total, dweight):
-            total.copy_(found[-1].dweight_sum.view(total.shape))
-            dweight.copy_(found[-1].dweight.view(total.shape))
-
-        return [backward._Part(sum_chains, sum_blocks, 1)]
+        return run
 
     def statistics(x, eps):
         found = aten_model.cohere_layer_norm(x.view(-1, x.shape[-1]), torch.ones(x.shape[-1]), eps)[1:]
@@ -277,7 +259,7 @@ def in_the_kernels_place(family, backward, patch, seed, row_sum=aten_model.row_s
     patch.setattr(family.proof, "generator", lambda device, _: torch.Generator(device).manual_seed(seed))
     patch.setattr(family.Kind, "launch", forward)
     patch.setattr(backward.OfInput, "launch", of_input)
-    patch.setattr(backward.OfWeight, "launches", of_weight)
+    patch.setattr(backward.OfWeight, "sum", of_weight)
     patch.setattr(family, "statistics", statistics)
     patch.setattr(backward, "statistics", statistics)
     patch.setattr(backward, "formula", formula)
@@ -312,10 +294,10 @@ def test_the_proofs_tell_a_wrong_order_of_few_rows(family, backward, monkeypatch
             assert tells(backward._comparisons_of_dx, backward.OfInput(*properties)) == (name is not None)
 
 
-@pytest.mark.parametrize("name", [None, *WRONG_COLUMN_SUMS])
+@pytest.mark.parametrize("name", [None, *COLUMN_SUMS])
 def test_the_proof_tells_a_wrong_order_of_the_tokens(family, backward, monkeypatch, seed, name):
     """Few tokens in one block, and many in several."""
-    dtype, column_sum = random.Random(seed).choice(DTYPES), WRONG_COLUMN_SUMS.get(name, aten_model.column_sum)
+    dtype, column_sum = random.Random(seed).choice(DTYPES), COLUMN_SUMS.get(name, aten_model.column_sum)
     gradients = functools.partial(aten_model.cohere_layer_norm_backward, column_sum=column_sum)
     in_the_kernels_place(family, backward, monkeypatch, seed, gradients=gradients)
     for weight_rows, tokens in ((1, 64), (1, 1024), (2, 1024)):

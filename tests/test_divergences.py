@@ -14,6 +14,7 @@ import torch
 from bits import assert_bits_equal, bits_equal
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from wrong_orders import FULL_SUMS
 
 pytestmark = [
     pytest.mark.usefixtures("proof_off"),
@@ -209,47 +210,7 @@ def test_parts_are_summed_in_order(family, module, monkeypatch, seed, dtype):
         assert_bits_equal(total[0], expected, f"{elements} elements, {limit} bytes")
 
 
-# Orders of a full sum, such as a kernel might have by mistake
-
-
-def with_vectors(vector):
-    def order(terms):
-        return aten_model._full_sum_of_part(terms.reshape(-1), vector, 0, aten_model.H200)
-
-    return order
-
-
-def one_block(terms):
-    return (
-        aten_model.full_sum(terms, aten_model.Device(0, 2048))
-        if terms.numel() < 131072
-        else aten_model.full_sum(terms, aten_model.Device(1, 512))
-    )
-
-
-def neighbours_first(terms):
-    return aten_model.full_sum(terms, aten_model.Device(132, 2048, rocm=True))
-
-
-def last_elements_first(terms):
-    flat = terms.reshape(-1)
-    rest = len(flat) % (16 // terms.element_size())
-    return aten_model.full_sum(torch.cat([flat[len(flat) - rest :], flat[: len(flat) - rest]]))
-
-
-def plain(terms):
-    return terms.reshape(-1).float().cumsum(0)[-1]
-
-
-WRONG_ORDERS = {
-    "one element at a time": with_vectors(1),
-    "vectors of 32 bytes": lambda terms: with_vectors(32 // terms.element_size())(terms),
-    "vectors of 8 bytes": lambda terms: with_vectors(8 // terms.element_size())(terms),
-    "fewer blocks": one_block,
-    "neighbouring lanes first": neighbours_first,
-    "the last elements first": last_elements_first,
-    "one after the other": plain,
-}
+# Wrong orders
 
 
 SAME_IN_ONE_BLOCK = ("fewer blocks",)
@@ -277,23 +238,22 @@ def tells(*arguments) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 512])
-def test_the_proof_tells_a_wrong_order(family, monkeypatch, seed, width, dtype):
+def test_the_proof_tells_a_wrong_order(family, module, monkeypatch, seed, width, dtype):
     """Its sums of up to 2^20 elements suffice. The longer ones take minutes here."""
-    lengths = family._lengths
-    monkeypatch.setattr(family, "_lengths", lambda *given: [each for each in lengths(*given) if each < 1 << 20])
+    monkeypatch.setattr(module("ops.full_sum"), "_MOST_ELEMENTS", 1 << 20)
     arguments = family, monkeypatch, family._KL, dtype, width, seed
     assert not tells(*arguments, aten_model.full_sum)
     # A block of 64 threads has no other blocks beside it, and vectors or not decide which threads it has.
-    wrong = {name: order for name, order in WRONG_ORDERS.items() if width == 512 or name not in SAME_IN_ONE_BLOCK}
+    wrong = {name: order for name, order in FULL_SUMS.items() if width == 512 or name not in SAME_IN_ONE_BLOCK}
     assert not [name for name, order in wrong.items() if not tells(*arguments, order)]
 
 
 @interpreted
 @pytest.mark.parametrize("form", ["target", "log_target", "variation"])
-def test_a_proof_is_of_the_kernels_that_will_run(family, monkeypatch, form):
+def test_a_proof_is_of_the_kernels_that_will_run(family, module, monkeypatch, form):
     """Of this width, both gradients, and numbers that are none; `_MOST_ELEMENTS` takes too long in the interpreter."""
-    monkeypatch.setattr(family, "_MOST_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(family, "_PROOF_SUMS", 1)
+    monkeypatch.setattr(module("ops.full_sum"), "_MOST_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(module("ops.full_sum"), "_PROOF_SUMS", 1)
     form = family._DIVERGENCES[form]
     dtypes = (torch.float32,) * 2
     for width, reduction in ((0, "none"), (1, "sum"), (64, "mean"), (512, "batchmean")):
@@ -306,8 +266,8 @@ def test_a_proof_is_of_the_kernels_that_will_run(family, monkeypatch, form):
                 assert (mine.shape, mine.dtype, mine.stride()) == (theirs.shape, theirs.dtype, theirs.stride()), what
                 # Eager on a CPU adds in another order and has other exponentials: a few roundings of large sums.
                 torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-4, atol=1e-4)
-            for width_of in family._lengths(width, torch.float32, CPU) if width else ():
-                assert family._order(width_of, torch.float32, CPU).width == width
+            for width_of in family.lengths_of_proof(width, torch.float32, CPU) if width else ():
+                assert family.order_of(width_of, torch.float32, CPU).width == width
 
 
 # What surrounds the kernels
@@ -501,10 +461,10 @@ def test_modes_checkpoints_and_hooks_get_eagers_gradients(kernel, family, form):
 
 
 @interpreted
-def test_without_proof_eager_runs(kernel, family, nothing_known, monkeypatch):
+def test_without_proof_eager_runs(module, kernel, family, nothing_known, monkeypatch):
     """A CPU adds in another order than CUDA."""
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
-    monkeypatch.setattr(family, "_MOST_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(module("ops.full_sum"), "_MOST_ELEMENTS", 1 << 14)
     first, second = example(family, family._KL, 40, 77)
     with pytest.warns(RuntimeWarning, match="kl_div on cpu, .* target, sum, sums of 512 threads, keeps .*differ"):
         found = kernel.kl_div(first, second, "sum")

@@ -11,7 +11,7 @@ import torch
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the unkernelized model on the CPU is the reference")
 SCRIPT = Path(__file__).parent / "histories.py"
 # What the CPU's arithmetic stands for in histories of models of this size.
-KERNELS = {"rms_norm_forward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_sum_chains", "rms_norm_sum_blocks",
+KERNELS = {"rms_norm_forward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_sum_chains", "column_sum_blocks",
            "layer_norm_forward", "layer_norm_backward", "layer_norm_sum_rows", "group_norm_forward", "group_norm_backward", "group_norm_vector_gradients", "cohere_layer_norm_forward", "cohere_layer_norm_backward", "rotary", "activation_forward", "activation_backward", "gated_activation_forward", "gated_activation_backward",
            "softmax_forward", "softmax_backward", "cross_entropy_forward_short", "cross_entropy_backward"}  # fmt: skip
 

@@ -269,7 +269,7 @@ def test_every_kernel_is_launched(launches):
         "rms_norm_forward",
         "rms_norm_backward",
         "rms_norm_backward_streamed",
-        "rms_norm_sum_blocks",
+        "column_sum_blocks",
         "rms_norm_sum_chains",
         "rotary",
         "softmax_forward",

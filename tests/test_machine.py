@@ -34,7 +34,7 @@ APPROXIMATE = {
     ),
     **dict.fromkeys(("group_norm_forward", "group_norm_statistics"), {"rsqrt.approx.f32", "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("activation_forward", "activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
-    **dict.fromkeys(("dyt_forward", "dyt_backward"), {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),
+    **dict.fromkeys(("dyt_forward", "dyt_backward", "dyt_sum_chains"), {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("gated_activation_forward", "gated_activation_backward"), {*_EXP, "rcp.approx.ftz.f32"}),
     **dict.fromkeys(("cross_entropy_forward_short", "cross_entropy_backward", "softmax_forward"), _EXP),
     **dict.fromkeys(("softmax_forward_of_block", "softmax_forward_of_long_rows"), _EXP),
@@ -446,15 +446,25 @@ def test_cohere_layer_norm_exchanges_totals_alone(compiled):
 
 
 def test_dyt_moves_16_bytes_at_a_time_and_has_the_fmas_of_tanh(compiled):
-    """Six of tanh, and in fp32 that of its gradient; alpha is a single number."""
+    """Of tanh six, of a bf16 number three, and in fp32 that of its gradient; alpha is a single number."""
     for entry in compiled:
         if not entry["kernel"].startswith("dyt"):
             continue
-        elements, backward = entry["constants"]["BLOCK"] // entry.threads, entry["kernel"] == "dyt_backward"
+        constants, name = entry["constants"], entry["kernel"]
+        size = {"dyt_forward": "BLOCK", "dyt_backward": "WIDTH", "dyt_sum_chains": "COLUMNS"}[name]
+        of_each = constants.get("VECTOR") or 4 * constants.get("THREADS", 0) or constants["ROWS"]
+        elements = constants[size] * of_each // entry.threads
+        read, written = {"dyt_forward": (3, 1), "dyt_backward": (3, 1), "dyt_sum_chains": (2, 0)}[name]
+        written += constants.get("STORED", False)
+        # A thread has less than 16 bytes in the sums of few chains alone.
         accesses = elements * entry["itemsize"] // 16
-        assert entry.count(r"ld\.global\S*\.v4\.b32") == 3 * accesses, str(entry)
-        assert entry.count(r"st\.global\S*\.v4\.b32") == (3 if backward else 1) * accesses, str(entry)
-        fmas = 6 + (backward and entry["itemsize"] == 4)
+        assert accesses or (name == "dyt_sum_chains" and constants["THREADS"] == 1), str(entry)
+        if constants["SIZE"] % 2 == 0:
+            assert entry.count(r"ld\.global\S*\.v4\.b32") == read * accesses, str(entry)
+            assert entry.count(r"st\.global\S*\.v4\.b32") == written * accesses, str(entry)
+        fmas = 3 if entry["dtype"] == "bfloat16" else 6
+        fmas += name == "dyt_backward" and entry["itemsize"] == 4
+        fmas *= 1 + constants.get("HEAD", False) + constants.get("TAIL", False)
         assert entry.count(r"(?:fma|mad)\S*\.f32") == fmas * elements, str(entry)
         assert_only_trivial_fmas_of_bf16(entry)
 

@@ -92,7 +92,7 @@ def test_whole_decoder_layers(fresh, module, monkeypatch, training):
     assert threads == {False}, "a GPU's gradients would be computed in another thread, which does not only ask"
     expected = {"rms_norm_forward", "add_rms_norm_forward", "activation_forward", "gated_activation_forward"}
     if training:
-        expected |= {"activation_backward", "gated_activation_backward", "rms_norm_sum_chains", "rms_norm_sum_blocks"}
+        expected |= {"activation_backward", "gated_activation_backward", "rms_norm_sum_chains", "column_sum_blocks"}
         assert {("rms_norm_backward", added) for added in (False, True)} <= launched
         expected.add("rms_norm_backward")
     assert {name for name, _ in launched} == expected
@@ -295,6 +295,6 @@ def test_everything_is_compiled_in_threads(fresh, module, monkeypatch):
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
     fresh.warmup(layers, rows=[16], training=True)
-    norm = {"rms_norm_forward", "rms_norm_backward", "rms_norm_sum_blocks"}
+    norm = {"rms_norm_forward", "rms_norm_backward", "column_sum_blocks"}
     assert norm <= {name for name, _ in compiled}
     assert {thread for _, thread in compiled} == {"ThreadPoolExecutor"}

@@ -1,6 +1,7 @@
 """The reduction orders of ATen's reductions on CUDA and ROCm (`setReduceConfig` in ATen/native/cuda/Reduce.cuh), which
 `kernels_src/summation.py` implements."""
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -129,9 +130,13 @@ class ColumnReduction:
 def column_reduction(
     rows: int, hidden_size: int, multiprocessors: int, threads_per_multiprocessor: int, build: Build = CUDA
 ) -> ColumnReduction:
-    """ATen's order for a sum over the rows of a dense [rows, hidden_size], hidden_size a multiple of 4."""
-    columns = hidden_size // _VECTOR
-    width, height = _block_dimensions(columns, rows, _MAX_THREADS // _VECTOR, build)
+    """ATen's order for a sum over the rows of a dense [rows, hidden_size], hidden_size more than 1.
+
+    A thread has up to four neighbouring columns: as many as divide hidden_size.
+    """
+    vector = math.gcd(hidden_size, _VECTOR)
+    columns = hidden_size // vector
+    width, height = _block_dimensions(columns, rows, _MAX_THREADS // vector, build)
     if rows < min(_MIN_VALUES_PER_WARP * height, _MAX_VALUES_PER_THREAD):
         return ColumnReduction(1, 1)
     values_per_thread = -(-rows // height)
@@ -174,7 +179,7 @@ _MAX_32_BIT_OFFSET = (1 << 31) - 1
 
 def split_rows(rows: int, hidden_size: int, element_size: int) -> list[tuple[int, int]]:
     """The parts `(first_row, rows)` that ATen sums in sequence: it halves a tensor until 32 bits index each part."""
-    if rows * hidden_size * element_size - element_size + 1 <= _MAX_32_BIT_OFFSET:
+    if rows == 1 or rows * hidden_size * element_size - element_size + 1 <= _MAX_32_BIT_OFFSET:
         return [(0, rows)]
     half = rows // 2
     second = split_rows(rows - half, hidden_size, element_size)

@@ -154,6 +154,24 @@ def tanh(x):
 
 
 @triton.jit
+def tanh_of_number(x):
+    """tanh of numbers of a 16-bit dtype or of fp32, in fp32; rounded to that dtype it has the bits of CUDA's `tanhf`.
+
+    Of a bf16 number fewer instructions are enough: from 0.1 on no result is closer than 2**-18 to the middle between two bf16
+    numbers, and the approximations are within 2**-21; below all numbers were compared.
+    """
+    if PTX and x.dtype == tl.bfloat16:
+        x = widened(x)
+        large = tl.fma(approximate_reciprocal(approximate_exp2(x * 2.88539) + 1.0), -2.0, 1.0)
+        # Adding zero sets the sign of a zero product.
+        small = tl.fma(tl.fma(x * x, -0.33333334, 0.0), x, x)
+        # NaN is `small`.
+        return tl.where(tl.abs(x) >= 0.1, large, small)
+    else:
+        return tanh(x.to(tl.float32))
+
+
+@triton.jit
 def erf(x):
     """The steps of CUDA's `erff`. libdevice's has the same steps, but Triton builds it to flush subnormals to zero."""
     if PTX:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .primitives import mask_if, prefetch, product, sum_of_two
 from .rms_norm import _columns, _factor, _load_weight
-from .summation import block_sum, row_sum, sum_of_blocks, sum_of_columns, thread_sum
+from .summation import block_sum, row_sum, sum_of_columns, thread_sum
 
 
 @triton.jit
@@ -417,31 +417,3 @@ def rms_norm_sum_chains(
         chains += _weight_gradient(dy.to(tl.float32), normalized, SCALE, input_dtype, output_dtype)
     threads = thread_sum(tl.reshape(chains, [4, THREADS, COLUMNS]), THREADS, COLUMNS)
     tl.store(block_ptr + block * HIDDEN_SIZE + column, block_sum(threads, THREADS, COLUMNS), mask=in_row)
-
-
-@triton.jit(do_not_specialize=["blocks", "accumulate", "store_sum"])
-def rms_norm_sum_blocks(
-    block_ptr,
-    sum_ptr,
-    dweight_ptr,
-    blocks: tl.int64,
-    accumulate: tl.int32,
-    store_sum: tl.int32,
-    HIDDEN_SIZE: tl.constexpr,
-    PARTIAL_SUMS: tl.constexpr,
-    THREADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LOG2_STEPS: tl.constexpr,
-):
-    """dweight from its blocks, [blocks, PARTIAL_SUMS, HIDDEN_SIZE] fp32.
-
-    ATen sums a product too large for 32-bit indexing in parts. `sum` (fp32) has the sum of the earlier parts: it is
-    added if `accumulate` is 1, and written if `store_sum` is 1.
-    """
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = column < HIDDEN_SIZE
-    total = sum_of_blocks(block_ptr, blocks, column, mask, HIDDEN_SIZE, PARTIAL_SUMS, THREADS, COLUMNS, LOG2_STEPS)
-    # The sum of a part is never -0: adding 0 to it changes nothing.
-    total = tl.load(sum_ptr + column, mask=mask_if(mask, accumulate), other=0.0) + total
-    tl.store(sum_ptr + column, total, mask=mask_if(mask, store_sum))
-    tl.store(dweight_ptr + column, total.to(dweight_ptr.dtype.element_ty), mask=mask)

@@ -11,17 +11,8 @@ from ..core import launch, plans, proof
 from ..core.domain import allocator
 from ..core.inspection import functions_of
 from ..core.layout import contiguous_strides
-from ..core.reduction import (
-    ROW_CLASSES,
-    ColumnReduction,
-    column_reduction,
-    fewest_rows,
-    last_power_of_two,
-    row_class,
-    row_reduction,
-    split_rows,
-)
-from .rms_norm.backward import bind_sum_blocks
+from ..core.reduction import ROW_CLASSES, last_power_of_two, row_class, row_reduction
+from .column_sum import ColumnSum, kind_of
 from .rms_norm.proof import PROOF_EPS, PROOF_ROWS, proof_calls, spike, stand_in, subnormal_row
 
 if launch.AVAILABLE:
@@ -85,9 +76,8 @@ _SHORT_ROW, _ELEMENTS_OF_SHORT_ROWS = 512, 2048
 _FEW_ROWS_ELEMENTS, _MOST_WARPS = 16, 16
 # The most steps of a tile.
 _MOST_LOG2_STEPS = 2
-# Sums over tokens: columns of a program, and fewer where these programs would leave multiprocessors idle (H200).
-_COLUMNS, _FEW_COLUMNS = 128, 32
-_SUM_WARPS = 4
+# Sums over tokens: columns of a program (H200).
+_COLUMNS = 128
 # The turns whose loads are in flight, by the bytes of an element.
 _TURNS = {2: 4, 4: 2}
 
@@ -160,75 +150,37 @@ class OfWeight:
 
     @classmethod
     def of(cls, dtype: torch.dtype, weight: torch.Tensor, tokens: int) -> "OfWeight":
-        size, columns, gpu = weight.shape[-1], weight.numel(), plans.gpu(weight.device)
-        least = fewest_rows(tokens, columns, gpu.multiprocessors, gpu.threads, gpu.build)
-        programs = _order(tokens, columns, weight.device).blocks * (columns // _COLUMNS)
-        of_program = _COLUMNS if programs >= gpu.multiprocessors else _FEW_COLUMNS
-        if columns > size:  # The columns of a program have one row.
-            of_program = math.gcd(of_program, size)
-        return cls(dtype, weight.dtype, size, columns // size, least, of_program)
+        size, columns = weight.shape[-1], weight.numel()
+        # The columns of a program have one row of the weight.
+        of_row = size if columns > size else 0
+        return cls(
+            dtype,
+            weight.dtype,
+            size,
+            columns // size,
+            *kind_of(tokens, columns, torch.float32.itemsize, weight.device, _COLUMNS, of_row),
+        )
 
     @property
     def columns(self) -> int:
         return self.size * self.weight_rows
 
-    def launches(self, tokens: int, device: torch.device, store_sum: bool = False) -> list["_Part"]:
-        """The launches for the parts that ATen sums one after the other.
-
-        Args:
-            store_sum: whether the last part's fp32 sum is stored too.
-        """
-        ranges = split_rows(tokens, self.columns, torch.float32.itemsize)
-        last = len(ranges) - 1
-        return [
-            self._part(*of_part, device, int(index > 0), int(store_sum or index < last))
-            for index, of_part in enumerate(ranges)
-        ]
-
-    def _part(self, first_token: int, tokens: int, device, accumulate: int, store_sum: int) -> "_Part":
-        order = _order(tokens, self.columns, device)
-        # A thread has at least four elements.
-        num_warps = min(max(4 * order.height * self.of_program // (4 * 32), 1), _SUM_WARPS)
-        constants = {
-            "HIDDEN_SIZE": self.size,
-            "WEIGHT_ROWS": self.weight_rows,
-            "THREADS": order.height,
-            "COLUMNS": self.of_program,
-            "TURNS": _TURNS[self.dtype.itemsize],
-        }
+    def sum(self, tokens: int, shape: tuple, device: torch.device, store_sum: bool = False) -> ColumnSum:
+        """dweight, of the shape given, from dy, x, mean and rstd; `store_sum` as in `ColumnSum`."""
         fp32 = torch.float32
-        return _Part(
-            launch.bind(
-                cohere_layer_norm_sum_chains,
-                constants,
-                num_warps,
-                device,
-                (self.dtype, self.dtype, fp32, fp32, fp32),
-                order.blocks * -(-self.columns // self.of_program),
-                *(first_token, tokens, order.blocks),
-            ),
-            bind_sum_blocks(
-                self.columns, self.weight_dtype, 1, order.height, device, order.blocks, accumulate, store_sum
-            ),
-            order.blocks,
+        return ColumnSum(
+            cohere_layer_norm_sum_chains,
+            {"HIDDEN_SIZE": self.size, "WEIGHT_ROWS": self.weight_rows, "TURNS": _TURNS[self.dtype.itemsize]},
+            (self.dtype, self.dtype, fp32, fp32),
+            tokens,
+            self.columns,
+            self.of_program,
+            fp32.itemsize,
+            shape,
+            self.weight_dtype,
+            device,
+            store_sum=store_sum,
         )
-
-
-def _order(tokens: int, columns: int, device) -> ColumnReduction:
-    gpu = plans.gpu(device)
-    return column_reduction(tokens, columns, gpu.multiprocessors, gpu.threads, gpu.build)
-
-
-class _Part(NamedTuple):
-    """The launches for tokens that ATen sums at once: for dy, x, mean, rstd and the sums of blocks, and for these, the fp32 sum
-    and dweight."""
-
-    sum_chains: launch.Launch
-    sum_blocks: launch.Launch
-    blocks: int
-
-
-Empty = Callable[[], torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -237,17 +189,12 @@ class Backward:
 
     Args:
         of_input: None if dx is not needed.
-        of_weight: empty if dweight is not needed.
-        empty_sums: fp32, for the sums of a part's blocks.
-        empty_sum: fp32, for the running sum over several parts.
+        of_weight: None if dweight is not needed.
     """
 
     of_input: Optional[launch.Launch]
-    of_weight: list[_Part]
-    empty_dx: Empty
-    empty_dweight: Empty
-    empty_sums: Optional[Empty]
-    empty_sum: Empty
+    of_weight: Optional[ColumnSum]
+    empty_dx: Callable[[], torch.Tensor]
 
     def __call__(self, dy, x, weight, mean, rstd) -> Gradients:
         dx = dx_variance = dx_mean = dweight = None
@@ -257,12 +204,8 @@ class Backward:
             if x.dtype == torch.float32:
                 others = dx_variance, dx_mean = self.empty_dx(), self.empty_dx()
             self.of_input(dy, x, weight, mean, rstd, dx, *others)
-        if self.of_weight:
-            sums, dweight = self.empty_sums(), self.empty_dweight()
-            total = rstd if len(self.of_weight) == 1 else self.empty_sum()
-            for part in self.of_weight:
-                part.sum_chains(dy, x, mean, rstd, sums)
-                part.sum_blocks.call_3(sums, total, dweight)
+        if self.of_weight is not None:
+            (dweight,) = self.of_weight(dy, x, mean, rstd)
         return Gradients(dx, dx_variance, dx_mean, dweight)
 
 
@@ -283,18 +226,10 @@ def resolve(x, weight, owner: type, needs: tuple[bool, bool]) -> Optional[Backwa
         of_weight, f"{of_weight.tokens} or more tokens", _comparisons_of_dweight, owner, device
     ):
         return None
-    parts = of_weight.launches(rows // weight_rows, device) if needs[1] else []
-
-    def fp32(*shape) -> Empty:
-        return allocator(shape, contiguous_strides(shape), torch.float32, device)
-
     return Backward(
         of_input.launch(rows, weight_rows, device) if needs[0] else None,
-        parts,
+        of_weight.sum(rows // weight_rows, weight.shape, device) if needs[1] else None,
         allocator(x.shape, contiguous_strides(x.shape), x.dtype, device),
-        allocator(weight.shape, contiguous_strides(weight.shape), weight.dtype, device),
-        fp32(max(part.blocks for part in parts), weight.numel()) if parts else None,
-        fp32(weight.numel()),
     )
 
 
@@ -355,12 +290,8 @@ def _comparisons_of_dweight(kind: OfWeight, owner, device):
         x, dy = ((make(tokens, *shape) + make(*(1,) * len(shape), 1)).to(kind.dtype) for _ in range(2))
         weight = make(*shape).to(kind.weight_dtype)
         mean, rstd = statistics(x, PROOF_EPS)
-        found = torch.full_like(weight, math.nan)
         total = torch.full(shape, math.nan, dtype=torch.float32, device=device)
-        (part,) = kind.launches(tokens, device, store_sum=True)
-        sums = torch.full((part.blocks, kind.columns), math.nan, dtype=torch.float32, device=device)
-        part.sum_chains(dy, x, mean, rstd, sums)
-        part.sum_blocks(sums, total, found)
+        (found,) = kind.sum(tokens, shape, device, store_sum=True)(dy, x, mean, rstd, total=total)
         if tokens <= PROOF_ROWS:
             yield "the weight's gradient", found, _through_autograd(owner, x, weight, dy)[1]
         products = dy.to(torch.float32) * ((x.to(torch.float32) - mean) * rstd)

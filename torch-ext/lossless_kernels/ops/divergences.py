@@ -10,7 +10,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from ..core import launch, operators, plans, proof
+from ..core import launch, operators, proof
 from ..core.calls import Calls, Outside
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -26,9 +26,9 @@ from ..core.domain import (
     runs_kernels,
 )
 from ..core.layout import contiguous_strides
-from ..core.reduction import full_reduction, reciprocal
+from ..core.reduction import reciprocal
 from ..core.torch_internals import apply_of, dispatch_modes
-from .full_sum import CUDA_ONLY, FullSum
+from .full_sum import CUDA_ONLY, FullSum, lengths_of_proof, order_of, sums_of_proof
 
 if launch.AVAILABLE:
     from ..kernels_src.divergences import divergence_backward, divergence_blocks, divergence_forward
@@ -404,7 +404,7 @@ _apply = apply_of(Divergences)
 def _proved(form, dtypes, device, reduction: str, elements: int, labels: bool, gradients) -> bool:
     """Whether the kernels are proved: the sum for all tensors whose blocks have as many threads, and what is elementwise."""
     dtype = torch.promote_types(*dtypes)
-    width = _order(elements, dtype, device).width if reduction != "none" else 0
+    width = order_of(elements, dtype, device).width if reduction != "none" else 0
     of = gradients if True in gradients else None
     return proof.kernel_is_proved(
         ("divergence", form.name, dtypes, device, reduction, width, labels, of),
@@ -419,30 +419,8 @@ def _proved(form, dtypes, device, reduction: str, elements: int, labels: bool, g
     )
 
 
-def _order(elements: int, dtype: torch.dtype, device: torch.device):
-    gpu = plans.gpu(device)
-    return full_reduction(elements, dtype.itemsize, gpu.multiprocessors, gpu.threads)[0]
-
-
-# Sums of each length up to _MOST_REPEATED. One sum exposes a wrong reduction order with a probability of about 1/3, and
-# too few blocks with 1/6 or more.
-_PROOF_SUMS = 24
 _PROOF_CLASSES = 40
-# Elements of the longest sum: of more than 512 blocks if the GPU has as many.
-_MOST_ELEMENTS = 1 << 23
-_MOST_REPEATED = 1 << 20
 _ELEMENTWISE = 5000
-
-
-def _lengths(width: int, dtype: torch.dtype, device: torch.device) -> list[int]:
-    """Lengths of sums of blocks of `width` threads: of one block and of several, with and without single elements."""
-    if width == 0:
-        return [_ELEMENTWISE]
-    vector = 16 // dtype.itemsize
-    step = width * vector
-    found = (width, 2 * width - 1, step, 2 * step - 1, 45 * step + 3, 150 * step, 300 * step + 1, 1500 * step)
-    of_width = [each for each in (*found, _MOST_ELEMENTS - 1) if _order(each, dtype, device).width == width]
-    return [elements for elements in of_width if elements < _MOST_ELEMENTS]
 
 
 def _operands(form, dtypes, elements: int, source, device) -> list[torch.Tensor]:
@@ -459,8 +437,8 @@ def _operands(form, dtypes, elements: int, source, device) -> list[torch.Tensor]
 def _comparisons(form, dtypes, device, reduction, width, labels, gradients):
     source = proof.generator(device, width)
     dtype = torch.promote_types(*dtypes)
-    for elements in _lengths(width, dtype, device):
-        for repetition in range(_PROOF_SUMS if reduction != "none" and elements <= _MOST_REPEATED else 1):
+    for elements in lengths_of_proof(width, dtype, device) if width else [_ELEMENTWISE]:
+        for repetition in range(sums_of_proof(elements) if reduction != "none" else 1):
             first, second = _operands(form, dtypes, elements, source, device)
             yield from _compared(form, first, second, reduction, labels, gradients, source, device, repetition)
     first, second = _operands(form, dtypes, max(width, _ELEMENTWISE), source, device)

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 import torch
 from torch import is_grad_enabled
@@ -26,10 +26,10 @@ from ..core.domain import (
 )
 from ..core.layout import contiguous_strides
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .activation import all_inputs
+from . import dyt_backward
 
 if launch.AVAILABLE:
-    from ..kernels_src.dyt import dyt_backward, dyt_forward
+    from ..kernels_src.dyt import dyt_forward
 
 
 def dyt(input: torch.Tensor, alpha: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,8 @@ def dyt(input: torch.Tensor, alpha: torch.Tensor, weight: torch.Tensor, bias: to
         TypeError: a tensor is none or not of a real floating dtype.
         ValueError: `alpha` is not `[1]`, or `weight` or `bias` not `[hidden_size]`.
 
-    The kernels run for fp32, fp16 and bf16 on CUDA if all tensors have one dtype and are contiguous. ATen adds the
-    gradients of alpha, weight and bias up. Eager computes everything else.
+    The kernels run for fp32, fp16 and bf16 on CUDA if all tensors have one dtype and are contiguous, with gradients if the
+    input has at least two dimensions and `hidden_size` is at least 16. Eager computes everything else.
     """
     for name, tensor in (("input", input), ("alpha", alpha), ("weight", weight), ("bias", bias)):
         check_floating(name, tensor)
@@ -70,29 +70,13 @@ def eager(input, alpha, weight, bias) -> torch.Tensor:
     return weight * torch.tanh(input * alpha) + bias
 
 
-class Gradients(NamedTuple):
-    input: Optional[torch.Tensor]
-    alpha: Optional[torch.Tensor]
-    weight: Optional[torch.Tensor]
-    bias: Optional[torch.Tensor]
-
-
-def formula(dy, input, alpha, weight, needs) -> Gradients:
-    """The gradients in differentiable torch operations, as autograd computes them; `needs`: which, in order."""
-    y = torch.tanh(input * alpha)
-    d_scaled = torch.ops.aten.tanh_backward(dy * weight, y)
-    return Gradients(
-        d_scaled * alpha if needs[0] else None,
-        (d_scaled * input).sum_to_size(alpha.shape) if needs[1] else None,
-        (dy * y).sum_to_size(weight.shape) if needs[2] else None,
-        dy.sum_to_size(weight.shape) if needs[3] else None,
-    )
-
-
 # Calls
 
 
-_BLOCK = 2048
+# The most columns of a program, and the fewest elements (H200).
+_BLOCK, _FEWEST = 2048, 512
+# A column of fewer has more of ATen's threads than a program has room for.
+_FEWEST_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -104,23 +88,20 @@ class Kind:
 
     def forward(self, rows: int, device) -> launch.Launch:
         """The launch for input, alpha, weight, bias and output."""
-        return self._bind(dyt_forward, {}, 5, rows, device)
-
-    def backward(self, rows: int, device, needs) -> launch.Launch:
-        """The launch for dy, input, alpha, weight, the input's gradient and the products for those of alpha and weight."""
-        return self._bind(dyt_backward, {"OF_ALPHA": needs[1], "OF_WEIGHT": needs[2]}, 7, rows, device)
+        constants = {"SIZE": self.size, "ROWS": self._rows, "BLOCK": self._block}
+        warps = self._rows * self._block * self.dtype.itemsize // (16 * 32)
+        return launch.bind(dyt_forward, constants, warps, device, (self.dtype,) * 5, self.programs(rows), rows)
 
     def programs(self, rows: int) -> int:
-        return rows * -(-self.size // self._block)
+        return -(-rows // self._rows) * -(-self.size // self._block)
 
     @property
     def _block(self) -> int:
         return min(1 << (self.size - 1).bit_length(), _BLOCK)
 
-    def _bind(self, kernel, more, tensors, rows, device) -> launch.Launch:
-        constants = {"SIZE": self.size, "BLOCK": self._block, **more}
-        warps = max(self._block * self.dtype.itemsize // (16 * 32), 1)
-        return launch.bind(kernel, constants, warps, device, (self.dtype,) * tensors, self.programs(rows))
+    @property
+    def _rows(self) -> int:
+        return max(_FEWEST // self._block, 1)
 
 
 @dataclass(eq=False)
@@ -128,19 +109,17 @@ class _Call:
     """A call resolved for its tensors' shapes, dtype and device.
 
     Args:
-        backward: None if dx and the products are not needed.
-        needs: which gradients are needed.
+        backward: None if no gradient is needed.
         layouts: of input, alpha and weight.
     """
 
     forward: launch.Launch
-    backward: Optional[launch.Launch]
+    backward: Optional[dyt_backward.Backward]
     empty: Callable[[], torch.Tensor]
-    needs: tuple[bool, ...]
     layouts: tuple
 
     def __call__(self, input, alpha, weight, bias):
-        if any(self.needs):
+        if self.backward is not None:
             return _apply(self, input, alpha, weight, bias)
         return self.output(input, alpha, weight, bias)
 
@@ -154,21 +133,6 @@ class _Call:
         out = self.empty()
         self.forward.call_5(input, alpha, weight, bias, out)
         return out
-
-    def gradients(self, dy, input, alpha, weight, bias=None) -> Gradients:
-        """The gradients for a contiguous dy of the input's dtype."""
-        of_input, of_alpha, of_weight, of_bias = self.needs
-        dx = products = normalized = None
-        if self.backward is not None:
-            dx = self.empty()
-            products, normalized = (self.empty() if need else dx for need in (of_alpha, of_weight))
-            self.backward(dy, input, alpha, weight, dx, products, normalized)
-        return Gradients(
-            dx if of_input else None,
-            products.sum_to_size(alpha.shape) if of_alpha else None,
-            normalized.sum_to_size(weight.shape) if of_weight else None,
-            dy.sum_to_size(weight.shape) if of_bias else None,
-        )
 
 
 def replacement(input, alpha, weight, bias) -> Optional[torch.Tensor]:
@@ -210,19 +174,21 @@ def _resolve(input, alpha, weight, bias, needs) -> Optional[_Call]:
         raise Outside("tensors that are not contiguous, or empty")
     if alpha.shape != (1,) or {each.shape for each in (weight, bias)} != {input.shape[-1:]}:
         raise Outside("alpha is not [1], or weight or bias not [hidden_size]")
-    if any(needs) and input.dim() == 1:  # The sums would have nothing to add.
-        raise Outside("gradients of a vector")
+    if any(needs) and (input.dim() == 1 or input.shape[-1] < _FEWEST_COLUMNS):
+        raise Outside("gradients of a vector, or of rows of few elements")
     kind = Kind(input.dtype, input.shape[-1])
     rows = input.numel() // kind.size
     if kind.programs(rows) > launch.MAX_PROGRAMS:
         raise Outside("too many rows")
-    if not all(_proved(kind, input.device, gradients) for gradients in (False, True)[: 1 + any(needs)]):
+    if not _proved(kind, input.device):
+        return None
+    backward = dyt_backward.resolve(input, eager, needs) if any(needs) else None
+    if any(needs) and backward is None:
         return None
     return _Call(
         kind.forward(rows, input.device),
-        kind.backward(rows, input.device, needs) if any(needs[:3]) else None,
+        backward,
         allocator(input.shape, contiguous_strides(input.shape), input.dtype, input.device),
-        needs,
         layouts_of(input, alpha, weight),
     )
 
@@ -245,13 +211,11 @@ class DyT(torch.autograd.Function):
         input, alpha, weight = ctx.saved_tensors
         # With create_graph the gradients are differentiated in turn.
         plain = not is_grad_enabled() and are_plain(dy, input) and are_plain(alpha, weight)
-        launched = ctx.call.backward
         # A model's `.to(dtype)`, or a new `.data`, between the passes changes its weights.
-        fits = launched is None or launched.takes(dy, input, alpha, weight)
-        fits = fits and are_as_saved(ctx.call.layouts, input, alpha, weight)
+        fits = dy.dtype is input.dtype and are_as_saved(ctx.call.layouts, input, alpha, weight)
         if plain and fits and dy.is_contiguous() and are_as_saved(ctx.layouts, input, alpha, weight):
-            return None, *ctx.call.gradients(dy, input, alpha, weight)
-        return None, *formula(dy, input, alpha, weight, ctx.call.needs)
+            return None, *ctx.call.backward(dy, input, alpha, weight)
+        return None, *dyt_backward.formula(dy, input, alpha, weight, ctx.call.backward.needs)
 
 
 _apply = apply_of(DyT)
@@ -260,60 +224,21 @@ _apply = apply_of(DyT)
 # Proof
 
 
-def _proved(kind: Kind, device, gradients: bool) -> bool:
-    what, comparisons = ("gradients", _gradient_comparisons) if gradients else ("output", _comparisons)
+def _proved(kind: Kind, device) -> bool:
     return proof.kernel_is_proved(
-        ("dyt", kind, what, device),
-        proof.Subject(eager, device, f"{kind.dtype}, rows of {kind.size} elements, {what}", "dyt"),
-        functools.partial(comparisons, kind, device),
+        ("dyt", kind, device),
+        proof.Subject(eager, device, f"{kind.dtype}, rows of {kind.size} elements, output", "dyt"),
+        functools.partial(_comparisons, kind, device),
     )
 
 
-# No power of two, whose products are not rounded.
-_ALPHA = 0.7
-
-
-def _sample(kind, device):
-    """x, alpha, weight, bias and dy. x: all numbers of 16 bits, of fp32 as many, after a row of ones; the last three at random."""
-    values = all_inputs(kind.dtype, device)
-    rows = -(-len(values) // kind.size) + 1
-    x = torch.ones(rows * kind.size, dtype=kind.dtype, device=device)
-    x[-len(values) :] = values
-    make = functools.partial(proof.normal, proof.generator(device, kind.size))
-    weight, bias = (make(kind.size).to(kind.dtype) for _ in range(2))
-    alpha = torch.full((1,), _ALPHA, dtype=kind.dtype, device=device)
-    return x.view(rows, kind.size), alpha, weight, bias, make(rows, kind.size).to(kind.dtype)
-
-
 def _comparisons(kind, device):
-    x, alpha, weight, bias, _ = _sample(kind, device)
+    x, alpha, weight, bias, _ = dyt_backward.sample(kind.dtype, kind.size, device)
     # tanh of every number, and of numbers around 1.
     for factor in (torch.ones_like(alpha), alpha):
         out = torch.full_like(x, math.nan)
         kind.forward(len(x), device)(x, factor, weight, bias, out)
         yield "the output", out, eager(x, factor, weight, bias)
-
-
-def _gradient_comparisons(kind, device):
-    """The products before they are added up, which ATen does."""
-    x, alpha, weight, bias, dy = _sample(kind, device)
-    found = [torch.full_like(x, math.nan) for _ in range(3)]
-    kind.backward(len(x), device, (True,) * 4)(dy, x, alpha, weight, *found)
-    y = torch.tanh(x * alpha)
-    d_scaled = torch.ops.aten.tanh_backward(dy * weight, y)
-    yield from zip(
-        ("the input's gradient", "alpha's terms", "the weight's terms"), found, (d_scaled * alpha, d_scaled * x, dy * y)
-    )
-    # Of numbers whose sums are finite: which sums autograd makes of them.
-    few = [each.requires_grad_() for each in (dy.clone(), alpha, weight, bias)]
-    with torch.enable_grad():
-        expected = torch.autograd.grad(eager(*few), few, dy)
-    few, found = [each.detach() for each in few], [torch.full_like(x, math.nan) for _ in range(3)]
-    kind.backward(len(dy), device, (True,) * 4)(dy, few[0], *few[1:3], *found)
-    dx, products, normalized = found
-    sums = products.sum_to_size(alpha.shape), normalized.sum_to_size(weight.shape), dy.sum_to_size(weight.shape)
-    for what, ours, theirs in zip(("the input's", "alpha's", "the weight's", "the bias's"), (dx, *sums), expected):
-        yield f"{what} gradient", ours, theirs
 
 
 # torch.compile
@@ -333,7 +258,7 @@ def _dyt_op(input: torch.Tensor, alpha: torch.Tensor, weight: torch.Tensor, bias
 def _find_gradients(dy, input, alpha, weight, bias, needs):
     needs, tensors = tuple(needs), (input, alpha, weight, bias)
     call = _calls.find(eager, (needs,), tensors, needs) if dy.is_contiguous() else None
-    return None if call is None else operators.of_tensors(call.gradients, dy)
+    return None if call is None or call.backward is None else operators.of_tensors(call.backward, dy)
 
 
 @operators.register("dyt_backward", _find_gradients)
@@ -345,7 +270,7 @@ def _dyt_backward_op(
     bias: torch.Tensor,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return operators.without_none(formula(dy, input, alpha, weight, needs), dy)
+    return operators.without_none(dyt_backward.formula(dy, input, alpha, weight, needs), dy)
 
 
 def _setup_context(ctx, inputs, output):

@@ -24,13 +24,13 @@ from ...core.reduction import (
     split_rows,
 )
 from ...core.torch_internals import dispatch_modes, forward_ad, fused_rms_norm_backward
+from ..column_sum import bind_sum_blocks
 from .formulas import EAGER, RMSNormFormula, eager_rstd
 
 if launch.AVAILABLE:
     from ...kernels_src.rms_norm_backward import (
         rms_norm_backward,
         rms_norm_backward_streamed,
-        rms_norm_sum_blocks,
         rms_norm_sum_chains,
     )
 
@@ -302,21 +302,6 @@ def _bind_sum_chains(shared, dtypes, plan, columns: ColumnReduction, device, *sc
     return launch.bind(rms_norm_sum_chains, constants, plan.chain_warps, device, dtypes, programs, *scalars)
 
 
-def bind_sum_blocks(
-    hidden_size, weight_dtype, partial_sums, threads, device, *scalars, columns=32, log2_steps=4, num_warps=4
-) -> launch.Launch:
-    """The kernel that adds up blocks: for their sums, the fp32 sum and dweight. The last three are `BackwardPlan`'s."""
-    constants = {
-        "HIDDEN_SIZE": hidden_size,
-        "PARTIAL_SUMS": partial_sums,
-        "THREADS": threads,
-        "COLUMNS": columns,
-        "LOG2_STEPS": log2_steps,
-    }
-    dtypes = torch.float32, torch.float32, weight_dtype
-    return launch.bind(rms_norm_sum_blocks, constants, num_warps, device, dtypes, -(-hidden_size // columns), *scalars)
-
-
 # From a call's tensors to launches
 
 
@@ -476,7 +461,7 @@ def resolve(
             scalars = columns.blocks, int(index > 0), int(statistics or index + 1 < len(ranges))
             sum_blocks = bind_sum_blocks(
                 *(hidden_size, weight.dtype, left, columns.height, x.device, *scalars),
-                columns=plan.sum_columns,
+                of_program=plan.sum_columns,
                 log2_steps=plan.sum_log2_steps,
                 num_warps=plan.sum_warps,
             )
