@@ -105,7 +105,7 @@ def expected_of(backward, x, alpha, weight, bias, dy):
 
 
 @interpreted
-@pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cases", [12, pytest.param(200, marks=pytest.mark.long)])
 def test_the_kernels_equal_the_transcription(family, backward, its_fma, seed, cases):
     """Sums of NaN and infinities are the same in every order: every third case has none."""
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
@@ -131,7 +131,7 @@ def test_outputs_of_any_size_equal_the_transcription(family, its_fma, seed, size
 
 
 @interpreted
-@pytest.mark.parametrize("rows, size", [(300, 510), (129, 1024), (40, 4097)])
+@pytest.mark.parametrize("rows, size", [(300, 510), (129, 1024), (33, 4097)])
 def test_sums_of_several_blocks_equal_the_transcription(family, backward, its_fma, seed, rows, size):
     generator, dtype = torch.Generator().manual_seed(seed), random.Random(seed).choice(DTYPES)
     x, dy = torch.randn(2, rows, size, generator=generator).to(dtype).unbind()
@@ -142,11 +142,11 @@ def test_sums_of_several_blocks_equal_the_transcription(family, backward, its_fm
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_are_added_one_after_the_other(family, backward, module, its_fma, monkeypatch, seed, dtype):
+def test_parts_are_added_one_after_the_other(family, backward, module, its_fma, monkeypatch, seed):
     """A limit of a few KiB in the place of 2 GiB: parts of the full sum begin anywhere."""
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    for size in (64, 510, 33):
+    for size in (64, 33):
+        dtype = choose.choice(DTYPES)
         limit = choose.randint(4000, 16000)
         monkeypatch.setattr(module("core.reduction"), "_MAX_32_BIT_OFFSET", limit)
         x, dy = torch.randn(2, choose.randint(100, 150), size, generator=generator).to(dtype).unbind()
@@ -292,10 +292,12 @@ def test_the_proofs_tell_another_arithmetic(family, backward, module, short_sums
 def test_the_proofs_tell_a_wrong_order(family, backward, module, monkeypatch, seed, name):
     # Rows of 510 elements leave a rest of a vector; those of 512 have several blocks of columns.
     of_full_sum = name.startswith("full")
-    monkeypatch.setattr(module("ops.full_sum"), "_MOST_ELEMENTS", 1 << (19 if of_full_sum else 13))
+    monkeypatch.setattr(module("ops.full_sum"), "_MOST_ELEMENTS", 1 << (18 if of_full_sum else 13))
     monkeypatch.setattr(module("ops.full_sum"), "_PROOF_SUMS", 6)
     in_the_kernels_place(family, backward, monkeypatch, WRONG_ORDERS[name], seed)
-    found = tells(family, backward, random.Random(seed).choice(ALL_DTYPES), 510 if of_full_sum else 512)
+    found = tells(
+        family, backward, random.Random(seed).choice(ALL_DTYPES[: 2 + (not of_full_sum)]), 510 if of_full_sum else 512
+    )
     gradients = {"alpha's gradient"} if of_full_sum else {"the weight's gradient", "the bias's gradient"}
     assert {each.removesuffix(" in fp32") for each in found} <= gradients
     assert [each for each in found if each.endswith("in fp32")]

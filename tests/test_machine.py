@@ -447,6 +447,8 @@ def test_cohere_layer_norm_exchanges_totals_alone(compiled):
 
 def test_dyt_moves_16_bytes_at_a_time_and_has_the_fmas_of_tanh(compiled):
     """Of tanh six, of a bf16 number three, and in fp32 that of its gradient; alpha is a single number."""
+    # Of a sum that begins within a vector, too.
+    assert any(entry["kernel"] == "dyt_backward" and entry["constants"]["HEAD"] for entry in compiled)
     for entry in compiled:
         if not entry["kernel"].startswith("dyt"):
             continue
