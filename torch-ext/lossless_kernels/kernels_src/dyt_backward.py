@@ -11,7 +11,7 @@ from .summation import block_sum, singles_of_sum, sum_of_threads, thread_sum, ve
 
 @triton.jit
 def _load(dy_ptr, x_ptr, offset, mask, POLICY: tl.constexpr):
-    """dy and x. Where masked they are 0 and 1, whose terms are zeros, with an infinite alpha, too."""
+    """dy and x; 0 and 1 where masked. The terms of these are zeros, even if alpha is infinite."""
     dy = tl.load(dy_ptr + offset, mask=mask, other=0.0, eviction_policy=POLICY)
     return dy, tl.load(x_ptr + offset, mask=mask, other=1.0, eviction_policy=POLICY)
 

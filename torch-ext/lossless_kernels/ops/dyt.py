@@ -75,7 +75,7 @@ def eager(input, alpha, weight, bias) -> torch.Tensor:
 
 # The most columns of a program, and the fewest elements (H200).
 _BLOCK, _FEWEST = 2048, 512
-# A column of fewer has more of ATen's threads than a program has room for.
+# In shorter rows up to 256 of ATen's threads share a column, and a thread of ours would have up to 1,024 elements.
 _FEWEST_COLUMNS = 16
 
 

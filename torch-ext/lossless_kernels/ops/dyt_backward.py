@@ -63,7 +63,7 @@ class OfInput:
 
     Attributes:
         size: elements of a row.
-        stored: ATen's sum has a single block. One multiprocessor would compute all terms: they are stored, and ATen adds them up.
+        stored: alpha's terms are stored, and ATen adds them up. Its sum has a single block: one multiprocessor would compute all.
     """
 
     dtype: torch.dtype
