@@ -485,7 +485,8 @@ def serve(
         OSError: the port is taken, or another Hub serves the folder.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with _held(root), socket.socket() as listener:
+    # asyncio sends small parts of an answer at once if the protocol is named; otherwise most answers wait 40 ms.
+    with _held(root), socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         port = listener.getsockname()[1]

@@ -691,6 +691,7 @@ def test_without_proof_eager_runs(kernel, module, nothing_known, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "on")
     monkeypatch.setattr(module("ops.group_norm"), "_PROOF_ELEMENTS", dict.fromkeys(DTYPES, 1))
     monkeypatch.setattr(module("ops.group_norm"), "_PROOF_EPS", (1e-5,))
+    monkeypatch.setattr(module("ops.group_norm"), "_LEAST_ROWS", 12)
     x = torch.randn(2, 6, 96)
     with pytest.warns(RuntimeWarning, match="group_norm on cpu, torch.float32, 32 lanes, .* keeps .*differ"):
         assert_bits_equal(kernel.group_norm(x, 2), functional.group_norm(x, 2))

@@ -106,6 +106,8 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
         return through_triton(self, blocks, tensors, scalars)
 
     monkeypatch.setattr(launcher, "through_triton", recorded)
+    monkeypatch.setattr(family, "_PROOF_CALLS", 2)
+    monkeypatch.setattr(family, "_GRADIENT_CALLS", 2)
     cpu, subject = torch.device("cpu"), (llama, family.EAGER[llama], torch.float16, torch.float16, hidden_size)
     list(family._comparisons(*subject, rows, hidden_size, cpu))
     list(family._comparisons(*subject, rows, hidden_size, cpu, added=True))

@@ -315,7 +315,7 @@ def test_no_request_is_without_a_limit(hub, monkeypatch, no_waiting):
             ask()
 
 
-def test_publish_and_verify_ask_with_limits(published, hub, cache, monkeypatch, capsys):
+def test_publish_and_verify_ask_with_limits(published, hub, cache, monkeypatch, capsys, no_waiting):
     monkeypatch.setattr(command, "TIMEOUT_S", 0.2)
     hub.faults.append(Fault("/refs", "slow", seconds=600))
     monkeypatch.setattr(publish_command, "ROOT", published.project)
