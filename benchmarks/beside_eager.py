@@ -104,6 +104,7 @@ MEASURED = (
     (both("masked_softmax"), ALL, SCORES),
     (both("layer_norm"), ALL, [*many(HIDDEN_SIZES), *few(COMMON_SIZES)]),
     (both("rms_norm"), SOME, many(HIDDEN_SIZES)),
+    (["torch_rms_norm_backward"], SOME, [*many(COMMON_SIZES), *few(COMMON_SIZES)]),
     (both("rms_norm", "add_rms_norm"), ("bf16",), few(COMMON_SIZES)),
     (both("cohere_layer_norm"), SOME, many((128, 1024, 4096, 5000, 8192, 12288))),
     (both("dyt"), SOME, [*many((64, 192, 384, 768, 1000, 1024, 1280, 2048, 4096, 5120, 8192)), *few((768, 4096))]),

@@ -137,7 +137,7 @@ def shape_text(shape) -> str:
 PEERS = {EAGER: "eager", COMPILED: "compiled", NATIVE: "native", LIGER: "liger", QUACK: "quack", CUT: "cut"}
 PEERS[CUTILE] = "cutile"
 # The order of families in a run and in tables. Others follow, by name.
-_ORDER = "rms_norm activation layer_norm cohere_layer_norm group_norm softmax dyt losses rotary".split()
+_ORDER = "rms_norm torch_rms_norm activation layer_norm cohere_layer_norm group_norm softmax dyt losses rotary".split()
 _NAMES = sorted(path.stem for path in Path(__file__).with_name("ops").glob("[!_]*.py"))
 # They import what stands above.
 FAMILIES = {name: importlib.import_module(f"ops.{name}") for name in dict.fromkeys([*_ORDER, *_NAMES])}

@@ -662,19 +662,23 @@ def layer_norm_backward(
     dy: Tensor,
     x: Tensor,
     weight: Optional[Tensor],
-    mean: Tensor,
+    mean: Optional[Tensor],
     rstd: Tensor,
     fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
     cast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
     row_sums: Callable = layer_norm_row_sums,
     column_sums: Callable = layer_norm_column_sums,
 ) -> LayerNormGradients:
-    """`native_layer_norm_backward` of rows [R, N] in one dtype, all aligned to vectors of four; not of blocks of 32 rows."""
-    g, centred, size = dy.float(), x.float() - mean, torch.tensor(float(x.shape[1]))
+    """`native_layer_norm_backward` of rows [R, N] in one dtype, all aligned to vectors of four; not of blocks of 32 rows.
+
+    Without means dx and dweight are `_fused_rms_norm_backward`'s.
+    """
+    g, size = dy.float(), torch.tensor(float(x.shape[1]))
+    centred = x.float() if mean is None else x.float() - mean
     factor = torch.ones(x.shape[1]) if weight is None else weight.float()
     a, b = row_sums(g * factor, centred, rstd, fma)
     dx = fma(g, (size * factor).expand_as(g), -((centred * rstd) * b))
-    dx = (dx - a) * (rstd * (torch.ones(()) / size))
+    dx = (dx if mean is None else dx - a) * (rstd * (torch.ones(()) / size))
     sums = column_sums(g, centred, rstd, fma, layer_norm_threads(*x.shape))
     return LayerNormGradients(cast(dx, x.dtype), *(cast(each, x.dtype) for each in sums))
 

@@ -85,9 +85,15 @@ def cpu_kernels(package):
         for into, values in zip(outs, torch.native_layer_norm(x.reshape(-1, size), (size,), *vectors, scalars[-1])):
             write(into, values)
 
-    def layer_norm_gradients(size, dy, x, weight, mean, rstd):
-        weight = torch.ones(size, dtype=x.dtype) if weight is None else weight.reshape(size)
+    def layer_norm_gradients(constants, dy, x, weight, mean, rstd):
+        size = constants["SIZE"]
         dy, x = dy.reshape(-1, size), x.reshape(-1, size)
+        if not constants["CENTRED"]:  # A CPU composes `F.rms_norm` of operations.
+            formula = module("variants").UNWEIGHTED if weight is None else module("variants").FP32_PRODUCT
+            weight = torch.ones(size, dtype=x.dtype) if weight is None else weight.reshape(size)
+            found = backward.formula(formula, dy, x, weight, rstd.reshape(-1, 1), True, True)
+            return found.dx if found.dx_mean is None else found.dx + found.dx_mean, found.dweight, None
+        weight = torch.ones(size, dtype=x.dtype) if weight is None else weight.reshape(size)
         # The CPU's operator wants statistics of the dtype that its forward pass returns.
         dtype = torch.native_layer_norm(x, (size,), weight, weight, 1.0)[1].dtype
         mean, rstd = (each.reshape(-1, 1).to(dtype) for each in (mean, rstd))
@@ -95,10 +101,10 @@ def cpu_kernels(package):
 
     def layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx):
         weight = weight if constants["WEIGHT"] else None
-        write(dx, layer_norm_gradients(constants["SIZE"], dy, x, weight, mean, rstd)[0])
+        write(dx, layer_norm_gradients(constants, dy, x, weight, mean, rstd)[0])
 
     def layer_norm_sum_rows(constants, scalars, dy, x, mean, rstd, *outs):
-        products[:] = layer_norm_gradients(constants["SIZE"], dy, x, None, mean, rstd)[1:]
+        products[:] = layer_norm_gradients(constants, dy, x, None, mean, rstd)[1:]
         if constants["TAKEN"] == constants["THREADS"]:
             layer_norm_sum_threads(constants, scalars, None, None, *outs)
 

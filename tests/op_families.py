@@ -578,6 +578,10 @@ def _layer_norm_launches(kernel, machine):
         for rows in {768: (3, 100, 300, 600), 256: (), 1024: ()}.get(size, (600,)):
             leaves = [each.requires_grad_() for each in (machine.empty(rows, size), weight, bias)]
             kernel.layer_norm(leaves[0], size, *leaves[1:]).backward(machine.empty(rows, size))
+        if size in (768, 4096):  # Those of `F.rms_norm` are of the same kernels.
+            rms_norm = machine.module("rms_norm").replacement
+            leaves = [each.detach().requires_grad_() for each in (machine.empty(600, size), weight)]
+            rms_norm(*leaves, 1e-6, torch.nn.RMSNorm, "eps", fused=True).backward(machine.empty(600, size))
 
 
 # GroupNorm

@@ -93,7 +93,7 @@ def report():
 
 
 def test_every_case_has_an_op_and_a_target():
-    assert len(cases.CASES) == len(set(cases.CASES)) == 72
+    assert len(cases.CASES) == len(set(cases.CASES)) == 76
     assert all(targets for targets in cases.TARGETS.values())
     # An op without a target is timed at many shapes.
     assert {case.op for case in cases.CASES} <= set(cases.OPS)
@@ -154,7 +154,7 @@ def test_a_family_is_one_file(run_python, tmp_path):
     import sys, types
     sys.path.insert(0, sys.argv[1])
     import cases, measure, peers, torch
-    assert list(cases.OPS)[-1] == "twice" and len(cases.OPS) == 50 and cases.CASES[-1] == cases.Case("twice", (8, 64))
+    assert list(cases.OPS)[-1] == "twice" and len(cases.OPS) == 52 and cases.CASES[-1] == cases.Case("twice", (8, 64))
     assert peers.parse(["--ops", "twice"]).cases == [cases.CASES[-1]] and cases.CASES[-1].bytes("bf16") == 2 * 2 * 8 * 64
     peers.FAMILIES = {"a_family": cases.FAMILIES["a_family"]}
     cases.FAMILIES = peers.FAMILIES
@@ -215,7 +215,7 @@ def libraries(monkeypatch):
 
 OTHERS = {
     NATIVE: "rms_norm",
-    LIGER: "rms_norm add_rms_norm silu_and_mul layer_norm group_norm softmax dyt jsd linear_jsd cross_entropy kl_div tvd "
+    LIGER: "rms_norm add_rms_norm torch_rms_norm silu_and_mul layer_norm group_norm softmax dyt jsd linear_jsd cross_entropy kl_div tvd "
     "linear_cross_entropy rotary rotary_complex",
     QUACK: "rms_norm softmax cross_entropy",
     CUT: "linear_cross_entropy",

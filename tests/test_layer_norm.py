@@ -1,4 +1,5 @@
-"""LayerNorm: the kernel in Triton's interpreter against the transcription of ATen's, the proof's power, and what surrounds it.
+"""LayerNorm, and the gradients of `F.rms_norm`, which are of the same kernels: the kernels in Triton's interpreter against the
+transcription of ATen's, the proof's power, and what surrounds it.
 
 The interpreter rounds an FMA as its version does (`interpreter.multiply_add`) and truncates to bf16: `cast` does likewise.
 """
@@ -82,13 +83,13 @@ def test_the_kernel_equals_the_transcription(module, seed):
 
 
 NEEDS = [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
+NEEDS_OF_VECTORS = [needs for needs in NEEDS if not needs[0]]
 
 
 def launched_gradients(module, dy, x, weight, mean, rstd, needs=(True, True, True)):
-    """The kernels' gradients of rows x; None where none is needed."""
+    """The kernels' gradients of rows x, of `F.rms_norm` without means; None where none is needed."""
     family, (rows, size) = module("ops.layer_norm_backward"), x.shape
-    unit = math.gcd(x.stride(0), 16 // x.itemsize)
-    call = family.resolve(x, rows, x.stride(0), unit, (size,), weight, needs)
+    call = family.resolve(x, rows, x.stride(0), (size,), weight, needs, centred=mean is not None)
     return call(dy, x, mean, rstd, weight, None)
 
 
@@ -120,11 +121,12 @@ def test_the_gradients_equal_the_transcription(module, seed):
         x, dy = x.to(dtype)[:, :size], special_rows(dy, choose)[:, :size].to(dtype).contiguous()
         weight = choose.choice((torch.randn(size, generator=generator).to(dtype), None))
         _, mean, rstd = transcribed(x, None, None)
+        mean = choose.choice((mean, None))
         weight = weight if few else torch.ones(size, dtype=dtype)
-        needs = choose.choice(
-            [needs for needs in NEEDS if needs[0] <= few and (weight is not None or not (needs[1] or needs[2]))]
-        )
-        label = f"case {case}, {rows}x{size} {dtype}, gap {gap}, {weight is not None}, {needs}"
+        of_vectors = weight is not None, weight is not None and mean is not None
+        least = NEEDS_OF_VECTORS if not few else NEEDS
+        needs = choose.choice([needs for needs in least if needs[1] <= of_vectors[0] and needs[2] <= of_vectors[1]])
+        label = f"case {case}, {rows}x{size} {dtype}, gap {gap}, {mean is not None}, {weight is not None}, {needs}"
         found = launched_gradients(module, dy, x, weight, mean, rstd, needs)
         for mine, expected, need, what in zip(
             found, transcribed_gradients(dy, x, weight, mean, rstd), needs, ("dx", "dweight", "dbias")
@@ -141,9 +143,13 @@ def test_gradients_of_long_rows(module, seed, size, dtype):
     generator = torch.Generator().manual_seed(seed)
     (x, dy), weight = torch.randn(2, 3, size + 8, generator=generator).to(dtype), torch.randn(size).to(dtype)
     x, dy = x[:, :size], dy[:, :size].contiguous()
-    tensors = dy, x, weight, *transcribed(x, None, None)[1:]
-    for found, expected in zip(launched_gradients(module, *tensors), transcribed_gradients(*tensors)):
-        assert_bits_equal(found, expected)
+    _, mean, rstd = transcribed(x, None, None)
+    for means, needs in ((mean, (True, True, True)), (None, (True, True, False))):
+        tensors = dy, x, weight, means, rstd
+        found, expected = launched_gradients(module, *tensors, needs), transcribed_gradients(*tensors)
+        for mine, wanted, need in zip(found, expected, needs):
+            if need:
+                assert_bits_equal(mine, wanted)
 
 
 def test_threads_are_atens(module):
@@ -352,9 +358,11 @@ def in_other_steps(name):
 
     def backward(dy, x, weight, mean, rstd):
         found = aten_model.layer_norm_backward(dy, x, weight, mean, rstd)
-        g, centred, size = dy.float(), x.float() - mean, torch.tensor(float(x.shape[1]))
+        g, size = dy.float(), torch.tensor(float(x.shape[1]))
+        centred = x.float() if mean is None else x.float() - mean
         factor, fma = weight.float(), aten_model.fused_multiply_add
         a, b = aten_model.layer_norm_row_sums(g * factor, centred, rstd, fma)
+        a = torch.zeros_like(a) if mean is None else a
         through_variance, scale = (centred * rstd) * b, (size * factor).expand_as(g)
         dx = fma(g, scale, -through_variance) - a
         if name == "no FMA":
@@ -390,13 +398,14 @@ def in_the_gradients_place(family, patch, backward, rows=None):
 
     def of_input(kind, rows, row_stride, device):
         def run(dy, x, weight, mean, rstd, dx):
+            mean = mean if kind.centred else None
             dx.copy_(backward(dy, x, weight if kind.weight else None, mean, rstd).dx)
 
         return run
 
     def sum_rows(kind, rows, row_stride, device):
         def run(dy, x, mean, rstd, dweight, dbias):
-            found = backward(dy, x, torch.ones(kind.size).to(x.dtype), mean, rstd)
+            found = backward(dy, x, torch.ones(kind.size).to(x.dtype), mean if kind.centred else None, rstd)
             for out, value, need in zip((dweight, dbias), found[1:], (kind.dweight, kind.dbias)):
                 if need:
                     out.copy_(value)
@@ -405,7 +414,7 @@ def in_the_gradients_place(family, patch, backward, rows=None):
 
     def eager(dy, x, shape, mean, rstd, weight, bias, needs):
         found = aten_model.layer_norm_backward(dy, x, weight, mean, rstd)
-        return [each if need else None for each, need in zip(found, needs)]
+        return family.Gradients(*[each if need else None for each, need in zip(found, needs)])
 
     patch.setattr(family.OfInput, "launch", of_input)
     patch.setattr(family.OfVectors, "sum_rows", sum_rows)
@@ -438,6 +447,25 @@ def test_the_proof_tells_wrong_sums_in_gradients(module, monkeypatch, name, size
     of_vectors = family.OfVectors(dtype, size, 8, False, 32, True, True)
     told = gradients_told(family._comparisons_of_dx(of_input, CPU), family._comparisons_of_vectors(of_vectors, CPU))
     assert told == {NAMES[each] for each in which.split()}
+
+
+def test_the_proof_tells_wrong_gradients_of_rms_norm(module, monkeypatch, seed):
+    """All wrong sums and steps that have no mean in them, each in one dtype at random."""
+    family, choose = module("ops.layer_norm_backward"), random.Random(seed)
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", 1)
+    sums = {
+        name: (functools.partial(aten_model.layer_norm_backward, **how), which)
+        for name, (how, which) in WRONG_SUMS.items()
+    }
+    steps = {name: (in_other_steps(name), "dx") for name in STEPS if name != "the mean first"}
+    for name, (backward, which) in {"": (aten_model.layer_norm_backward, ""), **sums, **steps}.items():
+        # Products of two bf16 numbers, and of three, are exact.
+        dtype = torch.float32 if name in ("no FMA", "the weight first") else choose.choice(DTYPES)
+        in_the_gradients_place(family, monkeypatch, backward, 700)
+        of_input = family.OfInput(dtype, 772, 4, True, False, centred=False)
+        of_vectors = family.OfVectors(dtype, 772, 4, False, 32, True, False, centred=False)
+        told = gradients_told(family._comparisons_of_dx(of_input, CPU), family._comparisons_of_vectors(of_vectors, CPU))
+        assert told == {NAMES[each] for each in which.split() if each != "dbias"}, (name, dtype)
 
 
 @pytest.mark.parametrize("threads", [1, 8, 16, 32])
@@ -607,10 +635,10 @@ def test_rows_that_aten_sums_in_blocks(kernel, module, monkeypatch):
     monkeypatch.setattr(module("launch"), "bind", lambda *_, **__: lambda *tensors: None)
     x, weight = torch.rand(4, 64), torch.rand(64)
     _, mean, rstd = torch.native_layer_norm(x, (64,), weight, weight, EPS)
-    call = family.resolve(x, 4, 64, 4, (64,), weight, (True, True, True))
+    call = family.resolve(x, 4, 64, (64,), weight, (True, True, True))
     call.dx = None
     dx, dweight, dbias = call(x, x, mean, rstd, weight, weight)
-    assert needs == [[False, True, True]] and dx is None
+    assert needs == [(False, True, True)] and dx is None
     for found, expected in zip((dweight, dbias), eager(x, x, (64,), mean, rstd, weight, weight, [True] * 3)[1:]):
         assert_bits_equal(found, expected)
 
@@ -868,6 +896,42 @@ def test_gradients_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_rms_norm_are_those_of_eager(module, seed, monkeypatch, dtype):
+    """The same of `F.rms_norm`."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    family, norm, choose = module("ops.layer_norm_backward"), module("rms_norm"), random.Random(seed)
+    calls, device = module("rms_norm_call").torch_calls, torch.device("cuda")
+    counts = (7, 9, 63, 64, 127, 128, 255, 256, 257, 511, 512, 5000, 8191)
+    for case in range(16):
+        size = choose.choice((choose.choice(SIZES), 4 * choose.randint(16, choose.choice((128, 512, 2048)))))
+        rows, weight = choose.choice(counts), choose.random() < 0.8
+        if case < 4:  # Long rows, and both sides of ATen's sums of blocks, and wide rows beyond.
+            rows, size = ((300, 8192), (65536, 64), (65537, 64), (65537, 2112))[case]
+        needs = choose.choice(((True, True), (True, False), (False, True)) if weight else ((True,),))
+        kind = family.OfInput(dtype, size, 16 // dtype.itemsize, weight, rows < 512, centred=False)
+        for sample in (family._sample, family._cancelling_sample):
+            with monkeypatch.context() as patch:
+                generator = torch.Generator(device).manual_seed(seed + case)
+                patch.setattr(family.proof, "generator", lambda *_, generator=generator: generator)
+                dy, *tensors, _, _ = family._in_layout(kind, weight, sample(kind, rows, size, device))
+            results, label = [], f"case {case}, {rows}x{size} {dtype}, {needs}"
+            for ours in (True, False):
+                leaves = [each.detach().requires_grad_(need) for each, need in zip(tensors, needs)]
+                x, factor = *leaves, *[None] * (2 - len(leaves))
+                if ours:
+                    out = norm.replacement(x, factor, EPS, nn.RMSNorm, "eps", fused=True)
+                else:
+                    out = functional.rms_norm(x, (size,), factor, EPS)
+                results.append(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dy))
+            for mine, eagers in zip(*results):
+                assert_bits_equal(mine, eagers, label)
+            (call,) = [call for call in calls.resolved.values() if call is not None]
+            assert call.backward is not None, label
+            calls.clear()
+
+
+@pytest.mark.gpu
 def test_no_sum_of_a_row_is_negative_zero(module):
     """An FMA that underflows leaves -0 in a lane; ATen adds zeros for the warps that a block does not have. The interpreter's sums
     are never -0."""
@@ -887,7 +951,7 @@ def test_no_sum_of_a_row_is_negative_zero(module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_transcription_of_gradients_is_what_eager_computes(seed, dtype):
+def test_the_transcription_of_gradients_is_what_eager_computes(module, seed, dtype):
     generator = torch.Generator("cuda").manual_seed(seed)
     for rows, size in itertools.product((9, 100, 200, 300), (64, 68, 768, 1280)):
         x, dy = torch.randn(2, rows, size, generator=generator, device="cuda").to(dtype).unbind()
@@ -897,6 +961,12 @@ def test_the_transcription_of_gradients_is_what_eager_computes(seed, dtype):
         found = aten_model.layer_norm_backward(*(each.cpu() for each in (dy, x, weight, mean, rstd)))
         for mine, eagers, what in zip(found, expected, ("dx", "dweight", "dbias")):
             assert_bits_equal(mine, eagers.cpu(), f"{what} of {rows}x{size}")
+        expected = module("ops.layer_norm_backward").eager(
+            dy, x, (size,), None, rstd, weight, None, (True, True, False)
+        )
+        found = aten_model.layer_norm_backward(*(each.cpu() for each in (dy, x, weight)), None, rstd.cpu())
+        for mine, eagers, what in zip(found[:2], expected, ("dx", "dweight")):
+            assert_bits_equal(mine, eagers.cpu(), f"F.rms_norm's {what} of {rows}x{size}")
 
 
 @pytest.mark.gpu

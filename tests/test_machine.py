@@ -335,7 +335,7 @@ def test_layer_norms_gradients_have_cudas_fmas(compiled):
         constants, threads, itemsize = entry["constants"], 32 * entry["num_warps"], entry["itemsize"]
         if not entry["kernel"].startswith("layer_norm_") or entry["kernel"] == "layer_norm_forward":
             continue
-        seen.add(entry["kernel"])
+        seen.add((entry["kernel"], constants.get("CENTRED")))
         least, most, size = 0, 0, constants["SIZE"]
         if entry["kernel"] == "layer_norm_backward":
             rows, lanes = constants["ROWS"], 128 >> (size <= 128) + (size <= 256)
@@ -359,7 +359,10 @@ def test_layer_norms_gradients_have_cudas_fmas(compiled):
         fmas = entry.count(r"fma\.rn\.f32")
         assert least <= fmas <= most and entry.count(r"(?:fma|mad)\S*\.f32") == fmas, str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
-    assert seen == {"layer_norm_backward", "layer_norm_sum_rows", "layer_norm_sum_threads"}
+    of_rows = {
+        (kernel, centred) for kernel in ("layer_norm_backward", "layer_norm_sum_rows") for centred in (True, False)
+    }
+    assert seen == of_rows | {("layer_norm_sum_threads", None)}
 
 
 def test_group_norm_divides_by_three_instructions(compiled):

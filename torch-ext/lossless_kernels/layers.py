@@ -129,8 +129,8 @@ class RMSNormZeroCentered(_Layer):
 class TorchRMSNorm(_Layer):
     """RMSNorm as `F.rms_norm` computes it, with `weight` (or None), `eps` (or None) and `normalized_shape`.
 
-    Given the layer name, it replaces `torch.nn.RMSNorm` if that normalises the last dimension alone. ATen's own
-    operator computes the gradients.
+    Given the layer name, it replaces `torch.nn.RMSNorm` if that normalises the last dimension alone. ATen's own operator
+    computes the gradient of the weight of more than 65,536 rows.
     """
 
     @torch.jit.ignore

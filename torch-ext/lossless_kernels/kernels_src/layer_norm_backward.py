@@ -1,4 +1,5 @@
-"""The gradients of LayerNorm as ATen's vectorised kernels compute them (ATen/native/cuda/layer_norm_kernel.cu)."""
+"""The gradients of LayerNorm and of `F.rms_norm` as ATen's vectorised kernels compute them
+(ATen/native/cuda/layer_norm_kernel.cu)."""
 
 import triton
 import triton.language as tl
@@ -9,6 +10,15 @@ from .summation import block_sum, in_vectors, sum_of_tile, unstack
 
 # A thread of ATen's sums over rows takes so many rows at a time, one after the other.
 _RUN = tl.constexpr(8)
+
+
+@triton.jit
+def _centred(x, mean, CENTRED: tl.constexpr):
+    """x in fp32, less its row's mean if CENTRED."""
+    x = widened(x)
+    if CENTRED:
+        x = x - mean
+    return x
 
 
 @triton.jit
@@ -23,14 +33,15 @@ def _weighted(dy, weight_ptr, column, SIZE: tl.constexpr, WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _add_vectors(sums, terms, centred, rstd, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """A step of all lanes: each adds its vector of four to both of its sums. Behind the row's end these are zeros, which
-    change no sum but the sign of a zero: no total is -0."""
+def _add_vectors(sums, terms, centred, rstd, LANES: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr):
+    """A step of all lanes: each adds its vector of four to its sums, to that of terms only if CENTRED. Behind the row's end
+    these are zeros, which change no sum but the sign of a zero: no total is -0."""
     of_terms, of_products = sums
     products = in_vectors(tl.reshape(terms * centred, [ROWS * LANES * 4]), ROWS * LANES)
     terms = in_vectors(tl.reshape(terms, [ROWS * LANES * 4]), ROWS * LANES)
     for position in tl.static_range(4):
-        of_terms = of_terms + terms[position]
+        if CENTRED:
+            of_terms = of_terms + terms[position]
         of_products = tl.fma(rstd, products[position], of_products)
     return of_terms, of_products
 
@@ -49,15 +60,18 @@ def layer_norm_backward(
     ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     WEIGHT: tl.constexpr,
+    CENTRED: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
     """dx of `layer_norm_forward`: dx[row] = (rstd / SIZE) * ((SIZE * weight) * dy - ((x - mean) * rstd) * b - a), where
-    a = sum(dy * weight) and b = sum(dy * weight * (x - mean) * rstd) of the row.
+    a = sum(dy * weight) and b = sum(dy * weight * (x - mean) * rstd) of the row. Without CENTRED that of `F.rms_norm`, which
+    has neither mean nor a.
 
     A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The other arguments are those of
     `layer_norm_forward`.
 
     Args:
+        mean_ptr: not read without CENTRED.
         AGAIN: dy and x are read again for dx, instead of being kept in registers.
     """
     # Whole warps of lanes without elements are left out.
@@ -77,7 +91,7 @@ def layer_norm_backward(
             inside = of_row[:, None] & (column < SIZE)
             dys = dys + (tl.load(dy_ptr + offset + column, mask=inside, other=0.0),)
             xs = xs + (tl.load(x_ptr + x_offset + column, mask=inside, other=0.0),)
-    mean = tl.load(mean_ptr + row, mask=of_row, other=0.0)[:, None]
+    mean = tl.load(mean_ptr + row, mask=of_row, other=0.0)[:, None] if CENTRED else 0.0
     rstd = tl.load(rstd_ptr + row, mask=of_row, other=0.0)[:, None]
     of_lanes = tl.reshape(tl.broadcast_to(rstd, [ROWS, LANES]), [ROWS * LANES])
     sums = tl.zeros([ROWS * LANES], tl.float32), tl.zeros([ROWS * LANES], tl.float32)
@@ -87,8 +101,9 @@ def layer_norm_backward(
         dy = tl.load(dy_ptr + offset + column, mask=inside, other=0.0) if AGAIN else dys[step]
         x = tl.load(x_ptr + x_offset + column, mask=inside, other=0.0) if AGAIN else xs[step]
         terms = _weighted(dy, weight_ptr, column, SIZE, WEIGHT)
-        sums = _add_vectors(sums, terms, widened(x) - mean, of_lanes, LANES, ROWS)
-    a, b = sum_of_tile(sums[0], ROWS, LANES)[:, None], sum_of_tile(sums[1], ROWS, LANES)[:, None]
+        sums = _add_vectors(sums, terms, _centred(x, mean, CENTRED), of_lanes, LANES, ROWS, CENTRED)
+    a = sum_of_tile(sums[0], ROWS, LANES)[:, None] if CENTRED else 0.0
+    b = sum_of_tile(sums[1], ROWS, LANES)[:, None]
 
     size = tl.full([ROWS, COLUMNS], SIZE, tl.float32)
     factor = tl.div_rn(1.0, tl.cast(SIZE, tl.float32)) * rstd
@@ -97,11 +112,19 @@ def layer_norm_backward(
         inside = of_row[:, None] & (column < SIZE)
         dy = tl.load(dy_ptr + offset + column, mask=inside, other=0.0) if AGAIN else dys[step]
         x = tl.load(x_ptr + x_offset + column, mask=inside, other=0.0) if AGAIN else xs[step]
-        through_variance = ((widened(x) - mean) * rstd) * b
+        through_variance = (_centred(x, mean, CENTRED) * rstd) * b
         scale = _weighted(size, weight_ptr, column, SIZE, WEIGHT)
         # Triton computes -x as 0 - x, which is +0 for x = +0.
-        dx = (tl.fma(widened(dy), scale, through_variance * -1.0) - a) * factor
-        tl.store(dx_ptr + offset + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = tl.fma(widened(dy), scale, through_variance * -1.0)
+        if CENTRED:
+            dx = dx - a
+        tl.store(dx_ptr + offset + column, (dx * factor).to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _of_rows(pointers, of_row, TAKEN: tl.constexpr):
+    """A number of each of the run's rows, [TAKEN, 1]."""
+    return unstack(tl.reshape(tl.load(pointers, mask=of_row, other=0.0), [TAKEN, _RUN, 1]), TAKEN, _RUN, 1)
 
 
 @triton.jit
@@ -118,6 +141,7 @@ def _add_run(
     COLUMNS: tl.constexpr,
     DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Each thread adds its run of rows from row `start` on, one after the other; MASKED: some of them may not exist."""
@@ -130,18 +154,18 @@ def _add_run(
     dys = unstack(tl.load(dy_ptrs + start * SIZE, mask=inside, other=0.0), TAKEN, _RUN, COLUMNS)
     if DWEIGHT:
         xs = unstack(tl.load(x_ptrs + start * x_stride, mask=inside, other=0.0), TAKEN, _RUN, COLUMNS)
-        means, rstds = (
-            tl.load(mean_ptrs + start, mask=of_row, other=0.0),
-            tl.load(rstd_ptrs + start, mask=of_row, other=0.0),
-        )
-        means = unstack(tl.reshape(means, [TAKEN, _RUN, 1]), TAKEN, _RUN, 1)
-        rstds = unstack(tl.reshape(rstds, [TAKEN, _RUN, 1]), TAKEN, _RUN, 1)
+        if CENTRED:
+            means = _of_rows(mean_ptrs + start, of_row, TAKEN)
+        rstds = _of_rows(rstd_ptrs + start, of_row, TAKEN)
     for each in tl.static_range(_RUN):
         dy = widened(dys[each])
         if DBIAS:
             dbias = dbias + dy
         if DWEIGHT:
-            dweight = tl.fma(tl.broadcast_to(rstds[each], dy.shape), dy * (widened(xs[each]) - means[each]), dweight)
+            centred = widened(xs[each])
+            if CENTRED:
+                centred = centred - means[each]
+            dweight = tl.fma(tl.broadcast_to(rstds[each], dy.shape), dy * centred, dweight)
     return dweight, dbias
 
 
@@ -168,9 +192,12 @@ def layer_norm_sum_rows(
     COLUMNS: tl.constexpr,
     DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dweight = sum(dy * (x - mean) * rstd) and dbias = sum(dy) over rows, or the sums of ATen's threads.
+
+    Without CENTRED dweight is that of `F.rms_norm`, which has no mean: sum(dy * x * rstd).
 
     THREADS of ATen's threads share a column. Thread t adds the rows 8 * t to 8 * t + 7 of every 8 * THREADS. A program takes
     TAKEN of the threads, and COLUMNS columns. With all threads it adds their sums. With fewer, dweight and dbias are the
@@ -198,11 +225,37 @@ def layer_norm_sum_rows(
     whole = rows // BLOCK * BLOCK
     for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         sums = _add_run(
-            sums, pointers, start, x_stride, row, rows, in_row, SIZE, TAKEN, COLUMNS, DWEIGHT, DBIAS, MASKED=False
+            sums,
+            pointers,
+            start,
+            x_stride,
+            row,
+            rows,
+            in_row,
+            SIZE,
+            TAKEN,
+            COLUMNS,
+            DWEIGHT,
+            DBIAS,
+            CENTRED,
+            MASKED=False,
         )
     if whole < rows:
         sums = _add_run(
-            sums, pointers, whole, x_stride, row, rows, in_row, SIZE, TAKEN, COLUMNS, DWEIGHT, DBIAS, MASKED=True
+            sums,
+            pointers,
+            whole,
+            x_stride,
+            row,
+            rows,
+            in_row,
+            SIZE,
+            TAKEN,
+            COLUMNS,
+            DWEIGHT,
+            DBIAS,
+            CENTRED,
+            MASKED=True,
         )
     dweight, dbias = sums
     if TAKEN == THREADS:

@@ -221,9 +221,9 @@ class _Call:
 class _Training(_Call):
     """A call with gradients."""
 
-    def __init__(self, *call, layouts: tuple, rows: int, row_stride: int, unit: int):
+    def __init__(self, *call, layouts: tuple, rows: int, row_stride: int):
         super().__init__(*call)
-        self.layouts, self.layout = layouts, (rows, row_stride, unit)
+        self.layouts, self.layout = layouts, (rows, row_stride)
         self.backwards: dict[layer_norm_backward.Needs, Optional[layer_norm_backward.Backward]] = {}
 
     def __call__(self, input, weight, bias):
@@ -327,7 +327,7 @@ def _resolve(x, *more):
     if not needs_grad:
         return _Call(*call)
     layouts = layouts_of(x, None if no_weight else vectors[0])
-    return _Training(*call, layouts=layouts, rows=rows, row_stride=row_stride, unit=kind.unit)
+    return _Training(*call, layouts=layouts, rows=rows, row_stride=row_stride)
 
 
 def _rows(x, vectors, shape) -> tuple[int, int, int]:
@@ -369,7 +369,7 @@ def gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs) -> tuple[O
     if not is_grad_enabled():
         if not dy.is_cuda:  # A CPU's operator wants its own statistics.
             _, mean, rstd = torch.native_layer_norm(input, shape, weight, bias, eps)
-        return tuple(layer_norm_backward.eager(dy, input, shape, mean, rstd, weight, bias, list(needs)))
+        return tuple(layer_norm_backward.eager(dy, input, shape, mean, rstd, weight, bias, needs))
 
     def out(*needed):
         given = iter(needed)

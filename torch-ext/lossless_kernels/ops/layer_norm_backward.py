@@ -1,4 +1,5 @@
-"""The gradients of LayerNorm, with the bits of ATen's operator `native_layer_norm_backward`."""
+"""The gradients of LayerNorm and of `F.rms_norm`, with the bits of ATen's operators `native_layer_norm_backward` and
+`_fused_rms_norm_backward`, whose kernels are the same but for the mean."""
 
 import functools
 import math
@@ -11,12 +12,10 @@ from torch.nn import functional
 from ..core import launch, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides
+from ..core.torch_internals import fused_rms_norm_backward
 
 if launch.AVAILABLE:
     from ..kernels_src.layer_norm_backward import layer_norm_backward, layer_norm_sum_rows, layer_norm_sum_threads
-
-# ATen's operator. It sums in another order if a tensor is not aligned to vectors of four elements.
-eager = torch.ops.aten.native_layer_norm_backward
 
 Needs = tuple[bool, bool, bool]
 
@@ -25,6 +24,14 @@ class Gradients(NamedTuple):
     dx: Optional[torch.Tensor]
     dweight: Optional[torch.Tensor]
     dbias: Optional[torch.Tensor]
+
+
+def eager(dy, x, shape: tuple, mean, rstd, weight, bias, needs: Needs) -> Gradients:
+    """Those of ATen's operator, of `F.rms_norm` if there is no mean. It sums in another order if a tensor is not aligned to
+    vectors of four elements."""
+    if mean is None:
+        return Gradients(*fused_rms_norm_backward(dy, x, shape, rstd, weight, list(needs[:2])), None)
+    return Gradients(*torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, list(needs)))
 
 
 # ATen's threads that share a column, each with runs of eight rows, by the fewest rows (`LaunchGammaBetaBackwardCUDAKernel`).
@@ -61,6 +68,7 @@ class OfInput:
         unit: the number of elements, up to 16 bytes, by which row strides of x are counted.
         weight: whether there is one.
         few: whether rows are few.
+        centred: whether a row's mean is subtracted, as in LayerNorm.
     """
 
     dtype: torch.dtype
@@ -68,9 +76,10 @@ class OfInput:
     unit: int
     weight: bool
     few: bool
+    centred: bool = True
 
     def launch(self, rows: int, row_stride: int, device: torch.device) -> launch.Launch:
-        """The launch for dy, x, weight, mean, rstd and dx; x stands for a weight that there is not."""
+        """The launch for dy, x, weight, mean, rstd and dx; x stands for a weight that there is not, and rstd for means."""
         of_program = next(rows for most, rows in _ROWS.items() if self.size <= most)
         warps = next((warps for most, warps in _WARPS[self.dtype.itemsize].items() if self.size <= most), None)
         again = warps is None
@@ -79,6 +88,7 @@ class OfInput:
             "ROWS": of_program,
             "STRIDE_UNIT": self.unit,
             "WEIGHT": self.weight,
+            "CENTRED": self.centred,
             "AGAIN": again,
         }
         if again or (self.few and self.size >= _STEP):
@@ -101,7 +111,7 @@ class OfVectors:
     """The properties that the kernels of dweight and dbias are compiled for.
 
     Attributes:
-        size, unit, few: as in `OfInput`.
+        size, unit, few, centred: as in `OfInput`.
         threads: see `threads_of`; at least one.
         dweight, dbias: which of them are needed.
     """
@@ -113,6 +123,7 @@ class OfVectors:
     threads: int
     dweight: bool
     dbias: bool
+    centred: bool = True
 
     def sum_rows(self, rows: int, row_stride: int, device: torch.device) -> launch.Launch:
         """The launch for dy, x, mean, rstd, and dweight and dbias or the threads' sums."""
@@ -125,6 +136,7 @@ class OfVectors:
             "COLUMNS": tile.columns,
             "DWEIGHT": self.dweight,
             "DBIAS": self.dbias,
+            "CENTRED": self.centred,
             "STAGES": tile.stages,
         }
         sums = self._dtypes if tile.threads == self.threads else (torch.float32, torch.float32)
@@ -195,40 +207,55 @@ class Backward:
         return not addresses & self.alignment_mask and dy.dtype == x.dtype and are_as_saved(self.layouts, x, weight)
 
     def __call__(self, dy, x, mean, rstd, weight, bias) -> Gradients:
+        """mean is None for `F.rms_norm`."""
         dx = dweight = dbias = None
         _, of_weight, of_bias = self.needs
+        means = rstd if mean is None else mean
         if self.dx is not None:
             dx = self.empty_dx()
-            self.dx.call_6(dy, x, x if weight is None else weight, mean, rstd, dx)
+            self.dx.call_6(dy, x, x if weight is None else weight, means, rstd, dx)
         if self.sum_rows is not None:
-            # mean, which is fp32, stands for tensors that are not written.
-            found = [self.empty_vector() if need else mean for need in (of_weight, of_bias)]
+            # rstd, which is fp32, stands for tensors that are not written.
+            found = [self.empty_vector() if need else rstd for need in (of_weight, of_bias)]
             if self.sum_threads is None:
-                self.sum_rows.call_6(dy, x, mean, rstd, *found)
+                self.sum_rows.call_6(dy, x, means, rstd, *found)
             else:
-                sums = [self.empty_sum() if need else mean for need in (of_weight, of_bias)]
-                self.sum_rows.call_6(dy, x, mean, rstd, *sums)
+                sums = [self.empty_sum() if need else rstd for need in (of_weight, of_bias)]
+                self.sum_rows.call_6(dy, x, means, rstd, *sums)
                 self.sum_threads.call_4(*sums, *found)
             dweight, dbias = (each if need else None for each, need in zip(found, (of_weight, of_bias)))
         elif of_weight or of_bias:
-            _, dweight, dbias = eager(dy, x, self.shape, mean, rstd, weight, bias, [False, of_weight, of_bias])
+            _, dweight, dbias = eager(dy, x, self.shape, mean, rstd, weight, bias, (False, of_weight, of_bias))
         return Gradients(dx, dweight, dbias)
 
 
-def resolve(x, rows: int, row_stride: int, unit: int, shape: tuple, weight, needs: Needs) -> Optional[Backward]:
+def resolve(
+    x,
+    rows: int,
+    row_stride: int,
+    shape: tuple,
+    weight,
+    needs: Needs,
+    centred: bool = True,
+    original: Callable = functional.layer_norm,
+) -> Optional[Backward]:
     """The gradients of a call in the forward kernel's domain; None if a kernel is not proved.
 
     Args:
-        unit: the number of elements, up to 16 bytes, by which row strides of x are counted.
+        row_stride: of x.
         shape: normalized_shape.
+        centred: those of LayerNorm, otherwise of `F.rms_norm`.
+        original: the replaced function, for reports.
     """
     device, size, few = x.device, math.prod(shape), rows < _FEW_ROWS
+    unit = math.gcd(row_stride, 16 // x.dtype.itemsize)
     threads = threads_of(rows) if any(needs[1:]) else 0
-    of_input = OfInput(x.dtype, size, unit, weight is not None, few)
-    of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:])
-    if needs[0] and not _proved(of_input, "gradient of the input", _comparisons_of_dx, device):
+    of_input = OfInput(x.dtype, size, unit, weight is not None, few, centred)
+    of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:], centred)
+    of_proof = original, device
+    if needs[0] and not _proved(of_input, "gradient of the input", _comparisons_of_dx, *of_proof):
         return None
-    if threads and not _proved(of_vectors, _what(of_vectors), _comparisons_of_vectors, device):
+    if threads and not _proved(of_vectors, _what(of_vectors), _comparisons_of_vectors, *of_proof):
         return None
     return Backward(
         needs,
@@ -258,12 +285,11 @@ def _what(kind: OfVectors) -> str:
     return f"gradients of {' and '.join(of)}, {least} or more rows"
 
 
-def _proved(kind, what: str, comparisons: Callable, device) -> bool:
+def _proved(kind, what: str, comparisons: Callable, original: Callable, device) -> bool:
+    where = f"{kind.dtype}, rows of {kind.size} elements, {what}"
     return proof.kernel_is_proved(
         ("layer_norm gradients", kind, device),
-        proof.Subject(
-            functional.layer_norm, device, f"{kind.dtype}, rows of {kind.size} elements, {what}", "layer_norm"
-        ),
+        proof.Subject(original, device, where, "layer_norm" if kind.centred else "F.rms_norm"),
         functools.partial(comparisons, kind, device),
     )
 
@@ -281,8 +307,8 @@ def _comparisons_of_dx(kind: OfInput, device):
         dy, x, weight, mean, rstd = _in_layout(kind, kind.weight, sample(kind, rows, kind.size, device))
         dx = torch.full_like(dy, math.nan)
         launched = kind.launch(rows, x.stride(0), device)
-        launched(dy, x, x if weight is None else weight, mean, rstd, dx)
-        yield "the input's gradient", dx, eager(dy, x, (kind.size,), mean, rstd, weight, None, [True, False, False])[0]
+        launched(dy, x, x if weight is None else weight, rstd if mean is None else mean, rstd, dx)
+        yield "the input's gradient", dx, eager(dy, x, (kind.size,), mean, rstd, weight, None, (True, False, False)).dx
 
 
 def _comparisons_of_vectors(kind: OfVectors, device):
@@ -291,15 +317,15 @@ def _comparisons_of_vectors(kind: OfVectors, device):
         numbers = sample(kind, rows, min(kind.size, _PROOF_COLUMNS), device)
         dy, x, weight, mean, rstd = _in_layout(kind, True, numbers)
         found = [torch.full((kind.size,), math.nan, dtype=kind.dtype, device=device) for _ in needs]
-        sums = outs = [out if need else mean for out, need in zip(found, needs)]
+        sums = outs = [out if need else rstd for out, need in zip(found, needs)]
         sum_threads = kind.sum_threads(device)
         if sum_threads is not None:
             sums = torch.full((2, kind.threads, kind.size), math.nan, dtype=torch.float32, device=device).unbind()
-        kind.sum_rows(rows, x.stride(0), device)(dy, x, mean, rstd, *sums)
+        kind.sum_rows(rows, x.stride(0), device)(dy, x, rstd if mean is None else mean, rstd, *sums)
         if sum_threads is not None:
             sum_threads(*sums, *outs)
         bias = weight if kind.dbias else None
-        _, *expected = eager(dy, x, (kind.size,), mean, rstd, weight, bias, [False, *needs])
+        _, *expected = eager(dy, x, (kind.size,), mean, rstd, weight, bias, (False, *needs))
         names = "the weight's gradient", "the bias's gradient"
         yield from ((name, *pair) for name, need, *pair in zip(names, needs, found, expected) if need)
 
@@ -344,10 +370,13 @@ def _cancelling_sample(kind, rows: int, columns: int, device):
 
 
 def _in_layout(kind, has_weight: bool, numbers):
-    """dy, x with its rows one unit apart, the weight, and the statistics of the forward pass, of rows filled with the columns."""
+    """dy, x with its rows one unit apart, the weight, and the statistics of rows filled with the columns."""
     dy, x, weight = (each.to(kind.dtype) for each in numbers)
     dy, x, weight = (each.tile(-(-kind.size // each.shape[-1]))[..., : kind.size] for each in (dy, x, weight))
     rows = torch.zeros(len(x), kind.size + kind.unit, dtype=kind.dtype, device=x.device)[:, : kind.size].copy_(x)
     weight = weight.contiguous() if has_weight else None
+    dy = dy.contiguous()
+    if not kind.centred:
+        return dy, rows, weight, None, torch.rsqrt(rows.float().square().mean(1, keepdim=True) + _PROOF_EPS)
     _, mean, rstd = torch.native_layer_norm(rows, (kind.size,), weight, None, _PROOF_EPS)
-    return dy.contiguous(), rows, weight, mean.float(), rstd.float()
+    return dy, rows, weight, mean.float(), rstd.float()

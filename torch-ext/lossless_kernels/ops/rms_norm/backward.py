@@ -9,7 +9,7 @@ import torch
 
 from ...core import declarations, launch, plans, proof
 from ...core.calls import Calls, Failed, Outside
-from ...core.domain import allocator, are_plain, gradients_apart, have_strides
+from ...core.domain import allocator, are_plain, have_strides
 from ...core.layout import contiguous_strides, row_levels, rows_in_memory, stand_ins
 from ...core.reduction import (
     CUDA,
@@ -23,7 +23,7 @@ from ...core.reduction import (
     row_reduction,
     split_rows,
 )
-from ...core.torch_internals import dispatch_modes, forward_ad, fused_rms_norm_backward
+from ...core.torch_internals import dispatch_modes, forward_ad
 from ..column_sum import bind_sum_blocks
 from .formulas import EAGER, RMSNormFormula, eager_rstd
 
@@ -82,35 +82,6 @@ def weight_products(variant: RMSNormFormula, dy, h, rstd, dtype: torch.dtype) ->
     """The products whose sum over rows is eager's gradient of the weight; h is hidden_states of `dtype`, in fp32."""
     normalized = h * rstd
     return variant.grad_of_product(dy) * (normalized.to(dtype) if variant.scale == "after_cast" else normalized)
-
-
-def fused_gradients(
-    variant: RMSNormFormula, dy, hidden_states, weight, rstd, needs_dx: bool, needs_dweight: bool
-) -> Gradients:
-    """The gradients of `F.rms_norm` from ATen's operator, on CUDA.
-
-    Args:
-        rstd: fp32, `[..., 1]`, contiguous, with the bits that ATen's forward pass saves.
-    """
-    weight = None if variant.scale == "none" else weight
-    shape, mask = hidden_states.shape[-1:], [needs_dx, needs_dweight]
-    dx, dweight = fused_rms_norm_backward(dy, hidden_states, shape, rstd, weight, mask)
-    return Gradients(dx, None, dweight)
-
-
-def fused_formula(
-    variant: RMSNormFormula, dy, hidden_states, weight, eps, needs_dx: bool, needs_dweight: bool
-) -> Gradients:
-    """The same from autograd, whose formulas for double backward differ."""
-
-    def out(*needed):
-        given = iter(needed)
-        x = next(given) if needs_dx else hidden_states
-        return variant.eager(x, next(given) if needs_dweight else weight, eps)
-
-    needed = [tensor for tensor, need in ((hidden_states, needs_dx), (weight, needs_dweight)) if need]
-    gradients = iter(gradients_apart(out, needed, dy))
-    return Gradients(next(gradients) if needs_dx else None, None, next(gradients) if needs_dweight else None)
 
 
 # The launch plan

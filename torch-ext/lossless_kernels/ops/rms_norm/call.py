@@ -3,18 +3,20 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Optional
 
 import torch
 
 from ...core import proof
 from ...core.calls import Calls, Outside
-from ...core.domain import NO_STATE, allocator, runs_kernels
+from ...core.domain import NO_STATE, allocator, are_as_saved, are_plain, layouts_if_hooked, runs_kernels
 from ...core.inspection import functions_of
 from ...core.launch import BinaryCall, Launch
 from ...core.layout import Output, row_number_strides, rows_in_memory
 from ...core.torch_internals import apply_of, dispatch_modes
+from .. import layer_norm_backward
 from . import backward as rms_norm_backward
+from . import fused_backward
 from .formulas import FUSED, MAX_FUSED_HIDDEN_SIZE, RMSNormFormula, eager_rstd, in_domain
 from .plan import forward
 from .proof import calls_torch, gradients_proved, proved, variant_of
@@ -82,8 +84,15 @@ class _TorchInference(Inference):
     into = None  # `_read_in_vectors` depends on addresses.
 
 
+@dataclass(eq=False)
 class _TorchTraining(Training):
-    """`Training` of a layer that calls `F.rms_norm`: ATen's own operator computes the gradients."""
+    """`Training` of a layer that calls `F.rms_norm`.
+
+    Args:
+        backward: the kernels of its gradients; None if ATen's own operator computes them.
+    """
+
+    backward: Optional[layer_norm_backward.Backward]
 
     def __call__(self, x, weight):
         return _apply_torch(x, weight, self)
@@ -174,8 +183,10 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
         return _TorchInference(*inference, variant, eps) if variant.fused else Inference(*inference)
     shape, strides = (*x.shape[:-1], 1), (*row_number_strides(x.shape, order), 1)
     empty_rstd = allocator(shape, strides, torch.float32, x.device)
-    kind, two_edges = _TorchTraining if variant.fused else Training, variant.has_two_edges(x.dtype)
-    return kind(variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, two_edges, eps)
+    call = variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, variant.has_two_edges(x.dtype), eps
+    if not variant.fused:
+        return Training(*call)
+    return _TorchTraining(*call, fused_backward.kernels(variant, x, weight, *needs, owner.forward))
 
 
 # Layers that call `F.rms_norm` have a table of their own.
@@ -221,19 +232,22 @@ class TorchRMSNorm(torch.autograd.Function):
         out, rstd = call.with_rstd(x, weight)
         ctx.save_for_backward(x, weight, rstd)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.layouts = call, layouts_if_hooked(x, weight, rstd)
         return out
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:
             return None, None, None
-        x, weight, rstd = ctx.saved_tensors
-        arguments, needs = (ctx.call.variant, dy, x, weight), ctx.needs_input_grad[:2]
-        if torch.is_grad_enabled() or not dy.is_cuda:
-            dx, _, dweight = rms_norm_backward.fused_formula(*arguments, ctx.call.eps, *needs)
-        else:
-            dx, _, dweight = rms_norm_backward.fused_gradients(*arguments, rstd, *needs)
+        call, (x, weight, rstd) = ctx.call, ctx.saved_tensors
+        arguments, needs = (call.variant, dy, x, weight), ctx.needs_input_grad[:2]
+        found, differentiable = None, torch.is_grad_enabled()
+        as_saved = are_as_saved(ctx.layouts, x, weight, rstd)
+        if as_saved and not differentiable and are_plain(dy, x) and are_plain(weight, rstd):
+            found = fused_backward.of_kernels(call.backward, *arguments, rstd)
+        if found is None and (differentiable or not dy.is_cuda):
+            found = fused_backward.formula(*arguments, call.eps, *needs)
+        dx, _, dweight = found or fused_backward.of_aten(*arguments, rstd, *needs)
         return dx, dweight, None
 
 

@@ -11,6 +11,7 @@ from ...core.domain import at_trace_time, runs_kernels, under_transform
 from ...core.inspection import functions_of
 from ...core.reduction import ROW_CLASSES
 from . import backward as rms_norm_backward
+from . import fused_backward
 from .call import NO_GRADIENTS, call_of
 from .formulas import BY_NAME, EAGER, EPS_NAME, MAX_FUSED_HIDDEN_SIZE, in_domain
 from .plan import rows_of_every_plan
@@ -65,9 +66,14 @@ def _find_gradients(dy, hidden_states, weight, rstd, needs_dx, needs_dweight, va
     formula, dtypes = BY_NAME[variant], (hidden_states.dtype, weight.dtype)
     call = None
     if formula.fused:
+        # Given rstd, gradients do not depend on eps.
+        forward = call_of(hidden_states, weight, 0.0, EAGER[formula], EPS_NAME, needs, True)
+        kernels = None if forward is None else forward.backward
 
         def call(*tensors):
-            return rms_norm_backward.fused_gradients(formula, *tensors, *needs)
+            return fused_backward.of_kernels(kernels, formula, *tensors) or fused_backward.of_aten(
+                formula, *tensors, *needs
+            )
 
     elif (
         runs_kernels(dy.device)
@@ -98,7 +104,7 @@ def _rms_norm_backward_op(
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     formula = BY_NAME[variant]
-    compute = rms_norm_backward.fused_gradients if formula.fused else rms_norm_backward.formula
+    compute = fused_backward.of_aten if formula.fused else rms_norm_backward.formula
     return operators.without_none(compute(formula, dy, hidden_states, weight, rstd, needs_dx, needs_dweight), dy)
 
 

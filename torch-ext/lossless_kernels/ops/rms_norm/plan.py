@@ -9,6 +9,7 @@ from ...core import declarations, launch, plans
 from ...core.calls import Outside
 from ...core.declarations import WARMUP, Warmup
 from ...core.reduction import CUDA, ROW_CLASSES, Build, fused_row_reduction, row_class, row_reduction
+from .. import layer_norm_backward
 from . import backward as rms_norm_backward
 from .formulas import RMSNormFormula, in_domain
 
@@ -136,9 +137,18 @@ def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, traini
     return [(count, hidden_size) for count in rows or (1,)]
 
 
-WARMUP.update(
-    dict.fromkeys(("LlamaRMSNorm", "RMSNormZeroCentered", "RMSNormGated", "TorchRMSNorm"), Warmup(warmup_shapes))
-)
+def warmup_shapes_of_torch(
+    weight, dtype: torch.dtype, device: torch.device, rows, training: bool
+) -> list[tuple[int, int]]:
+    """The same for `F.rms_norm`, the kernels of whose gradients are LayerNorm's."""
+    found = warmup_shapes(weight, dtype, device, rows, training)
+    if rows is None and training:
+        found += [(count, weight.shape[-1]) for count in layer_norm_backward.rows_of_every_kind()]
+    return sorted(set(found))
+
+
+WARMUP.update(dict.fromkeys(("LlamaRMSNorm", "RMSNormZeroCentered", "RMSNormGated"), Warmup(warmup_shapes)))
+WARMUP["TorchRMSNorm"] = Warmup(warmup_shapes_of_torch)
 
 
 def _is_prefetched(rows: int, hidden_size: int, element_size: int, added: bool, gpu: plans.Gpu) -> bool:

@@ -11,6 +11,7 @@ from ...core import proof
 from ...core.inspection import functions_of
 from ...core.reduction import ROW_CLASSES, row_class
 from . import backward as rms_norm_backward
+from . import fused_backward
 from .formulas import EAGER, EPS_NAMES, FUSED, FUSED_UNWEIGHTED, UNWEIGHTED, WEIGHTED, RMSNormFormula
 from .plan import forward, plan_of, stride_unit
 
@@ -169,7 +170,8 @@ def proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, d
 def gradients_proved(variant, owner, dtype, weight_dtype, hidden_size, rows, device, needs, added=False) -> bool:
     """Whether the backward kernels for this row class are proved to return autograd's bits through `owner.forward`.
 
-    For `F.rms_norm` they are ATen's own operator, called with our rstd.
+    For `F.rms_norm` they are ATen's own operator, called with our rstd. The kernels in its place have a proof of their own
+    (`fused_backward.kernels`).
 
     Args:
         added: they follow a residual add, with a gradient of the sum and without.
@@ -205,7 +207,7 @@ def _fused_gradient_comparisons(variant, owner, dtype, weight_dtype, hidden_size
     launch = forward(variant, dtype, weight_dtype, *shape, device, PROOF_EPS, store_rstd=True)
     rstd = torch.full((PROOF_ROWS, 1), math.nan, dtype=torch.float32, device=device)
     launch(x, weight, torch.empty_like(x), rstd)
-    dx, _, dweight = rms_norm_backward.fused_gradients(variant, dy, x, weight, rstd, *needs)
+    dx, _, dweight = fused_backward.of_aten(variant, dy, x, weight, rstd, *needs)
     if needs[0]:
         yield "the input's gradient", dx, expected[0]
     if needs[1]:
