@@ -18,7 +18,10 @@ PLACES = {
     "rotary_embedding": "ops.rotary_tables",
     "variants": "ops.rms_norm.formulas",
     "rms_norm": "ops.rms_norm.function",
-    **{f"rms_norm_{name}": f"ops.rms_norm.{name}" for name in ("backward", "call", "compiled", "plan", "proof")},
+    **{
+        f"rms_norm_{name}": f"ops.rms_norm.{name}"
+        for name in ("backward", "call", "compiled", "fused_backward", "plan", "proof")
+    },
     "add_rms_norm": "ops.rms_norm.add",
     "gated_rms_norm": "ops.rms_norm.gated",
     "decoder": "decoder.layer",

@@ -1,6 +1,8 @@
 """GroupNorm's gradients: the kernels in Triton's interpreter against the transcription of ATen's, and the proof's power."""
 
+import contextlib
 import functools
+import itertools
 import math
 import os
 import random
@@ -209,7 +211,7 @@ def test_every_kind_has_shapes_of_its_own(module, seed):
     for _ in range(300):
         positions = choose.choice((choose.randint(2, 600), 2 ** choose.randint(1, 18), choose.randint(2, 1 << 18)))
         channels = choose.choice((1, 2, 4, 10, choose.randint(1, 600), choose.randint(1, (1 << 20) // positions + 1)))
-        if choose.random() < 0.3:  # At least 512 channels, in so few bytes: few shapes have such a kind.
+        if choose.random() < 0.3:  # Few shapes have the kind of so many channels of so few positions.
             channels, positions = choose.randint(512, 560), choose.randint(2, 40)
         shape = family.Shape(choose.choice((1, 128, 129)), choose.choice((1, 32)), channels, positions)
         needs = choose.choice((ALL, (True, False, False), (False, True, False)))
@@ -253,6 +255,30 @@ def test_a_changed_weight_gets_eagers_gradients(kernel, module, seed):
         assert not backward.fits(torch.ones_like(x), x.detach(), weight)
     assert backward.fits(torch.ones_like(x), x.detach(), layer.weight.detach())
     assert not backward.fits(torch.ones_like(x).half(), x.detach(), layer.weight.detach())
+
+
+@interpreted
+def test_a_bias_may_be_written_to_between_the_passes(kernel, module, seed):
+    """Eager saves none. It saves the weight, and notices."""
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = torch.randn(2, 3, 8, 4, 5, generator=generator).unbind()
+    weight, bias = torch.randn(2, 8, generator=generator).unbind()
+    op = getattr(torch.ops, module("ops.group_norm")._group_norm_op.namespace).group_norm
+    ours = kernel.group_norm, lambda x, *rest: op(x, *rest, 1e-5)[0]
+    for function, create_graph in itertools.product((functional.group_norm, *ours), (False, True)):
+        gradients = []
+        for changed in (None, "bias", "weight"):
+            leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+            out = function(leaves[0], 2, *leaves[1:])
+            with torch.no_grad():
+                for leaf in {"bias": leaves[2:], "weight": leaves[1:2]}.get(changed, ()):
+                    leaf.add_(1.0)
+            with pytest.raises(RuntimeError, match="modified") if changed == "weight" else contextlib.nullcontext():
+                gradients.append(
+                    torch.autograd.grad(out, leaves, dy, create_graph=create_graph and function is not ours[1])
+                )
+        for before, after in zip(*gradients, strict=True):
+            assert_bits_equal(before, after)
 
 
 @interpreted

@@ -330,6 +330,33 @@ def test_torch_rms_norm_equals_the_model(module, seed, weighted):
                 assert_bits_equal(ours, transcribed, f"gradient of {label}")
 
 
+def test_the_operator_for_gradients_of_torch_rms_norm(module, seed):
+    """Those of the kernels, wherever the forward kernel takes such tensors."""
+    family, generator = module("rms_norm_compiled"), torch.Generator().manual_seed(seed)
+    (dy, x), weight = torch.randn(2, 70, 64, generator=generator), torch.randn(64, generator=generator)
+    rstd = aten_model.fused_rms_norm_statistics(x, 1e-5).rstd[:, None]
+    for needs in ((True, True), (True, False), (False, True)):
+        dx, _, dweight = family._rms_norm_backward_op(dy, x, weight, rstd, *needs, "fused")
+        expected = aten_model.layer_norm_backward(dy, x, weight, None, rstd, multiply_add)
+        for ours, transcribed, need in zip((dx, dweight), expected, needs):
+            assert_bits_equal(ours, transcribed if need else ours.new_empty(0), f"{needs}")
+    variants = module("variants")
+    for outside in (x.half(), x.transpose(0, 1), torch.randn(2, 8196), torch.randn(64)):
+        other = torch.randn(outside.shape[-1])
+        assert family._kernels_of(outside, other, variants.FUSED, (True, True)) is None
+    assert family._kernels_of(x, x.new_empty(0), variants.FUSED_UNWEIGHTED, (True, False)).known[True, False]
+
+
+def test_a_proof_that_a_capture_forbids_is_made_later(module, monkeypatch):
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    kernels = module("rms_norm_fused_backward").Kernels(module("variants").FUSED, 3, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(module("proof"), "is_capturing", lambda: True)
+        patch.setattr(module("ops.layer_norm_backward"), "_proved", lambda *_: False)
+        assert kernels.find(x, weight, True, True) is None
+    assert kernels.find(x, weight, True, True) is not None
+
+
 def test_torch_rms_norm_of_other_tensors_is_left_to_torch(module, monkeypatch):
     family, launches = module("rms_norm"), []
     monkeypatch.setattr(module("launch").Launch, "__call__", lambda *arguments: launches.append(arguments))

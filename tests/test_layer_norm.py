@@ -124,8 +124,8 @@ def test_the_gradients_equal_the_transcription(module, seed):
         mean = choose.choice((mean, None))
         weight = weight if few else torch.ones(size, dtype=dtype)
         of_vectors = weight is not None, weight is not None and mean is not None
-        least = NEEDS_OF_VECTORS if not few else NEEDS
-        needs = choose.choice([needs for needs in least if needs[1] <= of_vectors[0] and needs[2] <= of_vectors[1]])
+        possible = NEEDS if few else NEEDS_OF_VECTORS
+        needs = choose.choice([needs for needs in possible if needs[1] <= of_vectors[0] and needs[2] <= of_vectors[1]])
         label = f"case {case}, {rows}x{size} {dtype}, gap {gap}, {mean is not None}, {weight is not None}, {needs}"
         found = launched_gradients(module, dy, x, weight, mean, rstd, needs)
         for mine, expected, need, what in zip(
@@ -161,15 +161,21 @@ def test_threads_are_atens(module):
     assert [family.threads_of(rows) for rows in (65537, 1 << 20)] == [0, 0]
 
 
-def test_warmup_in_training_has_rows_of_every_kind(module):
-    family, shapes = module("ops.layer_norm_backward"), module("ops.layer_norm").warmup_shapes
+@pytest.mark.parametrize("layer", ["TorchLayerNorm", "TorchRMSNorm"])
+def test_warmup_in_training_has_rows_of_every_kind(module, layer):
+    family, shapes = module("ops.layer_norm_backward"), module("core.declarations").WARMUP[layer].shapes
 
     def kinds(rows):
         return {(family.threads_of(count), count < family._FEW_ROWS) for count in rows}
 
     warmed = shapes(torch.ones(768), torch.float32, CPU, None, True)
     assert kinds(rows for rows, _ in warmed) == kinds(range(1, 65537))
-    assert shapes(torch.ones(768), torch.float32, CPU, None, False) == [(1, 768)]
+    inferred = shapes(torch.ones(768), torch.float32, CPU, None, False)
+    assert (
+        inferred == [(1, 768)]
+        if layer == "TorchLayerNorm"
+        else kinds(rows for rows, _ in inferred) < kinds((1, 64, 600))
+    )
 
 
 @interpreted
@@ -923,11 +929,11 @@ def test_gradients_of_rms_norm_are_those_of_eager(module, seed, monkeypatch, dty
                     out = norm.replacement(x, factor, EPS, nn.RMSNorm, "eps", fused=True)
                 else:
                     out = functional.rms_norm(x, (size,), factor, EPS)
-                results.append(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dy))
+                with monkeypatch.context() as patch:
+                    patch.setattr(module("rms_norm_fused_backward"), "of_aten", None)
+                    results.append(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dy))
             for mine, eagers in zip(*results):
                 assert_bits_equal(mine, eagers, label)
-            (call,) = [call for call in calls.resolved.values() if call is not None]
-            assert call.backward is not None, label
             calls.clear()
 
 

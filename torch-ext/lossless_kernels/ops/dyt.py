@@ -274,7 +274,9 @@ def _dyt_backward_op(
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    # As with eager the bias may be written to between the passes. No gradient depends on its values: the weight stands for it.
+    input, alpha, weight, _ = inputs
+    ctx.save_for_backward(input, alpha, weight, weight)
 
 
 def _op_gradient(ctx, dy):

@@ -436,16 +436,18 @@ class GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, input, weight, bias):
         out, mean, rstd = call.with_statistics(input, weight, bias)
-        ctx.save_for_backward(input, weight, bias, mean, rstd)
+        # As with eager the bias may be written to between the passes. No gradient depends on its values.
+        ctx.save_for_backward(input, weight, mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.layouts = call, layouts_if_hooked(input, weight, mean, rstd)
+        ctx.call, ctx.layouts, ctx.has_bias = call, layouts_if_hooked(input, weight, mean, rstd), bias is not None
         return out
 
     @staticmethod
     def backward(ctx, dy):
         if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
             return None, None, None, None
-        call, (input, weight, bias, mean, rstd) = ctx.call, ctx.saved_tensors
+        call, (input, weight, mean, rstd) = ctx.call, ctx.saved_tensors
+        bias = weight.detach() if ctx.has_bias else None  # Any numbers of its dtype and shape.
         tensors, needs = (dy, input, mean, rstd, weight, bias), ctx.needs_input_grad[1:]
         if are_as_saved(ctx.layouts, input, weight, mean, rstd):
             return None, *call.gradients(*tensors, needs)
@@ -626,7 +628,7 @@ def _group_norm_backward_op(
     return operators.without_none(gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs), dy)
 
 
-register_gradient(_group_norm_op, _group_norm_backward_op)
+register_gradient(_group_norm_op, _group_norm_backward_op, saves_bias=False)
 
 
 def _compiled(input, num_groups, weight, bias, eps):

@@ -238,9 +238,7 @@ _PROOF_EPS = 1e-5
 # Channels, and positions in units, of the shapes among which those of a proof are. Around powers of two properties change: a
 # kind may have no more than those.
 _NUMBERS = sorted(
-    {int(1.2**power) for power in range(68)}.union(
-        range(1, 3), *(range(2**power - 1, 2**power + 2) for power in range(2, 13))
-    )
+    {int(1.2**power) for power in range(68)}.union(*(range(2**power - 1, 2**power + 2) for power in range(2, 13)))
 )
 
 

@@ -525,12 +525,17 @@ def _layer_norm_backward_op(
     return operators.without_none(gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs), dy)
 
 
-def register_gradient(op, backward) -> None:
+def register_gradient(op, backward, saves_bias: bool = True) -> None:
     """The gradient of an operator `op(input, layout, weight, bias, eps)` that returns the output, mean and rstd, by the operator
-    `backward(dy, input, layout, mean, rstd, weight, bias, eps, needs)`."""
+    `backward(dy, input, layout, mean, rstd, weight, bias, eps, needs)`.
+
+    Args:
+        saves_bias: whether eager does, and refuses one that was written to between the passes. Otherwise the weight stands for it.
+    """
 
     def setup_context(ctx, inputs, output):
         input, ctx.layout, weight, bias, ctx.eps = inputs
+        bias = weight if bias is not None and not saves_bias else bias
         ctx.save_for_backward(input, weight, bias, *output[1:])
         ctx.set_materialize_grads(False)
 

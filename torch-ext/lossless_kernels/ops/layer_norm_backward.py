@@ -237,7 +237,6 @@ def resolve(
     weight,
     needs: Needs,
     centred: bool = True,
-    original: Callable = functional.layer_norm,
 ) -> Optional[Backward]:
     """The gradients of a call in the forward kernel's domain; None if a kernel is not proved.
 
@@ -245,17 +244,15 @@ def resolve(
         row_stride: of x.
         shape: normalized_shape.
         centred: those of LayerNorm, otherwise of `F.rms_norm`.
-        original: the replaced function, for reports.
     """
     device, size, few = x.device, math.prod(shape), rows < _FEW_ROWS
     unit = math.gcd(row_stride, 16 // x.dtype.itemsize)
     threads = threads_of(rows) if any(needs[1:]) else 0
     of_input = OfInput(x.dtype, size, unit, weight is not None, few, centred)
     of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:], centred)
-    of_proof = original, device
-    if needs[0] and not _proved(of_input, "gradient of the input", _comparisons_of_dx, *of_proof):
+    if needs[0] and not _proved(of_input, "gradient of the input", _comparisons_of_dx, device):
         return None
-    if threads and not _proved(of_vectors, _what(of_vectors), _comparisons_of_vectors, *of_proof):
+    if threads and not _proved(of_vectors, _what(of_vectors), _comparisons_of_vectors, device):
         return None
     return Backward(
         needs,
@@ -285,11 +282,15 @@ def _what(kind: OfVectors) -> str:
     return f"gradients of {' and '.join(of)}, {least} or more rows"
 
 
-def _proved(kind, what: str, comparisons: Callable, original: Callable, device) -> bool:
+def _proved(kind, what: str, comparisons: Callable, device) -> bool:
+    original, formula = functional.layer_norm, "layer_norm"
+    if not kind.centred:
+        weighted = isinstance(kind, OfVectors) or kind.weight
+        original, formula = functional.rms_norm, "F.rms_norm" if weighted else "F.rms_norm without weight"
     where = f"{kind.dtype}, rows of {kind.size} elements, {what}"
     return proof.kernel_is_proved(
         ("layer_norm gradients", kind, device),
-        proof.Subject(original, device, where, "layer_norm" if kind.centred else "F.rms_norm"),
+        proof.Subject(original, device, where, formula),
         functools.partial(comparisons, kind, device),
     )
 

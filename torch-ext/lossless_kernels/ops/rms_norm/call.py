@@ -3,9 +3,10 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable
 
 import torch
+from torch.nn import functional
 
 from ...core import proof
 from ...core.calls import Calls, Outside
@@ -14,7 +15,6 @@ from ...core.inspection import functions_of
 from ...core.launch import BinaryCall, Launch
 from ...core.layout import Output, row_number_strides, rows_in_memory
 from ...core.torch_internals import apply_of, dispatch_modes
-from .. import layer_norm_backward
 from . import backward as rms_norm_backward
 from . import fused_backward
 from .formulas import FUSED, MAX_FUSED_HIDDEN_SIZE, RMSNormFormula, eager_rstd, in_domain
@@ -89,10 +89,10 @@ class _TorchTraining(Training):
     """`Training` of a layer that calls `F.rms_norm`.
 
     Args:
-        backward: the kernels of its gradients; None if ATen's own operator computes them.
+        kernels: those of its gradients.
     """
 
-    backward: Optional[layer_norm_backward.Backward]
+    kernels: fused_backward.Kernels
 
     def __call__(self, x, weight):
         return _apply_torch(x, weight, self)
@@ -138,7 +138,7 @@ def check_weight(x, weight, eps) -> None:
         raise Outside("weight is not a contiguous [hidden_size]")
 
 
-def _check(x, weight, eps, owner, needs, fused) -> None:
+def check(x, weight, eps, owner, needs, fused) -> None:
     """Raises Outside if no kernel takes these tensors or this class."""
     if x.dim() == 0 or x.numel() == 0:
         raise Outside("activations have no rows")
@@ -159,7 +159,7 @@ def _check(x, weight, eps, owner, needs, fused) -> None:
 
 
 def _resolve(x, weight, eps, owner, eps_name, needs, fused):
-    _check(x, weight, eps, owner, needs, fused)
+    check(x, weight, eps, owner, needs, fused)
     variant = variant_of(owner, eps_name, x.dtype, weight.dtype if weight.numel() else None, x.device)
     if variant is None:
         return None
@@ -186,7 +186,10 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
     call = variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, variant.has_two_edges(x.dtype), eps
     if not variant.fused:
         return Training(*call)
-    return _TorchTraining(*call, fused_backward.kernels(variant, x, weight, *needs, owner.forward))
+    kernels = fused_backward.Kernels(variant, rows, row_stride)
+    kernels.find(x, weight, *needs)
+    proof.record_dependency(owner.forward, functional.rms_norm)
+    return _TorchTraining(*call, kernels)
 
 
 # Layers that call `F.rms_norm` have a table of their own.
@@ -244,7 +247,7 @@ class TorchRMSNorm(torch.autograd.Function):
         found, differentiable = None, torch.is_grad_enabled()
         as_saved = are_as_saved(ctx.layouts, x, weight, rstd)
         if as_saved and not differentiable and are_plain(dy, x) and are_plain(weight, rstd):
-            found = fused_backward.of_kernels(call.backward, *arguments, rstd)
+            found = call.kernels.gradients(*arguments[1:], rstd, *needs)
         if found is None and (differentiable or not dy.is_cuda):
             found = fused_backward.formula(*arguments, call.eps, *needs)
         dx, _, dweight = found or fused_backward.of_aten(*arguments, rstd, *needs)

@@ -7,12 +7,14 @@ import torch
 from torch import is_grad_enabled
 
 from ...core import operators, plans
+from ...core.calls import Outside
 from ...core.domain import at_trace_time, runs_kernels, under_transform
 from ...core.inspection import functions_of
+from ...core.layout import rows_in_memory
 from ...core.reduction import ROW_CLASSES
 from . import backward as rms_norm_backward
 from . import fused_backward
-from .call import NO_GRADIENTS, call_of
+from .call import NO_GRADIENTS, call_of, check
 from .formulas import BY_NAME, EAGER, EPS_NAME, MAX_FUSED_HIDDEN_SIZE, in_domain
 from .plan import rows_of_every_plan
 from .proof import calls_torch, gradients_proved, proved, variant_of
@@ -61,19 +63,30 @@ def _rms_norm_with_rstd_op(
     return out, rstd.contiguous()
 
 
+def _kernels_of(x, weight, formula, needs) -> Optional[fused_backward.Kernels]:
+    """Those of the gradients of `F.rms_norm`; None outside the forward kernel's domain."""
+    try:
+        check(x, weight, 0.0, EAGER[formula], needs, True)  # Given rstd, gradients do not depend on eps.
+    except Outside:
+        return None
+    rows, row_stride, order = rows_in_memory(x.shape, x.stride())
+    if weight.dtype != x.dtype or x.shape[-1] > MAX_FUSED_HIDDEN_SIZE or list(order) != sorted(order):
+        return None
+    kernels = fused_backward.Kernels(formula, rows, row_stride)
+    kernels.find(x, weight, *needs)
+    return kernels
+
+
 def _find_gradients(dy, hidden_states, weight, rstd, needs_dx, needs_dweight, variant):
     rows, hidden_size, needs = rstd.numel(), hidden_states.shape[-1], (needs_dx, needs_dweight)
     formula, dtypes = BY_NAME[variant], (hidden_states.dtype, weight.dtype)
     call = None
     if formula.fused:
-        # Given rstd, gradients do not depend on eps.
-        forward = call_of(hidden_states, weight, 0.0, EAGER[formula], EPS_NAME, needs, True)
-        kernels = None if forward is None else forward.backward
+        kernels = _kernels_of(hidden_states, weight, formula, needs)
 
         def call(*tensors):
-            return fused_backward.of_kernels(kernels, formula, *tensors) or fused_backward.of_aten(
-                formula, *tensors, *needs
-            )
+            found = None if kernels is None else kernels.gradients(*tensors, *needs)
+            return found or fused_backward.of_aten(formula, *tensors, *needs)
 
     elif (
         runs_kernels(dy.device)

@@ -1,44 +1,51 @@
 """The gradients of `F.rms_norm`: from LayerNorm's kernels, from ATen's operator, or from autograd."""
 
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 
-from ...core import launch
+from ...core.calls import UNSEEN, remember
 from ...core.domain import gradients_apart
-from ...core.layout import rows_in_memory
 from .. import layer_norm_backward
 from .backward import Gradients
 from .formulas import RMSNormFormula
 
 
-def kernels(
-    variant: RMSNormFormula, x, weight, needs_dx: bool, needs_dweight: bool, original: Callable
-) -> Optional[layer_norm_backward.Backward]:
-    """The kernels of calls like this one, in the forward kernel's domain.
-
-    None on ROCm, whose order of additions is another, and without a proof.
+class Kernels:
+    """The kernels of calls of the same layouts in the forward kernel's domain.
 
     Args:
-        original: the replaced forward, for reports.
+        rows, row_stride: of x.
+
+    Attributes:
+        known: what `find` has found, by the gradients that are needed.
     """
-    found = None if torch.version.hip else rows_in_memory(x.shape, x.stride())
-    if found is None or found[0] > launch.MAX_PROGRAMS:
-        return None
-    rows, row_stride, _ = found
-    call = x, rows, row_stride, x.shape[-1:], _given(variant, weight), (needs_dx, needs_dweight, False)
-    return layer_norm_backward.resolve(*call, centred=False, original=original)
 
+    def __init__(self, variant: RMSNormFormula, rows: int, row_stride: int):
+        self._variant, self._rows = variant, (rows, row_stride)
+        self.known: dict[tuple[bool, bool], Optional[layer_norm_backward.Backward]] = {}
 
-def of_kernels(
-    kernels: Optional[layer_norm_backward.Backward], variant: RMSNormFormula, dy, x, weight, rstd
-) -> Optional[Gradients]:
-    """Those of `kernels`; None without them, or if they do not take these tensors. `rstd` as in `of_aten`."""
-    weight = _given(variant, weight)
-    if kernels is None or not kernels.fits(dy := dy.contiguous(), x, weight):
-        return None
-    dx, dweight, _ = kernels(dy, x, None, rstd, weight, None)
-    return Gradients(dx, None, dweight)
+    def find(self, x, weight, needs_dx: bool, needs_dweight: bool) -> Optional[layer_norm_backward.Backward]:
+        """Those of these gradients; None on ROCm, whose order of additions is another, and without a proof.
+
+        A new call asks for them before its forward pass: in the backward pass less memory is free for a proof.
+        """
+        needs = needs_dx, needs_dweight
+        found = self.known.get(needs, UNSEEN)
+        if found is UNSEEN:
+            found, call = None, (x, *self._rows, x.shape[-1:], _given(self._variant, weight), (*needs, False))
+            if torch.version.hip is None:
+                found = layer_norm_backward.resolve(*call, centred=False)
+            remember(self.known, needs, found)
+        return found
+
+    def gradients(self, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Optional[Gradients]:
+        """None if no kernel takes these tensors. The arguments are those of `of_aten`."""
+        kernels, weight = self.find(x, weight, needs_dx, needs_dweight), _given(self._variant, weight)
+        if kernels is None or not kernels.fits(dy := dy.contiguous(), x, weight):
+            return None
+        dx, dweight, _ = kernels(dy, x, None, rstd, weight, None)
+        return Gradients(dx, None, dweight)
 
 
 def of_aten(variant: RMSNormFormula, dy, x, weight, rstd, needs_dx: bool, needs_dweight: bool) -> Gradients:
