@@ -348,12 +348,15 @@ def test_the_operator_for_gradients_of_torch_rms_norm(module, seed):
 
 
 def test_a_proof_that_a_capture_forbids_is_made_later(module, monkeypatch):
+    """But not with a weight that was changed by then."""
     x, weight = torch.randn(3, 64), torch.randn(64)
-    kernels = module("rms_norm_fused_backward").Kernels(module("variants").FUSED, 3, 64)
+    kernels = module("rms_norm_fused_backward").Kernels(module("variants").FUSED, x, weight, 3, 64)
     with monkeypatch.context() as patch:
         patch.setattr(module("proof"), "is_capturing", lambda: True)
         patch.setattr(module("ops.layer_norm_backward"), "_proved", lambda *_: False)
         assert kernels.find(x, weight, True, True) is None
+    for changed in (weight.half(), torch.randn(1), torch.randn(128)[::2]):
+        assert kernels.find(x, changed, True, True) is None and not kernels.known
     assert kernels.find(x, weight, True, True) is not None
 
 

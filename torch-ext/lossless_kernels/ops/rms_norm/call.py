@@ -186,7 +186,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
     call = variant, owner.forward, weight.dtype, launch, out.empty, empty_rstd, variant.has_two_edges(x.dtype), eps
     if not variant.fused:
         return Training(*call)
-    kernels = fused_backward.Kernels(variant, rows, row_stride)
+    kernels = fused_backward.Kernels(variant, x, weight, rows, row_stride)
     kernels.find(x, weight, *needs)
     proof.record_dependency(owner.forward, functional.rms_norm)
     return _TorchTraining(*call, kernels)

@@ -72,7 +72,7 @@ def _kernels_of(x, weight, formula, needs) -> Optional[fused_backward.Kernels]:
     rows, row_stride, order = rows_in_memory(x.shape, x.stride())
     if weight.dtype != x.dtype or x.shape[-1] > MAX_FUSED_HIDDEN_SIZE or list(order) != sorted(order):
         return None
-    kernels = fused_backward.Kernels(formula, rows, row_stride)
+    kernels = fused_backward.Kernels(formula, x, weight, rows, row_stride)
     kernels.find(x, weight, *needs)
     return kernels
 

@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 
 from ...core.calls import UNSEEN, remember
-from ...core.domain import gradients_apart
+from ...core.domain import are_as_saved, gradients_apart, layouts_of
 from .. import layer_norm_backward
 from .backward import Gradients
 from .formulas import RMSNormFormula
@@ -15,27 +15,29 @@ class Kernels:
     """The kernels of calls of the same layouts in the forward kernel's domain.
 
     Args:
+        x, weight: of the first.
         rows, row_stride: of x.
 
     Attributes:
         known: what `find` has found, by the gradients that are needed.
     """
 
-    def __init__(self, variant: RMSNormFormula, rows: int, row_stride: int):
-        self._variant, self._rows = variant, (rows, row_stride)
+    def __init__(self, variant: RMSNormFormula, x, weight, rows: int, row_stride: int):
+        self._variant, self._rows, self._layouts = variant, (rows, row_stride), layouts_of(x, _given(variant, weight))
         self.known: dict[tuple[bool, bool], Optional[layer_norm_backward.Backward]] = {}
 
     def find(self, x, weight, needs_dx: bool, needs_dweight: bool) -> Optional[layer_norm_backward.Backward]:
         """Those of these gradients; None on ROCm, whose order of additions is another, and without a proof.
 
-        A new call asks for them before its forward pass: in the backward pass less memory is free for a proof.
+        A new call asks for them before its forward pass: in the backward pass less memory is free for a proof, and a model may
+        have another dtype by then.
         """
-        needs = needs_dx, needs_dweight
+        needs, weight = (needs_dx, needs_dweight), _given(self._variant, weight)
         found = self.known.get(needs, UNSEEN)
         if found is UNSEEN:
-            found, call = None, (x, *self._rows, x.shape[-1:], _given(self._variant, weight), (*needs, False))
-            if torch.version.hip is None:
-                found = layer_norm_backward.resolve(*call, centred=False)
+            if torch.version.hip is not None or not are_as_saved(self._layouts, x, weight):
+                return None
+            found = layer_norm_backward.resolve(x, *self._rows, x.shape[-1:], weight, (*needs, False), centred=False)
             remember(self.known, needs, found)
         return found
 
