@@ -210,7 +210,7 @@ def moments_by_counts(x, fma, quotients):
 def test_moments_by_counts_are_those_by_division(seed):
     """Special values included: what a product with a reciprocal does not divide is divided again."""
     generator, choose, quotients = torch.Generator().manual_seed(seed), random.Random(seed), []
-    for case in range(300):
+    for case in range(200):
         dtype, size = choose.choice(DTYPES), choose.choice((5, 40, 500, 700, 3000))
         x = torch.randn(1, size, generator=generator) * 2.0 ** choose.choice((0, 0, -120, -126, -130, -145, 100, 126))
         x = special_groups(x + choose.choice((0.0, 1.0)) * x[:, :1], torch.float32, choose).to(dtype)

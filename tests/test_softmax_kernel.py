@@ -84,7 +84,7 @@ def backward_of(family, dy, y, dtype=None, few=False):
 def test_kernels_equal_the_transcription(module, seed):
     """120 cases; `_forward` and `_backward` take y as softmax returns it, and as it never does."""
     family, generator, choose = module("ops.softmax"), torch.Generator().manual_seed(seed), random.Random(seed)
-    for case in range(120):
+    for case in range(80):
         size = choose.choice((choose.choice(SIZES), choose.randint(1, 1024)))
         rows, dtype, gap = (
             choose.randint(1, 140 if size < 40 else 9),
