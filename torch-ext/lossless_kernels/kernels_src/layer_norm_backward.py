@@ -123,7 +123,7 @@ def layer_norm_backward(
 
 @triton.jit
 def _of_rows(pointers, of_row, TAKEN: tl.constexpr):
-    """A number of each of the run's rows, [TAKEN, 1]."""
+    """One number for each of the run's rows, [TAKEN, 1]."""
     return unstack(tl.reshape(tl.load(pointers, mask=of_row, other=0.0), [TAKEN, _RUN, 1]), TAKEN, _RUN, 1)
 
 
@@ -215,7 +215,7 @@ def layer_norm_sum_rows(
     thread = program // COLUMN_BLOCKS * TAKEN + tl.arange(0, TAKEN)
     row = (thread * _RUN)[:, None] + tl.arange(0, _RUN)[None, :]
     x_stride = x_row_stride * STRIDE_UNIT
-    pointers = (
+    ptrs = (
         dy_ptr + (row * SIZE)[:, :, None] + column[None, None, :],
         x_ptr + (row * x_stride)[:, :, None] + column[None, None, :],
         mean_ptr + row,
@@ -225,37 +225,11 @@ def layer_norm_sum_rows(
     whole = rows // BLOCK * BLOCK
     for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         sums = _add_run(
-            sums,
-            pointers,
-            start,
-            x_stride,
-            row,
-            rows,
-            in_row,
-            SIZE,
-            TAKEN,
-            COLUMNS,
-            DWEIGHT,
-            DBIAS,
-            CENTRED,
-            MASKED=False,
+            sums, ptrs, start, x_stride, row, rows, in_row, SIZE, TAKEN, COLUMNS, DWEIGHT, DBIAS, CENTRED, MASKED=False
         )
     if whole < rows:
         sums = _add_run(
-            sums,
-            pointers,
-            whole,
-            x_stride,
-            row,
-            rows,
-            in_row,
-            SIZE,
-            TAKEN,
-            COLUMNS,
-            DWEIGHT,
-            DBIAS,
-            CENTRED,
-            MASKED=True,
+            sums, ptrs, whole, x_stride, row, rows, in_row, SIZE, TAKEN, COLUMNS, DWEIGHT, DBIAS, CENTRED, MASKED=True
         )
     dweight, dbias = sums
     if TAKEN == THREADS:

@@ -230,13 +230,7 @@ class Backward:
 
 
 def resolve(
-    x,
-    rows: int,
-    row_stride: int,
-    shape: tuple,
-    weight,
-    needs: Needs,
-    centred: bool = True,
+    x, rows: int, row_stride: int, shape: tuple, weight, needs: Needs, centred: bool = True
 ) -> Optional[Backward]:
     """The gradients of a call in the forward kernel's domain; None if a kernel is not proved.
 
