@@ -271,6 +271,15 @@ def offsets(shape, strides):
     return [sum(index * stride for index, stride in zip(place, strides)) for place in indices]
 
 
+def test_rows_with_gaps_have_the_unit(module, chooser):
+    layout = module("layout")
+    for _ in range(200):
+        size, dtype = chooser.randint(1, 300), chooser.choice((torch.float32, torch.bfloat16))
+        unit = 1 << chooser.randrange((16 // dtype.itemsize).bit_length())
+        stride = layout.stride_with_gap(size, unit, dtype)
+        assert stride > size and layout.stride_unit(stride, dtype) == unit, (size, unit, dtype)
+
+
 def test_rows_in_memory_finds_every_row(module, chooser):
     layout = module("layout")
     found_none = 0

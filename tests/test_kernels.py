@@ -115,6 +115,19 @@ def test_a_proof_runs_the_kernel_for_aligned_tensors(module, monkeypatch, hidden
     assert pointers and not any(pointer % 16 for pointer in pointers)
 
 
+def test_a_proof_has_the_access_unit_of_the_call(module, monkeypatch):
+    family, unit, strides = module("rms_norm_proof"), module("layout").stride_unit, []
+    llama, dtype = module("variants").LLAMA, torch.float16
+
+    def recorded(case, rows, device, kind, what, comparisons, of_sample, row_stride, *rest):
+        strides.append(row_stride)
+
+    monkeypatch.setattr(family, "_kernel_is_proved", recorded)
+    for hidden_size, row_stride in itertools.product((64, 68, 100, 132, 136), (201, 202, 204, 208)):
+        family.proved(llama, family.EAGER[llama], dtype, dtype, hidden_size, 4, row_stride, torch.device("cpu"))
+        assert unit(strides.pop(), dtype) == unit(row_stride, dtype), (hidden_size, row_stride)
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_proof_shows_a_kernel_that_flushes_subnormals(module, dtype, rows):

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import random
+from contextlib import nullcontext
 from types import MethodType
 
 import aten_model
@@ -501,6 +502,31 @@ def test_the_proof_tells_other_steps_of_a_gradient(module, monkeypatch, name, dt
 
 
 @interpreted
+def test_proofs_pass_where_a_row_is_no_whole_number_of_units(module, monkeypatch):
+    """132 elements of 16 bits, in rows that begin at multiples of 16 bytes."""
+    family, gradients = module("ops.layer_norm"), module("ops.layer_norm_backward")
+    size, unit = 132, 8
+    backward = functools.partial(aten_model.layer_norm_backward, fma=multiply_add, cast=cast)
+
+    def eager(dy, x, shape, mean, rstd, weight, bias, needs):
+        return [each if need else None for each, need in zip(backward(dy, x, weight, mean, rstd), needs)]
+
+    for each in (family, gradients):
+        monkeypatch.setattr(each, "_PROOF_ELEMENTS", 1)
+    monkeypatch.setattr(gradients, "_PROOF_ROWS", 16)
+    monkeypatch.setattr(gradients, "eager", lambda *given: gradients.Gradients(*eager(*given)))
+    monkeypatch.setattr(family.torch, "native_layer_norm", lambda x, shape, *given: transcribed(x, *given[:2]))
+    compared = [*family._comparisons(family.Kind(torch.float16, size, unit, True, True), CPU)]
+    for centred in (True, False):
+        of_input = gradients.OfInput(torch.float16, size, unit, True, True, centred)
+        of_vectors = gradients.OfVectors(torch.float16, size, unit, True, 1, True, centred, centred)
+        compared += [*gradients._comparisons_of_dx(of_input, CPU), *gradients._comparisons_of_vectors(of_vectors, CPU)]
+    assert len(compared) > 10
+    for what, found, expected in compared:
+        assert_bits_equal(found, expected, what)
+
+
+@interpreted
 def test_a_proof_is_of_the_kernel_that_will_run(module, monkeypatch):
     """Of its kind, and of what is not a number."""
     family, seen = module("ops.layer_norm"), []
@@ -890,11 +916,14 @@ def test_gradients_are_those_of_eager(kernel, module, seed, monkeypatch, dtype):
             vectors = [] if factor is None else [factor, torch.randn_like(factor)]
             label = f"case {case}, {tuple(x.shape)} {dtype}, {needs}"
             results = []
+            # ATen sums blocks of 32 rows, and gives the bias's gradient the length of the weight's, which is not needed.
+            fails = rows > 1 << 16 and size == 64 and needs[1:] == (False, True)
             for function in (kernel.layer_norm, functional.layer_norm):
                 leaves = [each.detach().requires_grad_(need) for each, need in zip([x, *vectors], needs)]
                 out = function(leaves[0], (size,), *leaves[1:])
-                results.append(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dy))
-            for mine, eagers in zip(*results):
+                with pytest.raises(RuntimeError, match="invalid gradient at index") if fails else nullcontext():
+                    results.append(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dy))
+            for mine, eagers in zip(*results or ((), ())):
                 assert_bits_equal(mine, eagers, label)
             (call,) = [call for call in module("ops.layer_norm")._calls.resolved.values() if call is not None]
             assert [backward is not None for backward in call.backwards.values()] == [True], label

@@ -1,6 +1,8 @@
 """Layouts of rows in memory, and the strides of eager's outputs."""
 
 import functools
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Callable, Optional
 
@@ -38,6 +40,16 @@ def rows_in_memory(shape, strides):
             return None
         rows *= shape[dim]
     return rows, row_stride, tuple(order)
+
+
+def stride_unit(row_stride: int, dtype: torch.dtype) -> int:
+    """The number of elements per access: the largest power of two that divides the row stride, up to 16 bytes."""
+    return math.gcd(row_stride, 16 // dtype.itemsize)
+
+
+def stride_with_gap(size: int, unit: int, dtype: torch.dtype) -> int:
+    """The least stride of rows of `size` elements that has this `stride_unit`, with unused elements between the rows."""
+    return next(stride for stride in itertools.count(size + 1) if stride_unit(stride, dtype) == unit)
 
 
 def row_number_strides(shape, order):

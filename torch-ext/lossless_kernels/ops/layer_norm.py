@@ -29,7 +29,7 @@ from ..core.domain import (
     layouts_of,
     runs_kernels,
 )
-from ..core.layout import contiguous_strides, rows_in_memory
+from ..core.layout import contiguous_strides, rows_in_memory, stride_unit, stride_with_gap
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import layer_norm_backward
 
@@ -151,7 +151,7 @@ class Kind:
 
     @classmethod
     def of(cls, dtype: torch.dtype, size: int, row_stride: int, weight: bool, bias: bool) -> "Kind":
-        return cls(dtype, size, math.gcd(row_stride, 16 // dtype.itemsize), weight, bias)
+        return cls(dtype, size, stride_unit(row_stride, dtype), weight, bias)
 
     def launch(self, rows: int, row_stride: int, device, eps: float, store_statistics: bool) -> launch.Launch:
         """The launch. Its tensors: input, weight, bias, dense output and, if they are stored, mean and rstd; any tensor of
@@ -424,7 +424,7 @@ _CANCELLED_ELEMENTS = 4096
 
 def _comparisons(kind, device):
     source, rows = proof.generator(device, kind.size), max(_PROOF_ROWS, _PROOF_ELEMENTS // kind.size)
-    shape, row_stride = (rows, kind.size), kind.size + kind.unit
+    shape, row_stride = (rows, kind.size), stride_with_gap(kind.size, kind.unit, kind.dtype)
     normal, spread = (proof.normal(source, *each) for each in (shape, (rows, 1)))
     # Rows of all scales, and with means of up to 64 times the deviation.
     scales = torch.exp2(torch.arange(rows, device=device) % 16 - 8.0)[:, None]

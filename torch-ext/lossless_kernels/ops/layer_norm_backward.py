@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..core import launch, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
-from ..core.layout import contiguous_strides
+from ..core.layout import contiguous_strides, stride_unit, stride_with_gap
 from ..core.torch_internals import fused_rms_norm_backward
 
 if launch.AVAILABLE:
@@ -240,7 +240,7 @@ def resolve(
         centred: those of LayerNorm, otherwise of `F.rms_norm`.
     """
     device, size, few = x.device, math.prod(shape), rows < _FEW_ROWS
-    unit = math.gcd(row_stride, 16 // x.dtype.itemsize)
+    unit = stride_unit(row_stride, x.dtype)
     threads = threads_of(rows) if any(needs[1:]) else 0
     of_input = OfInput(x.dtype, size, unit, weight is not None, few, centred)
     of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:], centred)
@@ -365,10 +365,11 @@ def _cancelling_sample(kind, rows: int, columns: int, device):
 
 
 def _in_layout(kind, has_weight: bool, numbers):
-    """dy, x with its rows one unit apart, the weight, and the statistics of rows filled with the columns."""
+    """dy, x with gaps between its rows, the weight, and the statistics of rows filled with the columns."""
     dy, x, weight = (each.to(kind.dtype) for each in numbers)
     dy, x, weight = (each.tile(-(-kind.size // each.shape[-1]))[..., : kind.size] for each in (dy, x, weight))
-    rows = torch.zeros(len(x), kind.size + kind.unit, dtype=kind.dtype, device=x.device)[:, : kind.size].copy_(x)
+    row_stride = stride_with_gap(kind.size, kind.unit, kind.dtype)
+    rows = torch.zeros(len(x), row_stride, dtype=kind.dtype, device=x.device)[:, : kind.size].copy_(x)
     weight = weight.contiguous() if has_weight else None
     dy = dy.contiguous()
     if not kind.centred:

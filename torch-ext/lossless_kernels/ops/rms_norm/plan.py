@@ -1,6 +1,5 @@
 """The forward kernel's launch configuration, and the launch."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from ...core import declarations, launch, plans
 from ...core.calls import Outside
 from ...core.declarations import WARMUP, Warmup
+from ...core.layout import stride_unit
 from ...core.reduction import CUDA, ROW_CLASSES, Build, fused_row_reduction, row_class, row_reduction
 from .. import layer_norm_backward
 from . import backward as rms_norm_backward
@@ -199,11 +199,6 @@ def plan_of(
     if variant.fused:
         return fused_launch_plan(rows, hidden_size, dtype, gpu.build)
     return launch_plan(rows, hidden_size, dtype.itemsize, gpu, added)
-
-
-def stride_unit(row_stride: int, dtype: torch.dtype) -> int:
-    """The number of elements per access: the largest power of two that divides the row stride, up to 16 bytes."""
-    return math.gcd(row_stride, 16 // dtype.itemsize)
 
 
 def forward(

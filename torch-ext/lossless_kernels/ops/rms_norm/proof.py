@@ -9,11 +9,12 @@ import torch
 
 from ...core import proof
 from ...core.inspection import functions_of
+from ...core.layout import stride_unit, stride_with_gap
 from ...core.reduction import ROW_CLASSES, row_class
 from . import backward as rms_norm_backward
 from . import fused_backward
 from .formulas import EAGER, EPS_NAMES, FUSED, FUSED_UNWEIGHTED, UNWEIGHTED, WEIGHTED, RMSNormFormula
-from .plan import forward, plan_of, stride_unit
+from .plan import forward, plan_of
 
 _EPS_NAMES = frozenset(EPS_NAMES.values())
 
@@ -160,8 +161,8 @@ def proved(variant, owner, dtype, weight_dtype, hidden_size, rows, row_stride, d
     plan = plan_of(variant, dtype, hidden_size, rows, device, added)
     rows = row_class(rows)
     unit = stride_unit(row_stride, dtype)
-    # Rows of the same alignment, with unused elements in between.
-    row_stride = hidden_size if stride_unit(hidden_size, dtype) == unit else hidden_size + unit
+    has_gap = stride_unit(hidden_size, dtype) != unit
+    row_stride = stride_with_gap(hidden_size, unit, dtype) if has_gap else hidden_size
     case, kind = (variant, owner, dtype, weight_dtype, hidden_size), ("rms_norm", added, unit, plan)
     what = ", after a residual add" if added else ""
     return _kernel_is_proved(case, rows, device, kind, what, _comparisons, rows, row_stride, device, plan, added)
