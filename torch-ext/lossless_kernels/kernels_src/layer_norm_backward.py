@@ -67,8 +67,8 @@ def layer_norm_backward(
     a = sum(dy * weight) and b = sum(dy * weight * (x - mean) * rstd) of the row. Without CENTRED that of `F.rms_norm`, which
     has neither mean nor a.
 
-    A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The other arguments are those of
-    `layer_norm_forward`.
+    A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The first programs take the last rows:
+    the L2 then has the first ones for `layer_norm_sum_rows`. The other arguments are those of `layer_norm_forward`.
 
     Args:
         mean_ptr: not read without CENTRED.
@@ -79,7 +79,7 @@ def layer_norm_backward(
     LANES: tl.constexpr = _LANES >> EMPTY
     COLUMNS: tl.constexpr = 4 * LANES
     STEPS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     of_row = row < rows
     offset = (row * SIZE)[:, None]
     x_offset = (row * (x_row_stride * STRIDE_UNIT))[:, None]
