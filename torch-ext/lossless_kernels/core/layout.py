@@ -1,7 +1,6 @@
 """Layouts of rows in memory, and the strides of eager's outputs."""
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Callable, Optional
@@ -49,7 +48,8 @@ def stride_unit(row_stride: int, dtype: torch.dtype) -> int:
 
 def stride_with_gap(size: int, unit: int, dtype: torch.dtype) -> int:
     """The least stride of rows of `size` elements that has this `stride_unit`, with unused elements between the rows."""
-    return next(stride for stride in itertools.count(size + 1) if stride_unit(stride, dtype) == unit)
+    strides = range(size + 1, size + 2 * unit + 1)
+    return next(stride for stride in strides if stride_unit(stride, dtype) == unit)
 
 
 def row_number_strides(shape, order):

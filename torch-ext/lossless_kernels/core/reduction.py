@@ -45,6 +45,11 @@ def last_power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 def row_class(rows: int) -> int:
     """The member of `ROW_CLASSES` to which a reduction of `rows` rows belongs."""
     return min(last_power_of_two(rows), ROW_CLASSES[-1])

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .reduction import next_power_of_two
+
 # The reason of a refusal on ROCm, before anything is compiled.
 CUDA_ONLY = "the reduction orders of softmax and cross-entropy are CUDA's, and ROCm has others"
 
@@ -46,11 +48,6 @@ class Softmax:
 
 def _of_warp(size: int) -> Softmax:
     return Softmax(WARP, min(next_power_of_two(size), _WARP_SIZE), 1)
-
-
-def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
 
 
 def softmax_forward(size: int, dtype: torch.dtype, fp32_output: bool = False, aligned: bool = True) -> Softmax:

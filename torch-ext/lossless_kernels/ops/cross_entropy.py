@@ -22,7 +22,8 @@ from ..core.domain import (
     layouts_if_hooked,
     runs_kernels,
 )
-from ..core.softmax import CUDA_ONLY, LOOP, WARP, lanes, next_power_of_two, softmax_forward
+from ..core.reduction import next_power_of_two
+from ..core.softmax import CUDA_ONLY, LOOP, WARP, lanes, softmax_forward
 from ..core.torch_internals import apply_of, keeps_graph
 
 if launch.AVAILABLE:

@@ -11,7 +11,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from ..core import launch, operators, plans, proof
+from ..core import launch, norms, operators, plans, proof
 from ..core.calls import UNSEEN, Calls, Outside, remember
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
@@ -29,9 +29,10 @@ from ..core.domain import (
     runs_kernels,
 )
 from ..core.layout import contiguous_strides
+from ..core.reduction import next_power_of_two
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import group_norm_backward
-from .group_norm_shape import SPLIT_SIZE, Shape, power_of_two, sizes_of
+from .group_norm_shape import SPLIT_SIZE, Shape, sizes_of
 from .layer_norm import attribute_of, autocast_changes, given, register_gradient
 
 if launch.AVAILABLE:
@@ -117,8 +118,6 @@ def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.
 # Calls
 
 
-# ATen takes a warp for a group of fewer elements, and as many threads for longer ones (block_reduce.cuh).
-_BLOCK = 512
 # Counts of elements are exact in fp32.
 _MAX_SIZE = 1 << 24
 _MAX_ELEMENTS, _MAX_GROUPS = 1 << 40, 1 << 28
@@ -168,13 +167,13 @@ class Kind:
     @classmethod
     def of(cls, dtype, shape: Shape, weight: bool, bias: bool, rounded: bool, split: bool) -> "Kind":
         channels, positions = _rows_of_group(shape, weight)
-        lanes = 32 if shape.size < _BLOCK else _BLOCK
+        lanes = norms.block_threads(shape.size)
         warps = _warps(shape.size, dtype.itemsize)
         most_steps = _SHORT_STEPS if warps == _SHORT_WARPS else _LANE_BYTES // dtype.itemsize
-        steps = min(power_of_two(-(-shape.size // lanes)), most_steps)
+        steps = min(next_power_of_two(-(-shape.size // lanes)), most_steps)
         tile = 32 * warps * _THREAD_BYTES // dtype.itemsize
-        of_positions = min(power_of_two(positions), tile)
-        of_channels = min(power_of_two(channels), tile // of_positions)
+        of_positions = min(next_power_of_two(positions), tile)
+        of_channels = min(next_power_of_two(channels), tile // of_positions)
         unit = math.gcd(positions, 16 // dtype.itemsize)
         single = weight and shape.positions == 1
         return cls(dtype, lanes, warps, steps, unit, of_channels, of_positions, weight, bias, single, rounded, split)
@@ -182,7 +181,7 @@ class Kind:
     @property
     def max_registers(self) -> Optional[int]:
         """The most registers of a thread that computes both, the statistics and the output."""
-        if self.lanes < _BLOCK:
+        if self.lanes < norms.BLOCK:
             return None
         return _MAX_REGISTERS if self.steps > 2 else _MAX_REGISTERS_OF_FEW_STEPS
 
@@ -220,7 +219,7 @@ def _rows_of_group(shape: Shape, weight: bool) -> tuple[int, int]:
 
 
 def _warps(size: int, itemsize: int) -> int:
-    if size < _BLOCK:
+    if size < norms.BLOCK:
         return 1
     return _SHORT_WARPS if size * itemsize <= _SHORT_BYTES else _LONG_WARPS
 
@@ -232,7 +231,7 @@ def _rounded(eps, dtype: torch.dtype) -> float:
 
 def _programs(shape: Shape, itemsize: int, gpu: plans.Gpu) -> int:
     """So many that the L2 still has a group when it is read for the second time. A group of a warp stays in the L1."""
-    if shape.size < _BLOCK:
+    if shape.size < norms.BLOCK:
         return shape.rows
     most = _MOST_WARPS // _warps(shape.size, itemsize)
     of_multiprocessor = min(max(_L2_BYTES // (shape.size * itemsize), _LEAST_PROGRAMS), most)
@@ -498,7 +497,7 @@ _PROOF_EPS = (1e-5, -1.0, 0.3)
 def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
     """Channels of a group and their positions: of the shortest groups of the kind, and of longer ones."""
     of_steps = kind.lanes * kind.steps // 2 + 1 if kind.steps > 1 else 2
-    of_warps = {1: 2, _SHORT_WARPS: _BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
+    of_warps = {1: 2, _SHORT_WARPS: norms.BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
     least = max(of_steps, of_warps[kind.warps], SPLIT_SIZE * kind.split)
 
     def numbers(tile, others, step):

@@ -9,10 +9,11 @@ from typing import Callable, NamedTuple, Optional
 import torch
 from torch.nn import functional
 
-from ..core import launch, plans, proof
+from ..core import launch, norms, plans, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides
-from .group_norm_shape import Shape, power_of_two, sizes_of
+from ..core.reduction import next_power_of_two
+from .group_norm_shape import Shape, sizes_of
 from .layer_norm_backward import Gradients, Needs
 
 if launch.AVAILABLE:
@@ -26,10 +27,6 @@ if launch.AVAILABLE:
 # ATen's operator.
 eager = torch.ops.aten.native_group_norm_backward
 
-# ATen takes a warp for a sum of fewer elements, and as many threads for longer ones (block_reduce.cuh).
-_BLOCK = 512
-# ATen adds up to so many samples one after the other, and more by as many threads.
-_SAMPLES_IN_SEQUENCE, _THREADS = 128, 32
 # Warps of a program by the most bytes of a group of dy, and the most elements that a lane reads at once.
 _WARPS = {2 << 10: 1, 40 << 10: 4, 96 << 10: 8}
 _MOST_WARPS, _STEPS = 16, 8
@@ -39,7 +36,7 @@ _L2_BYTES, _LEAST_PROGRAMS, _WARPS_OF_MULTIPROCESSOR = 256 << 10, 2, 64
 # From this size on groups that are fewer than the multiprocessors are shared by several programs each.
 _SPLIT_SIZE = 1 << 13
 # By the threads for samples the channels of a program, the samples that a thread reads at once, and the warps.
-_OF_VECTORS = {1: (8, 16, 1), _THREADS: (4, 16, 4)}
+_OF_VECTORS = {1: (8, 16, 1), norms.WARP: (4, 16, 4)}
 # The most warps of a program of a split group. Each sums a single channel.
 _SPLIT_WARPS = 8
 
@@ -76,13 +73,13 @@ class Kind:
     @classmethod
     def of(cls, dtype: torch.dtype, shape: Shape, weight: bool, needs: Needs, split: bool) -> "Kind":
         vector = 16 // dtype.itemsize
-        lanes, channel_lanes = (32 if number < _BLOCK else _BLOCK for number in (shape.positions, shape.channels))
+        lanes, channel_lanes = norms.block_threads(shape.positions), norms.block_threads(shape.channels)
         bytes_of_group = shape.size * dtype.itemsize
         warps = next((warps for most, warps in _WARPS.items() if bytes_of_group <= most), _MOST_WARPS)
         warps = min(warps, _SPLIT_WARPS) if split else warps
-        channels = min(power_of_two(shape.channels), max(32 * warps * vector // lanes, 1))
-        steps = min(power_of_two(-(-shape.positions // lanes)), _STEPS)
-        threads = (1 if shape.samples <= _SAMPLES_IN_SEQUENCE else _THREADS) if any(needs[1:]) else 0
+        channels = min(next_power_of_two(shape.channels), max(32 * warps * vector // lanes, 1))
+        steps = min(next_power_of_two(-(-shape.positions // lanes)), _STEPS)
+        threads = norms.sample_threads(shape.samples) if any(needs[1:]) else 0
         unit = math.gcd(shape.positions, vector)
         return cls(dtype, unit, lanes, channel_lanes, channels, steps, warps, weight, needs, threads, split)
 
@@ -100,7 +97,7 @@ class Kind:
             both = launch.bind(group_norm_backward, of_input, self.warps, device, dtypes, programs, *scalars)
         else:
             dtypes, programs = (self.dtype, self.dtype, torch.float32), -(-channels // self.channels)
-            if self.split and self.lanes == _BLOCK:
+            if self.split and self.lanes == norms.BLOCK:
                 sums, warps, programs = {**sums, "CHANNELS": 1}, _SPLIT_WARPS, channels
             else:
                 warps = self.warps
@@ -246,7 +243,7 @@ _NUMBERS = sorted(
 def proof_shapes(kind: Kind) -> tuple[Shape, ...]:
     """The smallest shape of the kind; if they are no larger than a proof may be, one of up to four times its size, and one of
     many channels. None if all are too large."""
-    samples = 9 if kind.threads < _THREADS else _SAMPLES_IN_SEQUENCE + 1
+    samples = max(norms.fewest_samples(kind.threads), 9)
 
     def of(channels: int, positions: int) -> Kind:
         shape = Shape(samples, _LEAST_GROUPS, channels, positions)

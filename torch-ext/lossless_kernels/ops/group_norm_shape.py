@@ -46,8 +46,3 @@ class Shape:
 def sizes_of(input: torch.Tensor) -> tuple[int, int, int]:
     """Samples, channels, and positions of a channel."""
     return input.shape[0], input.shape[1], math.prod(input.shape[2:])
-
-
-def power_of_two(number: int) -> int:
-    """The smallest that is not less."""
-    return 1 << (number - 1).bit_length()

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple, Optional
 import torch
 from torch.nn import functional
 
-from ..core import launch, proof
+from ..core import launch, norms, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides, stride_unit, stride_with_gap
 from ..core.torch_internals import fused_rms_norm_backward
@@ -34,18 +34,8 @@ def eager(dy, x, shape: tuple, mean, rstd, weight, bias, needs: Needs) -> Gradie
     return Gradients(*torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, list(needs)))
 
 
-# ATen's threads that share a column, each with runs of eight rows, by the fewest rows (`LaunchGammaBetaBackwardCUDAKernel`).
-_RUN = 8
-_THREADS = {1: 1, 64: 8, 128: 16, 256: 32}
-# With more rows ATen may sum blocks of 32 rows, and the blocks' rounded sums.
-_MOST_ROWS = 1 << 16
 # Fewer rows are summed by one kernel, and have four warps each for dx, as in ATen.
 _FEW_ROWS = 512
-
-
-def threads_of(rows: int) -> int:
-    """ATen's threads that share a column of so many rows; 0 where no kernel sums them."""
-    return 0 if rows > _MOST_ROWS else next(each for least, each in reversed(_THREADS.items()) if rows >= least)
 
 
 # Warps of a program of dx, by the bytes of an element and the most elements of a row, and its rows (H200). Four warps have a
@@ -112,7 +102,7 @@ class OfVectors:
 
     Attributes:
         size, unit, few, centred: as in `OfInput`.
-        threads: see `threads_of`; at least one.
+        threads: those of `norms.column_threads`; at least one.
         dweight, dbias: which of them are needed.
     """
 
@@ -166,7 +156,7 @@ class OfVectors:
         if self.few and self.threads > 1:
             return Tile(self.threads, _COLUMNS_OF_ALL, 1)
         columns = _SHORT_COLUMNS if self.size <= _SHORT_ROW else _COLUMN_BYTES // self.dtype.itemsize
-        return Tile(1, columns, max(_BYTES_IN_FLIGHT // (2 * _RUN * columns * self.dtype.itemsize), 2))
+        return Tile(1, columns, max(_BYTES_IN_FLIGHT // (2 * norms.RUN_OF_ROWS * columns * self.dtype.itemsize), 2))
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -241,7 +231,7 @@ def resolve(
     """
     device, size, few = x.device, math.prod(shape), rows < _FEW_ROWS
     unit = stride_unit(row_stride, x.dtype)
-    threads = threads_of(rows) if any(needs[1:]) else 0
+    threads = norms.column_threads(rows) if any(needs[1:]) else 0
     of_input = OfInput(x.dtype, size, unit, weight is not None, few, centred)
     of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:], centred)
     if needs[0] and not _proved(of_input, "gradient of the input", _comparisons_of_dx, device):
@@ -264,7 +254,7 @@ def resolve(
 
 def rows_of_every_kind() -> list[int]:
     """The fewest rows of every kernel and proof."""
-    return [*_THREADS, _FEW_ROWS]
+    return [*norms.rows_of_every_order(), _FEW_ROWS]
 
 
 # Proof
@@ -272,7 +262,7 @@ def rows_of_every_kind() -> list[int]:
 
 def _what(kind: OfVectors) -> str:
     of = [name for name, need in (("weight", kind.dweight), ("bias", kind.dbias)) if need]
-    least = _FEW_ROWS if not kind.few else next(rows for rows, threads in _THREADS.items() if threads == kind.threads)
+    least = norms.fewest_rows(kind.threads) if kind.few else _FEW_ROWS
     return f"gradients of {' and '.join(of)}, {least} or more rows"
 
 
@@ -327,9 +317,10 @@ def _comparisons_of_vectors(kind: OfVectors, device):
 
 def proof_rows(kind: OfVectors) -> int:
     """As few or as many rows, with as many threads: no whole number of blocks, and more of them than are in flight."""
+    run = norms.RUN_OF_ROWS
     if kind.few:
-        return next(least for least, threads in _THREADS.items() if threads == kind.threads) + 5 * _RUN - 3
-    return _RUN * kind.threads * (kind.tile.stages + 2) - 5 * _RUN - 3
+        return norms.fewest_rows(kind.threads) + 5 * run - 3
+    return run * kind.threads * (kind.tile.stages + 2) - 5 * run - 3
 
 
 def _sample(kind, rows: int, columns: int, device):

@@ -27,6 +27,7 @@ from ..core.domain import (
     runs_kernels,
 )
 from ..core.layout import Output, rows_in_memory
+from ..core.reduction import next_power_of_two
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad, softmax_gradient
 
 if launch.AVAILABLE:
@@ -153,7 +154,7 @@ class Kind:
         unit = math.gcd(size, row_stride, 16 // itemsize)
         kind = cls(of_gradient, dtype, result, order, 0, unit, written=written)
         if order.kind == aten.WARP:
-            return replace(kind, steps=aten.next_power_of_two(size).bit_length() - 1)
+            return replace(kind, steps=next_power_of_two(size).bit_length() - 1)
         if order.kind == aten.LOOP and not of_gradient and size < order.threads * order.vector:
             steps = -(-(size + order.vector - 1) // order.threads)
             return replace(kind, steps=steps, head=True, dense=row_stride == size, shift=shift)
