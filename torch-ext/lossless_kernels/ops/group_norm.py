@@ -12,19 +12,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import launch, norms, operators, plans, proof
-from ..core.calls import UNSEEN, Calls, Outside, remember
+from ..core.calls import Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
-    are_as_saved,
-    are_ours,
-    are_plain,
     check_floating,
-    gradients_apart,
-    is_traced_plainly,
-    layouts_if_hooked,
     layouts_of,
     runs_kernels,
 )
@@ -32,8 +26,18 @@ from ..core.layout import contiguous_strides
 from ..core.reduction import next_power_of_two
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import group_norm_backward
+from .affine_norm import (
+    AffineNorm,
+    NormFunction,
+    Training,
+    attribute_of,
+    fake_gradients,
+    given,
+    is_traceable,
+    register_gradient,
+    through_autograd,
+)
 from .group_norm_shape import SPLIT_SIZE, Shape, sizes_of
-from .layer_norm import attribute_of, autocast_changes, given, register_gradient
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm import group_norm_forward, group_norm_output, group_norm_statistics
@@ -113,6 +117,29 @@ def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.
     if type(num_groups) is not int or not isinstance(eps, (int, float)) or not isinstance(input, torch.Tensor):
         return proof.record_refusal(owner.forward, "num_groups, eps or input of another type")
     return replacement(input, num_groups, weight, bias, eps)
+
+
+def replacement(
+    input: torch.Tensor, num_groups: int, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> Optional[torch.Tensor]:
+    """The output from the kernel; None if eager must compute it."""
+    if is_dynamo_compiling():
+        return _compiled(input, num_groups, weight, bias, eps)
+    recent = _calls.recent.get((id(weight), bias is None))
+    if recent is not None:
+        same, groups, added, grad, compute = recent
+        if (
+            type(input) in PLAIN_TYPES
+            and not input.is_nested
+            and same(*given(input, weight, bias))
+            and groups is num_groups
+            and added is eps
+            and grad is is_grad_enabled()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            return compute(input, weight, bias)
+    return _norm.compute(input, num_groups, weight, bias, eps)
 
 
 # Calls
@@ -276,90 +303,35 @@ class _Call:
         return self.launched(input, weight, bias)
 
     def launched(self, input, weight=None, bias=None):
-        """The same where nobody watches."""
+        """The same, whatever modes are active: none sees a call from Inductor's code."""
         out, mean, rstd = self.empty(), self.empty_statistics(), self.empty_statistics()
         weight, bias = input if weight is None else weight, input if bias is None else bias
         self.launch.call_6(input, weight, bias, out, mean, rstd)
         return out, mean, rstd
 
 
-class _Training(_Call):
+class _Training(_Call, Training):
     """A call with gradients."""
 
-    def __init__(self, layouts, *call):
-        super().__init__(*call)
-        self.layouts = layouts
-        self.backwards: dict[group_norm_backward.Needs, Optional[group_norm_backward.Backward]] = {}
+    # As with eager it may be written to between the passes. No gradient depends on its values.
+    saves_bias = False
+
+    def __init__(self, layouts: tuple, *call):
+        _Call.__init__(self, *call)
+        Training.__init__(self, layouts)
 
     def __call__(self, input, weight, bias):
         return _apply(self, input, weight, bias)
 
-    def backward(self, input, weight, needs) -> Optional[group_norm_backward.Backward]:
-        """The kernels' gradients; None if ATen's operator computes them. A new call asks for them before its forward pass: in
-        the backward pass less memory is free for a proof."""
-        found = self.backwards.get(needs, UNSEEN)
-        if found is UNSEEN:
-            if not are_as_saved(self.layouts, input, weight):
-                return None
-            found = group_norm_backward.resolve(input, self.groups, weight, needs)
-            remember(self.backwards, needs, found)
-        return found
+    def find_backward(self, input, weight, needs):
+        return group_norm_backward.resolve(input, self.groups, weight, needs)
 
-    def gradients(self, dy, input, mean, rstd, weight, bias, needs) -> tuple[Optional[torch.Tensor], ...]:
-        """Those of input, weight and bias that are needed, from the kernels where they compute what ATen does."""
-        if not is_grad_enabled() and are_plain(dy, input) and (weight is None or are_plain(weight, input)):
-            return self.launched_gradients(dy, input, mean, rstd, weight, bias, needs)
-        return gradients(dy, input, self.groups, mean, rstd, weight, bias, self.eps, needs)
-
-    def launched_gradients(self, dy, input, mean, rstd, weight, bias, needs):
-        """The same, whatever modes are active: none sees a call from Inductor's code."""
-        backward, dy = self.backward(input, weight, needs), dy.contiguous()
-        if backward is not None and backward.fits(dy, input, weight):
-            return backward(dy, input, mean, rstd, weight)
+    def eagers_gradients(self, dy, input, mean, rstd, weight, bias, needs):
         return gradients(dy, input, self.groups, mean, rstd, weight, bias, self.eps, needs)
 
 
 def _eager_with_statistics(input, groups, weight, bias, eps):
     return torch.native_group_norm(input.contiguous(), weight, bias, *sizes_of(input), groups, eps)
-
-
-def replacement(
-    input: torch.Tensor, num_groups: int, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
-) -> Optional[torch.Tensor]:
-    """The output from the kernel; None if eager must compute it."""
-    if is_dynamo_compiling():
-        return _compiled(input, num_groups, weight, bias, eps)
-    subject = id(weight), bias is None
-    recent = _calls.recent.get(subject)
-    if recent is not None:
-        same, groups, added, grad, compute = recent
-        if (
-            type(input) in PLAIN_TYPES
-            and not input.is_nested
-            and same(*given(input, weight, bias))
-            and groups is num_groups
-            and added is eps
-            and grad is is_grad_enabled()
-            and forward_ad._current_level < 0
-            and not dispatch_modes()
-        ):
-            return compute(input, weight, bias)
-    tensors = given(input, weight, bias)
-    needs_grad = is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not all(are_ours(input, tensor, needs_grad) for tensor in tensors):
-        return proof.record_refusal(_EAGER, proof.NOT_PLAIN)
-    if needs_grad and any(tensor.is_inference() for tensor in tensors):
-        return proof.record_refusal(_EAGER, proof.INFERENCE_TENSORS)
-    if autocast_changes(*tensors):
-        return proof.record_refusal(_EAGER, "autocast, which computes in fp32")
-    facts = (weight is None, bias is None, num_groups, eps, needs_grad)
-    call = _calls.find(_EAGER, facts, tensors, *facts)
-    if call is None:
-        return None
-    if needs_grad:
-        call.backward(input, weight, tuple([each is not None and each.requires_grad for each in (input, weight, bias)]))
-    _calls.recognise(subject, call, (num_groups, eps, is_grad_enabled()), tensors)
-    return call(input, weight, bias)
 
 
 def _resolve(x, *more):
@@ -405,7 +377,8 @@ def _shape(x, vectors, groups) -> Shape:
     return shape
 
 
-_calls = Calls(_resolve)
+_norm = AffineNorm(_EAGER, _resolve)
+_calls = _norm.calls
 
 
 def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[Optional[torch.Tensor], ...]:
@@ -421,36 +394,11 @@ def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[
         sizes = sizes_of(input)
         return tuple(group_norm_backward.eager(dy.contiguous(), input, mean, rstd, weight, *sizes, groups, list(needs)))
 
-    def out(*needed):
-        found = iter(needed)
-        arguments = [next(found) if need else each for each, need in zip((input, weight, bias), needs)]
-        return functional.group_norm(arguments[0], groups, *arguments[1:], eps)
-
-    needed = [each for each, need in zip((input, weight, bias), needs) if need]
-    found = iter(gradients_apart(out, needed, dy))
-    return tuple(next(found) if need else None for need in needs)
+    return through_autograd(_EAGER, dy, input, groups, weight, bias, eps, needs)
 
 
-class GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call, input, weight, bias):
-        out, mean, rstd = call.with_statistics(input, weight, bias)
-        # As with eager the bias may be written to between the passes. No gradient depends on its values.
-        ctx.save_for_backward(input, weight, mean, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.layouts, ctx.has_bias = call, layouts_if_hooked(input, weight, mean, rstd), bias is not None
-        return out
-
-    @staticmethod
-    def backward(ctx, dy):
-        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
-            return None, None, None, None
-        call, (input, weight, mean, rstd) = ctx.call, ctx.saved_tensors
-        bias = weight.detach() if ctx.has_bias else None  # Any numbers of its dtype and shape.
-        tensors, needs = (dy, input, mean, rstd, weight, bias), ctx.needs_input_grad[1:]
-        if are_as_saved(ctx.layouts, input, weight, mean, rstd):
-            return None, *call.gradients(*tensors, needs)
-        return None, *gradients(dy, input, call.groups, mean, rstd, weight, bias, call.eps, needs)
+class GroupNorm(NormFunction):
+    """The name that the node of autograd has."""
 
 
 _apply = apply_of(GroupNorm)
@@ -576,43 +524,19 @@ WARMUP["TorchGroupNorm"] = Warmup(warmup_shapes)
 # torch.compile
 
 
-def _find(input, num_groups, weight, bias, eps):
-    facts = weight is None, bias is None, num_groups, eps, True
-    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
-    return None if call is None else call.launched
-
-
 def _fake(input, num_groups, weight, bias, eps):
     statistics = (input.new_empty((input.shape[0], num_groups)) for _ in range(2))
     return input.new_empty(input.shape), *statistics
 
 
-@operators.register("group_norm", _find, _fake)
+@operators.register("group_norm", _norm.find_outputs, _fake)
 def _group_norm_op(
     input: torch.Tensor, num_groups: int, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _eager_with_statistics(input, num_groups, weight, bias, eps)
 
 
-def _find_gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs):
-    facts = weight is None, bias is None, num_groups, eps, True
-    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
-    if call is None:
-        return None
-    call.backward(input, weight, tuple(needs))
-
-    def compute(dy, input, mean, rstd, weight=None, bias=None):
-        return call.launched_gradients(dy, input, mean, rstd, weight, bias, tuple(needs))
-
-    return operators.of_tensors(compute, dy)
-
-
-def _fake_gradients(dy, input, num_groups, mean, rstd, weight, bias, eps, needs):
-    found = (each.new_empty(each.shape) if need else None for each, need in zip((input, weight, bias), needs))
-    return operators.without_none(found, dy)
-
-
-@operators.register("group_norm_backward", _find_gradients, _fake_gradients)
+@operators.register("group_norm_backward", _norm.find_gradients, fake_gradients)
 def _group_norm_backward_op(
     dy: torch.Tensor,
     input: torch.Tensor,
@@ -631,19 +555,10 @@ register_gradient(_group_norm_op, _group_norm_backward_op, saves_bias=False)
 
 
 def _compiled(input, num_groups, weight, bias, eps):
-    """`replacement` while torch.compile traces: the registered op, or None to trace the original.
-
-    Without a proof the op runs ATen's kernel.
-    """
-    tensors = given(input, weight, bias)
-    if any(tensor.device != input.device for tensor in tensors) or autocast_changes(*tensors):
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original."""
+    if not is_traceable(input, weight, bias) or input.dim() < 2 or input.shape[1] % num_groups:
         return None
-    if not is_traced_plainly(input.device):
-        return None
-    if input.dtype not in FLOAT_DTYPES or any(tensor.dtype != input.dtype for tensor in tensors):
-        return None
-    if input.dim() < 2 or input.shape[1] % num_groups or (weight is None and bias is not None):
-        return None
-    if any(vector.shape != input.shape[1:2] for vector in tensors[1:]) or input.numel() <= num_groups:
+    vectors = given(input, weight, bias)[1:]
+    if any(vector.shape != input.shape[1:2] for vector in vectors) or input.numel() <= num_groups:
         return None
     return _group_norm_op(input, num_groups, weight, bias, float(eps))[0]

@@ -13,8 +13,8 @@ from ..core import launch, norms, plans, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides
 from ..core.reduction import next_power_of_two
+from .affine_norm import Gradients, Needs
 from .group_norm_shape import Shape, sizes_of
-from .layer_norm_backward import Gradients, Needs
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm_backward import (
@@ -183,7 +183,8 @@ class Backward:
         `.data` has changed a weight since the forward pass."""
         return dy.dtype == x.dtype and are_as_saved(self.layouts, x, weight)
 
-    def __call__(self, dy, x, mean, rstd, weight) -> Gradients:
+    def __call__(self, dy, x, mean, rstd, weight, bias=None) -> Gradients:
+        """No gradient depends on the bias."""
         of_input, of_weight, of_bias = self.needs
         dx = self.empty_dx() if of_input else x
         dweight, dbias = self.empty_vector() if of_weight else x, self.empty_vector() if of_bias else x

@@ -12,26 +12,30 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import launch, operators, proof
-from ..core.calls import UNSEEN, Calls, Outside, remember
+from ..core.calls import Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
-    are_as_saved,
-    are_ours,
-    are_plain,
     check_floating,
-    gradients_apart,
-    is_autocast,
-    is_traced_plainly,
-    layouts_if_hooked,
     layouts_of,
     runs_kernels,
 )
 from ..core.layout import contiguous_strides, rows_in_memory, stride_unit, stride_with_gap
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from . import layer_norm_backward
+from .affine_norm import (
+    AffineNorm,
+    NormFunction,
+    Training,
+    attribute_of,
+    fake_gradients,
+    given,
+    is_traceable,
+    register_gradient,
+    through_autograd,
+)
 
 if launch.AVAILABLE:
     from ..kernels_src.layer_norm import layer_norm_forward
@@ -110,13 +114,27 @@ def layer_replacement(module: nn.Module, input: torch.Tensor) -> Optional[torch.
     return replacement(input, shape, weight, bias, eps)
 
 
-def attribute_of(module, owner, state, name):
-    """An attribute as the module holds it. Raises KeyError if its class, or a parametrization, computes it."""
-    if hasattr(owner, name):
-        raise KeyError(name)
-    if name in state:
-        return state[name]
-    return state["_parameters"][name] if name in state["_parameters"] else state["_buffers"][name]
+def replacement(
+    input: torch.Tensor, shape: tuple, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
+) -> Optional[torch.Tensor]:
+    """The output from the kernel; None if eager must compute it."""
+    if is_dynamo_compiling():
+        return _compiled(input, shape, weight, bias, eps)
+    recent = _calls.recent.get((id(weight), bias is None))
+    if recent is not None:
+        same, normalized, added, grad, compute = recent
+        if (
+            type(input) in PLAIN_TYPES
+            and not input.is_nested
+            and same(*given(input, weight, bias))
+            and normalized is shape
+            and added is eps
+            and grad is is_grad_enabled()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+        ):
+            return compute(input, weight, bias)
+    return _norm.compute(input, shape, weight, bias, eps)
 
 
 # Calls
@@ -218,39 +236,21 @@ class _Call:
         return out, mean, rstd
 
 
-class _Training(_Call):
+class _Training(_Call, Training):
     """A call with gradients."""
 
-    def __init__(self, *call, layouts: tuple, rows: int, row_stride: int):
-        super().__init__(*call)
-        self.layouts, self.layout = layouts, (rows, row_stride)
-        self.backwards: dict[layer_norm_backward.Needs, Optional[layer_norm_backward.Backward]] = {}
+    def __init__(self, layouts: tuple, rows: int, row_stride: int, *call):
+        _Call.__init__(self, *call)
+        Training.__init__(self, layouts)
+        self.rows_and_stride = rows, row_stride
 
     def __call__(self, input, weight, bias):
         return _apply(self, input, weight, bias)
 
-    def backward(self, input, weight, needs) -> Optional[layer_norm_backward.Backward]:
-        """The kernels' gradients; None if they are not proved. A new call asks for them before its forward pass: in the
-        backward pass less memory is free for a proof."""
-        found = self.backwards.get(needs, UNSEEN)
-        if found is UNSEEN:
-            if not are_as_saved(self.layouts, input, weight):
-                return None
-            found = layer_norm_backward.resolve(input, *self.layout, self.shape, weight, needs)
-            remember(self.backwards, needs, found)
-        return found
+    def find_backward(self, input, weight, needs):
+        return layer_norm_backward.resolve(input, *self.rows_and_stride, self.shape, weight, needs)
 
-    def gradients(self, dy, input, mean, rstd, weight, bias, needs) -> tuple[Optional[torch.Tensor], ...]:
-        """Those of input, weight and bias that are needed, from the kernels where they compute what ATen does."""
-        if not is_grad_enabled() and are_plain(dy, input) and (weight is None or are_plain(weight, input)):
-            return self.launched_gradients(dy, input, mean, rstd, weight, bias, needs)
-        return gradients(dy, input, self.shape, mean, rstd, weight, bias, self.eps, needs)
-
-    def launched_gradients(self, dy, input, mean, rstd, weight, bias, needs):
-        """The same, whatever modes are active: none sees a call from Inductor's code."""
-        backward, dy = self.backward(input, weight, needs), dy.contiguous()
-        if backward is not None and backward.fits(dy, input, weight):
-            return backward(dy, input, mean, rstd, weight, bias)
+    def eagers_gradients(self, dy, input, mean, rstd, weight, bias, needs):
         return gradients(dy, input, self.shape, mean, rstd, weight, bias, self.eps, needs)
 
 
@@ -258,56 +258,6 @@ def _eager_with_statistics(input, shape, weight, bias, eps):
     out, mean, rstd = torch.native_layer_norm(input, shape, weight, bias, eps)
     # A CPU's statistics may have the input's dtype.
     return out, mean.float(), rstd.float()
-
-
-def replacement(
-    input: torch.Tensor, shape: tuple, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
-) -> Optional[torch.Tensor]:
-    """The output from the kernel; None if eager must compute it."""
-    if is_dynamo_compiling():
-        return _compiled(input, shape, weight, bias, eps)
-    subject = id(weight), bias is None
-    recent = _calls.recent.get(subject)
-    if recent is not None:
-        same, normalized, added, grad, compute = recent
-        if (
-            type(input) in PLAIN_TYPES
-            and not input.is_nested
-            and same(*given(input, weight, bias))
-            and normalized is shape
-            and added is eps
-            and grad is is_grad_enabled()
-            and forward_ad._current_level < 0
-            and not dispatch_modes()
-        ):
-            return compute(input, weight, bias)
-    tensors = given(input, weight, bias)
-    needs_grad = is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not all(are_ours(input, tensor, needs_grad) for tensor in tensors):
-        return proof.record_refusal(_EAGER, proof.NOT_PLAIN)
-    if needs_grad and any(tensor.is_inference() for tensor in tensors):
-        return proof.record_refusal(_EAGER, proof.INFERENCE_TENSORS)
-    if autocast_changes(*tensors):
-        return proof.record_refusal(_EAGER, "autocast, which computes in fp32")
-    facts = (weight is None, bias is None, shape, eps, needs_grad)
-    call = _calls.find(_EAGER, facts, tensors, *facts)
-    if call is None:
-        return None
-    if needs_grad:
-        call.backward(input, weight, tuple([each is not None and each.requires_grad for each in (input, weight, bias)]))
-    _calls.recognise(subject, call, (shape, eps, is_grad_enabled()), tensors)
-    return call(input, weight, bias)
-
-
-def given(input, weight, bias) -> tuple[torch.Tensor, ...]:
-    """The tensors of a call."""
-    if weight is None:
-        return (input,) if bias is None else (input, bias)
-    return (input, weight) if bias is None else (input, weight, bias)
-
-
-def autocast_changes(*tensors) -> bool:
-    return any(tensor.dtype != torch.float32 for tensor in tensors) and is_autocast(tensors[0].device)
 
 
 def _resolve(x, *more):
@@ -327,7 +277,7 @@ def _resolve(x, *more):
     if not needs_grad:
         return _Call(*call)
     layouts = layouts_of(x, None if no_weight else vectors[0])
-    return _Training(*call, layouts=layouts, rows=rows, row_stride=row_stride)
+    return _Training(layouts, rows, row_stride, *call)
 
 
 def _rows(x, vectors, shape) -> tuple[int, int, int]:
@@ -357,7 +307,8 @@ def _rows(x, vectors, shape) -> tuple[int, int, int]:
     return rows, size, row_stride
 
 
-_calls = Calls(_resolve)
+_norm = AffineNorm(_EAGER, _resolve)
+_calls = _norm.calls
 
 
 def gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs) -> tuple[Optional[torch.Tensor], ...]:
@@ -371,34 +322,11 @@ def gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs) -> tuple[O
             _, mean, rstd = torch.native_layer_norm(input, shape, weight, bias, eps)
         return tuple(layer_norm_backward.eager(dy, input, shape, mean, rstd, weight, bias, needs))
 
-    def out(*needed):
-        given = iter(needed)
-        arguments = [next(given) if need else each for each, need in zip((input, weight, bias), needs)]
-        return functional.layer_norm(arguments[0], shape, *arguments[1:], eps)
-
-    needed = [each for each, need in zip((input, weight, bias), needs) if need]
-    found = iter(gradients_apart(out, needed, dy))
-    return tuple(next(found) if need else None for need in needs)
+    return through_autograd(_EAGER, dy, input, shape, weight, bias, eps, needs)
 
 
-class LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call, input, weight, bias):
-        out, mean, rstd = call.with_statistics(input, weight, bias)
-        ctx.save_for_backward(input, weight, bias, mean, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.layouts = call, layouts_if_hooked(input, weight, mean, rstd)
-        return out
-
-    @staticmethod
-    def backward(ctx, dy):
-        if dy is None:  # The output was unused, so its gradient is undefined, which differs from zero.
-            return None, None, None, None
-        call, (input, weight, bias, mean, rstd) = ctx.call, ctx.saved_tensors
-        tensors, needs = (dy, input, mean, rstd, weight, bias), ctx.needs_input_grad[1:]
-        if are_as_saved(ctx.layouts, input, weight, mean, rstd):
-            return None, *call.gradients(*tensors, needs)
-        return None, *gradients(dy, input, call.shape, mean, rstd, weight, bias, call.eps, needs)
+class LayerNorm(NormFunction):
+    """The name that the node of autograd has."""
 
 
 _apply = apply_of(LayerNorm)
@@ -470,47 +398,20 @@ WARMUP["TorchLayerNorm"] = Warmup(warmup_shapes)
 # torch.compile
 
 
-def _find(input, shape, weight, bias, eps):
-    facts = weight is None, bias is None, tuple(shape), eps, True
-    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
-    return None if call is None else call.launched
-
-
 def _fake(input, shape, weight, bias, eps):
     of_rows = (*input.shape[: input.dim() - len(shape)], *(1,) * len(shape))
     out = input.new_empty(input.shape)
     return out, *(input.new_empty(of_rows, dtype=torch.float32) for _ in range(2))
 
 
-@operators.register("layer_norm", _find, _fake)
+@operators.register("layer_norm", _norm.find_outputs, _fake)
 def _layer_norm_op(
     input: torch.Tensor, shape: list[int], weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _eager_with_statistics(input, shape, weight, bias, eps)
 
 
-def _find_gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs):
-    if weight is None and bias is not None:
-        return None
-    facts = weight is None, bias is None, tuple(shape), eps, True
-    call = _calls.find(_EAGER, facts, given(input, weight, bias), *facts)
-    if call is None:
-        return None
-
-    call.backward(input, weight, tuple(needs))
-
-    def compute(dy, input, mean, rstd, weight=None, bias=None):
-        return call.launched_gradients(dy, input, mean, rstd, weight, bias, tuple(needs))
-
-    return operators.of_tensors(compute, dy)
-
-
-def _fake_gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs):
-    found = (each.new_empty(each.shape) if need else None for each, need in zip((input, weight, bias), needs))
-    return operators.without_none(found, dy)
-
-
-@operators.register("layer_norm_backward", _find_gradients, _fake_gradients)
+@operators.register("layer_norm_backward", _norm.find_gradients, fake_gradients)
 def _layer_norm_backward_op(
     dy: torch.Tensor,
     input: torch.Tensor,
@@ -525,47 +426,11 @@ def _layer_norm_backward_op(
     return operators.without_none(gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs), dy)
 
 
-def register_gradient(op, backward, saves_bias: bool = True) -> None:
-    """The gradient of an operator `op(input, layout, weight, bias, eps)` that returns the output, mean and rstd, by the operator
-    `backward(dy, input, layout, mean, rstd, weight, bias, eps, needs)`.
-
-    Args:
-        saves_bias: whether eager does, and refuses one that was written to between the passes. Otherwise the weight stands for it.
-    """
-
-    def setup_context(ctx, inputs, output):
-        input, ctx.layout, weight, bias, ctx.eps = inputs
-        bias = weight if bias is not None and not saves_bias else bias
-        ctx.save_for_backward(input, weight, bias, *output[1:])
-        ctx.set_materialize_grads(False)
-
-    def gradient(ctx, dy, d_mean, d_rstd):
-        if dy is None:
-            return None, None, None, None, None
-        input, weight, bias, mean, rstd = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[each] for each in (0, 2, 3)]
-        found = backward(dy, input, ctx.layout, mean, rstd, weight, bias, ctx.eps, needs)
-        dx, dweight, dbias = (each if need else None for each, need in zip(found, needs))
-        return dx, None, dweight, dbias, None
-
-    torch.library.register_autograd(op, gradient, setup_context=setup_context)
-
-
 register_gradient(_layer_norm_op, _layer_norm_backward_op)
 
 
 def _compiled(input, shape, weight, bias, eps):
-    """`replacement` while torch.compile traces: the registered op, or None to trace the original.
-
-    Without a proof the op runs ATen's kernel.
-    """
-    tensors = given(input, weight, bias)
-    if any(tensor.device != input.device for tensor in tensors) or autocast_changes(*tensors):
-        return None
-    if not is_traced_plainly(input.device):
-        return None
-    if input.dtype not in FLOAT_DTYPES or any(tensor.dtype != input.dtype for tensor in tensors):
-        return None
-    if not shape or input.shape[-len(shape) :] != shape or (weight is None and bias is not None):
+    """`replacement` while torch.compile traces: the registered op, or None to trace the original."""
+    if not is_traceable(input, weight, bias) or not shape or input.shape[-len(shape) :] != shape:
         return None
     return _layer_norm_op(input, list(shape), weight, bias, float(eps))[0]

@@ -13,17 +13,10 @@ from ..core import launch, norms, proof
 from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides, stride_unit, stride_with_gap
 from ..core.torch_internals import fused_rms_norm_backward
+from .affine_norm import Gradients, Needs
 
 if launch.AVAILABLE:
     from ..kernels_src.layer_norm_backward import layer_norm_backward, layer_norm_sum_rows, layer_norm_sum_threads
-
-Needs = tuple[bool, bool, bool]
-
-
-class Gradients(NamedTuple):
-    dx: Optional[torch.Tensor]
-    dweight: Optional[torch.Tensor]
-    dbias: Optional[torch.Tensor]
 
 
 def eager(dy, x, shape: tuple, mean, rstd, weight, bias, needs: Needs) -> Gradients:
