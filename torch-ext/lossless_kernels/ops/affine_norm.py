@@ -38,11 +38,11 @@ class AffineNorm:
 
     Args:
         eager: the function.
-        resolve: finds the call for tensors, as `Calls` asks.
+        calls: the family's.
     """
 
-    def __init__(self, eager: Callable[..., torch.Tensor], resolve: Callable):
-        self.eager, self.calls = eager, Calls(resolve)
+    def __init__(self, eager: Callable[..., torch.Tensor], calls: Calls):
+        self.eager, self.calls = eager, calls
 
     def compute(self, input, division, weight, bias, eps) -> Optional[torch.Tensor]:
         """The output of a call that was not recognised, which it is from now on; None if eager must compute it."""

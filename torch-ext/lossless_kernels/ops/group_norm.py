@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import launch, norms, operators, plans, proof
-from ..core.calls import Outside
+from ..core.calls import Calls, Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -377,8 +377,8 @@ def _shape(x, vectors, groups) -> Shape:
     return shape
 
 
-_norm = AffineNorm(_EAGER, _resolve)
-_calls = _norm.calls
+_calls = Calls(_resolve)
+_norm = AffineNorm(_EAGER, _calls)
 
 
 def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[Optional[torch.Tensor], ...]:

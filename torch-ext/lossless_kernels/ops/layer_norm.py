@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ..core import launch, operators, proof
-from ..core.calls import Outside
+from ..core.calls import Calls, Outside
 from ..core.declarations import WARMUP, Warmup
 from ..core.domain import (
     FLOAT_DTYPES,
@@ -307,8 +307,8 @@ def _rows(x, vectors, shape) -> tuple[int, int, int]:
     return rows, size, row_stride
 
 
-_norm = AffineNorm(_EAGER, _resolve)
-_calls = _norm.calls
+_calls = Calls(_resolve)
+_norm = AffineNorm(_EAGER, _calls)
 
 
 def gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs) -> tuple[Optional[torch.Tensor], ...]:
