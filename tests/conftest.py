@@ -40,6 +40,21 @@ def _of_kernel_builder(config):
     return config.getoption("markexpr") == "kernels_ci"
 
 
+def _patch_language_once():
+    """Triton's interpreter replaces the functions of `triton.language` for a launch, and again whenever one function of a kernel
+    calls another, which changes nothing and takes a third of these tests' time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, nothing = interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", lambda: None)
+
+    def patch_once(function):
+        languages = [each for each in function.__globals__.values() if each is tl or each is tl.core]
+        return patch(function) if any(tl.core.is_builtin(each.load) for each in languages) else nothing()
+
+    interpreter._patch_lang = patch_once
+
+
 def pytest_configure(config):
     if not _of_kernel_builder(config):  # Which has no transformers.
         import decorated  # noqa: F401
@@ -47,6 +62,7 @@ def pytest_configure(config):
     # does not do. Kernel-builder's CI has the original operations there, as users have.
     if not torch.cuda.is_available() and not _of_kernel_builder(config):
         os.environ["TRITON_INTERPRET"] = "1"
+        _patch_language_once()
 
 
 def pytest_ignore_collect(collection_path, config):

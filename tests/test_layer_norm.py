@@ -160,6 +160,14 @@ def test_threads_are_atens(module):
     assert [threads(rows) for rows in (65537, 1 << 20)] == [0, 0]
 
 
+def test_each_of_two_equal_counts_has_half_of_both(module):
+    """What `layer_norm_forward` tells the compiler of lanes that have so many vectors, and zeros instead of other lanes."""
+    vectors = torch.arange(1, module("ops.layer_norm")._MAX_SIZE // (4 * 128) + 1, dtype=torch.float32)
+    for lanes in (1, 2, 4, 8, 16):
+        count = 4 * vectors * lanes
+        assert_bits_equal(count * (1 / (count + count)), torch.full_like(count, 0.5))
+
+
 @pytest.mark.parametrize("layer", ["TorchLayerNorm", "TorchRMSNorm"])
 def test_warmup_in_training_has_rows_of_every_kind(module, layer):
     family, shapes = module("ops.layer_norm_backward"), module("core.declarations").WARMUP[layer].shapes

@@ -70,7 +70,11 @@ def layer_norm_forward(
     for step in tl.static_range(STEPS):
         mean, m2 = _welford(mean, m2, steps[step], lane, step, SIZE, LANES, ROWS)
     vectors = (SIZE // 4 - lane + LANES - 1) // LANES
-    mean, m2 = welford_of_block(mean, m2, (4 * vectors).to(tl.float32), LANES, BLOCKS=ROWS, EMPTY=EMPTY)
+    # All of a warp's lanes have a vector in the last step, or none: each has half of two lanes' elements, since n / 2n is 1/2
+    # for every n here. If all of the block have equally many, as these would, the compiler finds that.
+    alike = (STEPS * LANES - lane + LANES - 1) // LANES if SIZE % 128 == 0 else vectors
+    count, alike = (4 * vectors).to(tl.float32), (4 * alike).to(tl.float32)
+    mean, m2 = welford_of_block(mean, m2, count, LANES, alike, BLOCKS=ROWS, EMPTY=EMPTY)
     rstd = rsqrt(divide(m2, tl.full([ROWS], SIZE, tl.float32)) + eps)
     tl.store(mean_ptr + row, mean, mask=mask_if(of_row, store_statistics))
     tl.store(rstd_ptr + row, rstd, mask=mask_if(of_row, store_statistics))

@@ -357,15 +357,16 @@ def _halves(values, GROUPS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a):
-    """The moments of both (`cuWelfordCombine`)."""
+def _combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, alike_b, alike_a):
+    """The moments of both (`cuWelfordCombine`), and the sums of their counts and of `alike`, whose shares are those of the
+    counts."""
     delta = mean_b - mean_a
-    count = count_a + count_b
-    factor = reciprocal(count)
-    n_a, n_b = count_a * factor, count_b * factor
+    alike = alike_a + alike_b
+    factor = reciprocal(alike)
+    n_a, n_b = alike_a * factor, alike_b * factor
     mean = tl.fma(mean_a, n_a, n_b * mean_b)
     m2 = tl.fma(n_b, count_a * (delta * delta), m2_a + m2_b)
-    return tl.where(count > 0.0, mean, 0.0), tl.where(count > 0.0, m2, 0.0), count
+    return tl.where(alike > 0.0, mean, 0.0), tl.where(alike > 0.0, m2, 0.0), count_a + count_b, alike
 
 
 @triton.jit
@@ -391,18 +392,20 @@ def _half(values, GROUPS: tl.constexpr, HALF: tl.constexpr, UPPER: tl.constexpr)
 
 
 @triton.jit
-def _welford_of_halves(mean, m2, count, GROUPS: tl.constexpr, HALF: tl.constexpr, BY_DIVISION: tl.constexpr):
+def _welford_of_halves(mean, m2, count, alike, GROUPS: tl.constexpr, HALF: tl.constexpr, BY_DIVISION: tl.constexpr):
     """Lane i of each group combines its moments with those of lane i + HALF."""
     if BY_DIVISION:
         mean_l, mean_u = _half(mean, GROUPS, HALF, 0), _half(mean, GROUPS, HALF, 1)
         m2_l, m2_u = _half(m2, GROUPS, HALF, 0), _half(m2, GROUPS, HALF, 1)
         count_l, count_u = _half(count, GROUPS, HALF, 0), _half(count, GROUPS, HALF, 1)
-        return _combined_by_division(mean_l, m2_l, count_l, mean_u, m2_u, count_u)
+        mean, m2, count = _combined_by_division(mean_l, m2_l, count_l, mean_u, m2_u, count_u)
+        return mean, m2, count, count
     else:
         mean_l, mean_u = _halves(mean, GROUPS, HALF)
         m2_l, m2_u = _halves(m2, GROUPS, HALF)
         count_l, count_u = _halves(count, GROUPS, HALF)
-        return _combined(mean_l, m2_l, count_l, mean_u, m2_u, count_u)
+        alike_l, alike_u = _halves(alike, GROUPS, HALF)
+        return _combined(mean_l, m2_l, count_l, mean_u, m2_u, count_u, alike_l, alike_u)
 
 
 @triton.jit
@@ -411,6 +414,7 @@ def welford_of_block(
     m2,
     count,
     LANES: tl.constexpr,
+    alike=None,
     BY_DIVISION: tl.constexpr = False,
     BLOCKS: tl.constexpr = 1,
     EMPTY: tl.constexpr = 0,
@@ -419,16 +423,21 @@ def welford_of_block(
     lanes, then over the warps.
 
     Args:
+        alike: counts with the shares that those of a warp's lanes have in each other's sums, if the compiler knows more of
+            them than of `count`. A lane without elements may have one: its mean and M2 are zero.
         EMPTY: how often the warps are halved before: the upper halves have no elements, and are left out of LANES.
     """
     WARPS: tl.constexpr = LANES // 32
+    tl.static_assert(alike is None or not BY_DIVISION)
+    if alike is None:
+        alike = count
     for level in tl.static_range(5):
-        mean, m2, count = _welford_of_halves(mean, m2, count, BLOCKS * WARPS, 16 >> level, BY_DIVISION)
+        mean, m2, count, alike = _welford_of_halves(mean, m2, count, alike, BLOCKS * WARPS, 16 >> level, BY_DIVISION)
     tl.static_assert(EMPTY == 0 or not BY_DIVISION)
     for _ in tl.static_range(EMPTY):
         nothing = tl.zeros([BLOCKS * WARPS], tl.float32)
-        mean, m2, count = _combined(mean, m2, count, nothing, nothing, nothing)
+        mean, m2, count, _ = _combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
     for level in tl.static_range(5):
         if (WARPS >> level) > 1:
-            mean, m2, count = _welford_of_halves(mean, m2, count, BLOCKS, WARPS >> (level + 1), BY_DIVISION)
+            mean, m2, count, _ = _welford_of_halves(mean, m2, count, count, BLOCKS, WARPS >> (level + 1), BY_DIVISION)
     return mean, m2
