@@ -41,8 +41,10 @@ def _of_kernel_builder(config):
 
 
 def _patch_language_once():
-    """Triton's interpreter replaces the functions of `triton.language` for a launch, and again whenever one function of a kernel
-    calls another, which changes nothing and takes a third of these tests' time."""
+    """Patches `triton.language` once a launch. Triton's interpreter patches it again whenever one function of a kernel calls
+    another. The second patch changes nothing, and takes up to a third of a test's time."""
+    if not importlib.util.find_spec("triton"):
+        return
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -50,7 +52,8 @@ def _patch_language_once():
 
     def patch_once(function):
         languages = [each for each in function.__globals__.values() if each is tl or each is tl.core]
-        return patch(function) if any(tl.core.is_builtin(each.load) for each in languages) else nothing()
+        patched = languages and not any(tl.core.is_builtin(each.load) for each in languages)
+        return nothing() if patched else patch(function)
 
     interpreter._patch_lang = patch_once
 

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BF16_FIRST = [DTYPES[2], *(pytest.param(each, marks=pytest.mark.long) for each in DTYPES[:2])]
 # Less than a step of all threads, whole steps, and both sides of them.
-SIZES = (64, 68, 508, 512, 516, 768, 1020, 1024, 1028, 1280, 2048, 2560, 4096)
+SIZES = (64, 68, 384, 508, 512, 516, 640, 768, 1020, 1024, 1028, 1280, 2048, 2560, 4096)
 EPS = 1e-5
 
 
@@ -160,12 +160,13 @@ def test_threads_are_atens(module):
     assert [threads(rows) for rows in (65537, 1 << 20)] == [0, 0]
 
 
-def test_each_of_two_equal_counts_has_half_of_both(module):
-    """What `layer_norm_forward` tells the compiler of lanes that have so many vectors, and zeros instead of other lanes."""
-    vectors = torch.arange(1, module("ops.layer_norm")._MAX_SIZE // (4 * 128) + 1, dtype=torch.float32)
+def test_each_of_two_equal_counts_has_half_of_both():
+    """`layer_norm_forward` relies on it for lanes with up to 40 vectors of four elements."""
+    vectors = torch.arange(1, 42, dtype=torch.float32)
     for lanes in (1, 2, 4, 8, 16):
         count = 4 * vectors * lanes
-        assert_bits_equal(count * (1 / (count + count)), torch.full_like(count, 0.5))
+        is_half = count * (1 / (count + count)) == 0.5
+        assert is_half[:40].all() and not is_half[40]
 
 
 @pytest.mark.parametrize("layer", ["TorchLayerNorm", "TorchRMSNorm"])

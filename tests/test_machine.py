@@ -363,6 +363,8 @@ def test_layer_norms_gradients_have_cudas_fmas(compiled):
         (kernel, centred) for kernel in ("layer_norm_backward", "layer_norm_sum_rows") for centred in (True, False)
     }
     assert seen == of_rows | {("layer_norm_sum_threads", None)}
+    backward = [entry["constants"]["AGAIN"] for entry in compiled if entry["kernel"] == "layer_norm_backward"]
+    assert set(backward) == {False, True}
 
 
 def test_group_norm_divides_by_three_instructions(compiled):

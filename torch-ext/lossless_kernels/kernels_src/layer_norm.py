@@ -70,8 +70,10 @@ def layer_norm_forward(
     for step in tl.static_range(STEPS):
         mean, m2 = _welford(mean, m2, steps[step], lane, step, SIZE, LANES, ROWS)
     vectors = (SIZE // 4 - lane + LANES - 1) // LANES
-    # All of a warp's lanes have a vector in the last step, or none: each has half of two lanes' elements, since n / 2n is 1/2
-    # for every n here. If all of the block have equally many, as these would, the compiler finds that.
+    # In rows of a multiple of 128 elements the lanes of a warp have equally many, n. Each of two lanes has the share n / 2n, which
+    # is 1/2 in fp32 for every n here. Other equal counts have the same share: STEPS vectors a lane, which the compiler finds to
+    # be a constant. (With a constant from the start it would compute the moments of all lanes in each thread.)
+    tl.static_assert(STEPS <= 40, "41 * (1 / 82) is not 1/2 in fp32")
     alike = (STEPS * LANES - lane + LANES - 1) // LANES if SIZE % 128 == 0 else vectors
     count, alike = (4 * vectors).to(tl.float32), (4 * alike).to(tl.float32)
     mean, m2 = welford_of_block(mean, m2, count, LANES, alike, BLOCKS=ROWS, EMPTY=EMPTY)

@@ -358,8 +358,8 @@ def _halves(values, GROUPS: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, alike_b, alike_a):
-    """The moments of both (`cuWelfordCombine`), and the sums of their counts and of `alike`, whose shares are those of the
-    counts."""
+    """The moments of both (`cuWelfordCombine`), the sum of their counts and the sum of `alike`. Shares are computed from `alike`
+    and equal those of the counts."""
     delta = mean_b - mean_a
     alike = alike_a + alike_b
     factor = reciprocal(alike)
@@ -423,8 +423,8 @@ def welford_of_block(
     lanes, then over the warps.
 
     Args:
-        alike: counts with the shares that those of a warp's lanes have in each other's sums, if the compiler knows more of
-            them than of `count`. A lane without elements may have one: its mean and M2 are zero.
+        alike: counts to compute shares from, instead of `count`. Within each warp they give the same shares. A warp whose lanes
+            are all empty may have any positive equal counts: its means and M2 are zero.
         EMPTY: how often the warps are halved before: the upper halves have no elements, and are left out of LANES.
     """
     WARPS: tl.constexpr = LANES // 32
@@ -436,8 +436,10 @@ def welford_of_block(
     tl.static_assert(EMPTY == 0 or not BY_DIVISION)
     for _ in tl.static_range(EMPTY):
         nothing = tl.zeros([BLOCKS * WARPS], tl.float32)
-        mean, m2, count, _ = _combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
+        mean, m2, count, alike = _combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
     for level in tl.static_range(5):
         if (WARPS >> level) > 1:
-            mean, m2, count, _ = _welford_of_halves(mean, m2, count, count, BLOCKS, WARPS >> (level + 1), BY_DIVISION)
+            mean, m2, count, alike = _welford_of_halves(
+                mean, m2, count, count, BLOCKS, WARPS >> (level + 1), BY_DIVISION
+            )
     return mean, m2
