@@ -70,9 +70,9 @@ def layer_norm_forward(
     for step in tl.static_range(STEPS):
         mean, m2 = _welford(mean, m2, steps[step], lane, step, SIZE, LANES, ROWS)
     vectors = (SIZE // 4 - lane + LANES - 1) // LANES
-    # In rows of a multiple of 128 elements the lanes of a warp have equally many, n. Each of two lanes has the share n / 2n, which
-    # is 1/2 in fp32 for every n here. Other equal counts have the same share: STEPS vectors a lane, which the compiler finds to
-    # be a constant. (With a constant from the start it would compute the moments of all lanes in each thread.)
+    # In rows of a multiple of 128 elements all lanes of a warp have the same number n of elements. The share of one in two lanes
+    # is n / 2n, which is 1/2 in fp32 for every n here. Any other n has this share. The compiler sees that STEPS vectors a lane
+    # are a constant. (With a constant from the start it would compute the moments of all lanes in each thread.)
     tl.static_assert(STEPS <= 40, "41 * (1 / 82) is not 1/2 in fp32")
     alike = (STEPS * LANES - lane + LANES - 1) // LANES if SIZE % 128 == 0 else vectors
     count, alike = (4 * vectors).to(tl.float32), (4 * alike).to(tl.float32)
