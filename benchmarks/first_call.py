@@ -30,8 +30,9 @@ def refuse(message):
     sys.exit(2)
 
 
-def layers(kernel):
+def layers(kernel, device="cuda"):
     """RMSNorm and SiLU as in a Llama model, each with the forward that `kernelize` binds to it."""
+    global torch  # The kernels leave a forward alone that reads a variable of an enclosing function.
     import torch
 
     class RMSNorm(torch.nn.Module):
@@ -49,10 +50,17 @@ def layers(kernel):
         def forward(self, input):
             return torch.nn.functional.silu(input)
 
-    made = torch.nn.Sequential(RMSNorm(), SiLU()).to("cuda", torch.bfloat16)
+    made = torch.nn.Sequential(RMSNorm(), SiLU()).to(device, torch.bfloat16)
     for layer, replacement in zip(made, (kernel.layers.LlamaRMSNorm, kernel.layers.SiLUActivation)):
         layer.forward = MethodType(replacement.forward, layer)
     return made
+
+
+def refuse_originals(kernel, model):
+    """Ends the program if an original forward ran: its times would be eager's."""
+    for layer in kernel.replacement_report(model, verbose=False).layers:
+        if layer.path != "kernel":
+            refuse(f"expected the kernels of {layer.layer}, found path {layer.path!r}: {'; '.join(layer.reasons)}")
 
 
 def main(build, warmup=False):
@@ -84,6 +92,7 @@ def main(build, warmup=False):
     torch.autograd.grad(out, (x, norm.weight), torch.randn_like(out))
     torch.cuda.synchronize()
     stages.end("first RMSNorm, forward and backward")
+    refuse_originals(kernel, model)
     json.dump(stages.seconds, sys.stdout)
 
 

@@ -504,6 +504,27 @@ def test_what_the_other_scripts_cannot_do(script, arguments, status, message):
     assert done.stderr.startswith(message)
 
 
+def test_the_kernels_take_the_layers_whose_first_call_is_timed(interpreted):
+    code = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import torch
+    from kernels import get_local_kernel
+    from pathlib import Path
+    import first_call
+    kernel = get_local_kernel(Path(sys.argv[2]))
+    model = first_call.layers(kernel, "cpu")
+    model(torch.randn(16, 4096).to(torch.bfloat16))
+    print([(layer.layer, layer.path) for layer in kernel.replacement_report(model, verbose=False).layers])
+    first_call.refuse_originals(kernel, model)
+    """
+    done = interpreted(code, check=False, arguments=(BENCHMARKS, ROOT / "build"), LOSSLESS_PROOF="off")
+    assert done.stdout == "[('RMSNorm', 'unproved'), ('SiLU', 'unproved')]\n", done.stderr
+    # Times of an original forward, or of kernels that nothing has verified, are refused.
+    assert done.returncode == 2
+    assert "first_call: error: expected the kernels of RMSNorm, found path 'unproved': LOSSLESS_PROOF=off" in done.stderr
+
+
 # The whole run with the clocks of a CPU, in a process whose kernels are not interpreted: they return eager's results.
 CPU_RUN = """
 import json, sys, time, types

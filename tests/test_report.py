@@ -129,14 +129,15 @@ def test_reasons_are_told_apart_and_have_a_step(fresh, monkeypatch):
         return found.kind, str(found)
 
     assert reason() == ("not called yet", "not called yet") and "warmup" in kinds["not called yet"]
-    subject = proof.Subject(LlamaRMSNorm.forward, torch.device(DEVICE), "16 rows", "n")
+    call = "activations torch.bfloat16, weight torch.bfloat16, hidden size 4096, 16 or more rows"
+    subject = proof.Subject(LlamaRMSNorm.forward, torch.device(DEVICE), call, "n")
     for key, text, words in (
         ("one", "3 elements of the output differ", "strict"),
         ("two", "RuntimeError: Failed to find C compiler.", "install a C compiler"),
         ("three", "the GPU's memory was full when it was verified; call warmup() while there is room", "warmup"),
     ):
         proof._verdicts[key] = proof.Verdict(subject, text)
-        assert reason() == ("verification failed", f"16 rows: {text}") and words in kinds["verification failed"]
+        assert reason() == ("verification failed", f"{call}: {text}") and words in kinds["verification failed"]
         del proof._verdicts[key]
     unlike = proof.Subject(LlamaRMSNorm.forward, torch.device(DEVICE), "16 rows")
     proof._verdicts["formula"] = proof.Verdict(unlike, "none of the known formulas: 9 elements of the output differ")

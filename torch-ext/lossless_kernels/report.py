@@ -48,20 +48,24 @@ _STEPS = {
     NOT_VERIFIED: "unset LOSSLESS_PROOF to verify kernels before they run",
 }
 USE_DTYPES = "use float32, float16 or bfloat16"
-# Words in a reason of kind NO_KERNEL or FAILED -> what to do. The first that is found counts.
-_STEPS_BY_WORD = (
-    (" on cpu", "move the model and its inputs to a GPU"),
-    ("autocast", "nothing: under autocast this layer runs its original forward"),
-    (proof.NOT_PLAIN, "call the layer outside of transforms, traces and dispatch modes"),
-    ("float64", USE_DTYPES),
-    ("hidden size", "nothing: kernels take hidden sizes that are multiples of 4, from 64 to 32768"),
-    ("strided", "make the tensors contiguous"),
-    ("in memory", "make the tensors contiguous"),
-    ("contiguous", "make the tensors contiguous"),
-    ("memory was full", "kernel.warmup(model) while there is room"),
-    ("out of memory", "kernel.warmup(model) while there is room"),
-    ("C compiler", "install a C compiler, which Triton needs: apt install gcc, or set CC"),
-)
+# Kind -> words in a reason of that kind, and what to do. The first that is found counts.
+_STEPS_BY_WORD = {
+    NO_KERNEL: (
+        (" on cpu", "move the model and its inputs to a GPU"),
+        ("autocast", "nothing: under autocast this layer runs its original forward"),
+        (proof.NOT_PLAIN, "call the layer outside of transforms, traces and dispatch modes"),
+        ("float64", USE_DTYPES),
+        ("hidden size", "nothing: kernels take hidden sizes that are multiples of 4, from 64 to 32768"),
+        ("strided", "make the tensors contiguous"),
+        ("in memory", "make the tensors contiguous"),
+        ("contiguous", "make the tensors contiguous"),
+    ),
+    FAILED: (
+        ("memory was full", "kernel.warmup(model) while there is room"),
+        ("out of memory", "kernel.warmup(model) while there is room"),
+        ("C compiler", "install a C compiler, which Triton needs: apt install gcc, or set CC"),
+    ),
+}
 
 
 class Reason(str):
@@ -78,8 +82,8 @@ class Reason(str):
     def __new__(cls, text: str, kind: str, step: Optional[str] = None):
         reason = super().__new__(cls, text)
         reason.kind = kind
-        if step is None and kind in (NO_KERNEL, FAILED):
-            step = next((step for word, step in _STEPS_BY_WORD if word in text), None)
+        if step is None:
+            step = next((step for word, step in _STEPS_BY_WORD.get(kind, ()) if word in text), None)
         reason.step = _STEPS.get(kind, "nothing: the original forward is right here") if step is None else step
         return reason
 
