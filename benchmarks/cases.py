@@ -90,7 +90,7 @@ class Op:
     inputs: int = 1
     outputs: int = 1
     draw: Optional[Callable] = None
-    axes: str = "rows x hidden size"
+    axes: str = "shape"
 
 
 @dataclass(frozen=True)
