@@ -4,7 +4,8 @@
 `peers.py` has the shapes that large models have; here are those that nobody tunes for: one row and many, rows of a few elements
 and of a whole vocabulary, lengths that fill no vector, images of all sizes. Each case is compared with eager bit by bit, and
 both are timed as device time in a CUDA graph, in turns. First all kernels are compiled, by several processes at a time. They run
-without their verification, since bits are compared here. Where no kernel takes a case, eager's function runs in both places.
+without their verification, since bits are compared here. Where no kernel takes a case, eager's function runs in both places: the
+tables count such cases apart.
 
 examples:
   beside_eager.py                                            all ops and dtypes: five minutes on an H200 with 16 CPU cores
@@ -24,6 +25,7 @@ import os
 import statistics
 import sys
 from pathlib import Path
+from typing import Callable
 
 from cases import DTYPES, EAGER, OPS, OURS, Case, functions, shape_text
 from peers import ROOT, BenchError, environment, load_kernel, positive, progress_bar, require_gpu
@@ -179,8 +181,8 @@ def compile_all(found, build: Path, processes: int, console) -> None:
         workers.shutdown(cancel_futures=True)
 
 
-def time_case(case: Case, dtype: str, peers: dict, gpu, rounds: int) -> dict:
-    """The case's times in ms, and whether the bits are equal; or why it was not measured."""
+def time_case(case: Case, dtype: str, peers: dict, gpu, rounds: int, launches: Callable[[], int]) -> dict:
+    """The case's times in ms, whether the bits are equal, and whether a kernel ran; or why it was not measured."""
     import measure
     import torch
     from report import Result
@@ -191,7 +193,9 @@ def time_case(case: Case, dtype: str, peers: dict, gpu, rounds: int) -> dict:
     results = [Result(case.op, case.shape, dtype, peer) for peer in peers]
     with torch.set_grad_enabled(op.backward):
         sets = measure.draw(case, getattr(torch, DTYPES[dtype]), gpu.device, count)
+        before = launches()
         measure.compare(peers, results, sets[:1], op)
+        ran = launches() > before
         runners = []
         for result in results:
             with measure.blamed_on(result):
@@ -205,7 +209,13 @@ def time_case(case: Case, dtype: str, peers: dict, gpu, rounds: int) -> dict:
             return {**line, "error": f"{result.peer}: {result.error}"}
     times = {runner.result.peer: statistics.median(runner.device_times) for runner in runners}
     equal = next(result.bit_equal for result in results if result.peer == OURS)
-    return {**line, "eager_ms": round(times[EAGER], 5), "ours_ms": round(times[OURS], 5), "bit_equal": equal}
+    return {
+        **line,
+        "eager_ms": round(times[EAGER], 5),
+        "ours_ms": round(times[OURS], 5),
+        "bit_equal": equal,
+        "kernel": ran,
+    }
 
 
 def run(options, console) -> dict:
@@ -219,7 +229,7 @@ def run(options, console) -> dict:
     kernel, found = load_kernel(options.build, PROOF), selected(options.ops, options.dtypes)
     if options.processes > 1:
         compile_all(found, options.build, options.processes, console)
-    gpu = measure.Gpu()
+    gpu, launches = measure.Gpu(), measure.count_launches(kernel)
     named = {EAGER: functions(EAGER), OURS: functions(OURS, kernel)}
     run = {"environment": environment(gpu, kernel, __file__), "cases": []}
     with progress_bar(console) as progress:
@@ -228,7 +238,7 @@ def run(options, console) -> dict:
             progress.update(task, description=f"{case} {dtype}")
             peers = {peer: each[case.function] for peer, each in named.items()}
             try:
-                run["cases"].append(time_case(case, dtype, peers, gpu, options.rounds))
+                run["cases"].append(time_case(case, dtype, peers, gpu, options.rounds, launches))
             except Exception as error:
                 # What draws the inputs failed, most likely for want of memory.
                 where = {"op": case.op, "shape": list(case.shape), "dtype": dtype}
@@ -258,7 +268,8 @@ def wrong(cases) -> list[str]:
 def print_tables(run, console) -> None:
     from rich.table import Table
 
-    timed = [line for line in run["cases"] if "error" not in line]
+    measured = [line for line in run["cases"] if "error" not in line]
+    timed = [line for line in measured if line["kernel"]]
     of_op = {op: [line for line in timed if line["op"] == op] for op in OPS}
     table = Table("op", "cases", "slower than eager", "slowest", "median", "fastest", title="Speed, eager = 1")
     for op, lines in of_op.items():
@@ -277,9 +288,11 @@ def print_tables(run, console) -> None:
             times = line["ours_ms"], line["eager_ms"]
             table.add_row(text_of(line), *(f"{each:.4f}" for each in times), f"{times[0] / times[1]:.2f}")
         console.print(table)
-    equal, not_measured = sum(line["bit_equal"] for line in timed), len(run["cases"]) - len(timed)
+    equal, not_measured = sum(line["bit_equal"] for line in measured), len(run["cases"]) - len(measured)
+    without = len(measured) - len(timed)
     console.print(
-        f"{run['environment']['gpu']}: {len(timed)} cases, {equal} with eager's bits, {len(slower)} slower than eager"
+        f"{run['environment']['gpu']}: {len(measured)} cases, {equal} with eager's bits, {len(slower)} slower than eager"
+        + (f"; {without} in which no kernel runs" if without else "")
         + (f"; {not_measured} not measured" if not_measured else "")
     )
     for line in run["cases"]:
@@ -333,7 +346,9 @@ def recorded(path: Path) -> dict:
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
         run["environment"]["gpu"], [text_of(line) for line in run["cases"]]
-        if all("error" in line or {"eager_ms", "ours_ms", "bit_equal"} <= line.keys() for line in run["cases"]):
+        if all(
+            "error" in line or {"eager_ms", "ours_ms", "bit_equal", "kernel"} <= line.keys() for line in run["cases"]
+        ):
             return run
         raise ValueError
     except OSError as error:

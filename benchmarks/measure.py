@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import random
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -188,6 +189,19 @@ def blamed_on(result: Result, doing: str = ""):
 def reason(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def count_launches(kernel) -> Callable[[], int]:
+    """A function that returns how many kernels have been launched since."""
+    launch = sys.modules[f"{kernel.__name__}.core.launch"].Launch
+    launched, enqueue = [0], launch._enqueue
+
+    def counted(self, *arguments):
+        launched[0] += 1
+        return enqueue(self, *arguments)
+
+    launch._enqueue = counted
+    return lambda: launched[0]
 
 
 def compare(functions: dict, results: list[Result], sets: list[Inputs], op: Op) -> None:

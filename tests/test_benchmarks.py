@@ -522,7 +522,9 @@ def test_the_kernels_take_the_layers_whose_first_call_is_timed(interpreted):
     assert done.stdout == "[('RMSNorm', 'unproved'), ('SiLU', 'unproved')]\n", done.stderr
     # Times of an original forward, or of kernels that nothing has verified, are refused.
     assert done.returncode == 2
-    assert "first_call: error: expected the kernels of RMSNorm, found path 'unproved': LOSSLESS_PROOF=off" in done.stderr
+    assert (
+        "first_call: error: expected the kernels of RMSNorm, found path 'unproved': LOSSLESS_PROOF=off" in done.stderr
+    )
 
 
 # The whole run with the clocks of a CPU, in a process whose kernels are not interpreted: they return eager's results.
@@ -810,18 +812,19 @@ def test_a_case_beside_eager(monkeypatch):
     monkeypatch.setattr(measure, "prepare", lambda call, sets, op: call)
     monkeypatch.setattr(measure, "outcome", lambda call, inputs, op: (call.function(*inputs.arguments),))
     case, silu = Case("silu", (3, 7)), torch.nn.functional.silu
-    eager = timed(0.2, silu)
-    line = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.1, silu)}, Clock(), 3)
-    assert line == {
-        "op": "silu", "shape": [3, 7], "dtype": "fp32", "eager_ms": 0.2, "ours_ms": 0.1, "bit_equal": True
-    }  # fmt: skip
-    other = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.3, torch.sigmoid)}, Clock(), 3)
+    eager, launched = timed(0.2, silu), itertools.count().__next__
+    line = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.1, silu)}, Clock(), 3, launched)
+    times = {"eager_ms": 0.2, "ours_ms": 0.1}
+    assert line == {"op": "silu", "shape": [3, 7], "dtype": "fp32", **times, "bit_equal": True, "kernel": True}
+    nothing = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.1, silu)}, Clock(), 3, lambda: 7)
+    assert nothing == {**line, "kernel": False}
+    other = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.3, torch.sigmoid)}, Clock(), 3, launched)
     assert other["bit_equal"] is False and other["ours_ms"] == 0.3
 
     def fails(x):
         raise RuntimeError("no such row")
 
-    failed = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.3, fails)}, Clock(), 3)
+    failed = beside_eager.time_case(case, "fp32", {EAGER: eager, OURS: timed(0.3, fails)}, Clock(), 3, launched)
     assert failed["error"] == "lossless-kernels: RuntimeError: no such row" and "ours_ms" not in failed
     assert beside_eager.wrong([line, other, failed]) == [
         "silu 3x7 fp32: not bit-equal with eager",
@@ -833,9 +836,11 @@ def test_tables_of_an_earlier_run(tmp_path, capsys):
     recorded = ROOT / "docs/pictures/beside_eager.json"
     assert beside_eager.main(["--from-json", str(recorded)]) == 0
     lines = json.loads(recorded.read_text(encoding="utf-8"))["cases"]
-    slower = [line for line in lines if line["ours_ms"] > beside_eager.SPREAD * line["eager_ms"]]
-    printed = capsys.readouterr().out
+    ran = [line for line in lines if line["kernel"]]
+    slower = [line for line in ran if line["ours_ms"] > beside_eager.SPREAD * line["eager_ms"]]
+    printed = " ".join(capsys.readouterr().out.split())
     assert f"{len(lines)} cases, {len(lines)} with eager's bits, {len(slower)} slower than eager" in printed
+    assert f"{len(lines) - len(ran)} in which no kernel runs" in printed
     assert all(beside_eager.text_of(line) in printed for line in slower)
     kept = tmp_path / "folder" / "kept.json"
     run = {"environment": {"gpu": "a clock"}, "cases": [{**lines[0], "bit_equal": False}, {**lines[1]}]}

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import threading
+from types import MethodType
 
 import pytest
 import torch
@@ -64,6 +65,17 @@ def test_in_the_interpreter(fresh, module, monkeypatch, training):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
+def test_a_layer_that_no_kernel_takes_is_named(fresh, monkeypatch):
+    monkeypatch.setenv("LOSSLESS_PROOF", "off")
+    norm = LlamaRMSNorm(40)
+    norm.forward = MethodType(fresh.layers.LlamaRMSNorm.forward, norm)
+    with pytest.warns(RuntimeWarning, match=r"nothing could be warmed up: LlamaRMSNorm\.forward: hidden size 40"):
+        report = fresh.warmup(norm, rows=[16])
+    assert (report.compiled, report.skipped) == (0, ["LlamaRMSNorm.forward: hidden size 40"])
+    # Another warmup has nothing new to tell.
+    assert not fresh.warmup(norm, rows=[16]).skipped
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_decoder_layers(fresh, module, monkeypatch, training):
     """Of which the attention and the MLP's projections are not called, nor what hangs on them."""
@@ -88,7 +100,7 @@ def test_whole_decoder_layers(fresh, module, monkeypatch, training):
 
     monkeypatch.setattr(launch, "through_triton", record)
     report = fresh.warmup(llama, rows=[16], training=training)
-    assert not report.skipped and not report.failed
+    assert not report.failed and all("of Triton's interpreter differ from CUDA's" in each for each in report.skipped)
     assert threads == {False}, "a GPU's gradients would be computed in another thread, which does not only ask"
     expected = {"rms_norm_forward", "add_rms_norm_forward", "activation_forward", "gated_activation_forward"}
     if training:

@@ -148,7 +148,9 @@ class TorchRMSNorm(_Layer):
             if out is not None:
                 return out
         elif not is_dynamo_compiling():
-            proof.record_refusal(owner.forward, "autocast, or normalized_shape is not the last dimension")
+            last = isinstance(x, torch.Tensor) and state.get("normalized_shape") == tuple(x.shape[-1:])
+            reason = "autocast, which casts to fp32" if last else "normalized_shape is not the last dimension"
+            proof.record_refusal(owner.forward, reason)
         return _original(self, TorchRMSNorm, x)
 
 

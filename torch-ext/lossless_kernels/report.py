@@ -54,7 +54,14 @@ _STEPS_BY_WORD = {
         (" on cpu", "move the model and its inputs to a GPU"),
         ("autocast", "nothing: under autocast this layer runs its original forward"),
         (proof.NOT_PLAIN, "call the layer outside of transforms, traces and dispatch modes"),
+        (proof.IN_CAPTURE, "kernel.warmup(model), or call the model once, and capture again"),
+        (
+            proof.HIDDEN_DEPENDENCY,
+            "let its forward read attributes and names of its file alone: no closure, getattr or training",
+        ),
         ("float64", USE_DTYPES),
+        ("weight torch.", USE_DTYPES),
+        ("hidden size is above 8192", "nothing: kernels take F.rms_norm's hidden sizes up to 8192"),
         ("hidden size", "nothing: kernels take hidden sizes that are multiples of 4, from 64 to 32768"),
         ("strided", "make the tensors contiguous"),
         ("in memory", "make the tensors contiguous"),
@@ -66,6 +73,10 @@ _STEPS_BY_WORD = {
         ("C compiler", "install a C compiler, which Triton needs: apt install gcc, or set CC"),
     ),
 }
+
+
+def _step_by_word(text: str, kind: str) -> Optional[str]:
+    return next((step for word, step in _STEPS_BY_WORD.get(kind, ()) if word in text), None)
 
 
 class Reason(str):
@@ -82,8 +93,7 @@ class Reason(str):
     def __new__(cls, text: str, kind: str, step: Optional[str] = None):
         reason = super().__new__(cls, text)
         reason.kind = kind
-        if step is None:
-            step = next((step for word, step in _STEPS_BY_WORD.get(kind, ()) if word in text), None)
+        step = _step_by_word(text, kind) if step is None else step
         reason.step = _STEPS.get(kind, "nothing: the original forward is right here") if step is None else step
         return reason
 
@@ -395,9 +405,9 @@ def _with_verdicts(entry: LayerReport, original: Callable) -> LayerReport:
     for verdict in verdicts:
         # A class that has another op's formula: it was compared with the formulas of RMSNorm too.
         if not verdict and not (_is_of_a_formula(verdict) and _case(verdict) in known):
-            kind = OTHER_FORMULA if _is_of_a_formula(verdict) else FAILED
+            kind = OTHER_FORMULA if _is_of_a_formula(verdict) and not _step_by_word(verdict.reason, FAILED) else FAILED
             entry.reasons.append(Reason(f"{verdict.subject.where}: {verdict.reason}", kind))
-    entry.reasons += [Reason(each, NO_KERNEL) for each in outside]
+    entry.reasons += [Reason(each, FAILED if isinstance(each, proof.Failure) else NO_KERNEL) for each in outside]
     if proved:
         entry.path = "kernel and original" if entry.reasons else "kernel"
     elif proof.policy() == "off" and not entry.reasons:

@@ -30,7 +30,7 @@ class WarmupReport:
         compiled: how many kernels were compiled, or read from Triton's cache on the disk.
         proved: for what verification has passed now: forward, device, dtypes and sizes.
         failed: for what verification has failed now, with the reason: the original forward runs there.
-        skipped: layers that could not be called, with the reason.
+        skipped: layers that could not be called, or that no kernel takes, with the reason.
         seconds: the time of all.
         seconds_compiling: the part of `seconds` in which kernels were compiled, several at a time.
     """
@@ -100,7 +100,7 @@ def warmup(
         raise TypeError(f"progress: expected a function of (done, total, what), found {progress!r}")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warmup: expected no CUDA graph's capture, found one on the current stream")
-    start, before = time.perf_counter(), set(proof._verdicts)
+    start, before, refused = time.perf_counter(), set(proof._verdicts), proof.refusals()
     skipped: dict[str, None] = {}
     calls = list(_calls(model, rows, dtypes, training, skipped))
     if not calls:
@@ -110,7 +110,7 @@ def warmup(
             with contextlib.suppress(Exception):
                 call()
     started = time.perf_counter()
-    _compile(list(found), progress)
+    compiled = _compile(list(found), progress)
     seconds_compiling = time.perf_counter() - started
     for done, call in enumerate(calls, 1):
         try:
@@ -123,9 +123,13 @@ def warmup(
             progress(done, len(calls), "called")
     for device in {call.device for call in calls if call.device.type == "cuda"}:
         torch.cuda.synchronize(device)
+    new = proof.refusals() - refused
+    skipped |= dict.fromkeys(sorted(f"{original.__qualname__}: {reason}" for original, reason in new))
     verdicts = [verdict for key, verdict in list(proof._verdicts.items()) if key not in before]
+    if calls and skipped and not found and not verdicts:
+        warn(f"nothing could be warmed up: {'; '.join(skipped)}")
     report = WarmupReport(
-        len(found),
+        compiled,
         # The verdict on the formula is the first half of a proof.
         list(dict.fromkeys(str(v.subject).rstrip(",") for v in verdicts if v and v.subject.formula)),
         [f"{v.subject} {v.reason}" for v in verdicts if not v],
@@ -278,13 +282,14 @@ def identity_of(module):
     return (*parameters, *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
 
 
-def _compile(compilations, progress) -> None:
-    """Compiles several kernels at a time.
+def _compile(compilations, progress) -> int:
+    """Compiles several kernels at a time. Returns how many it compiled.
 
     In threads, which share the tables that launches look into; processes would only leave files. Triton's passes, LLVM and ptxas
     run without the interpreter's lock, four fifths of the time a kernel takes. `triton.AsyncCompileMode` compiles in an
     executor of threads too. A compilation that fails here fails again in the verification, which tells why.
     """
+    compiled = 0
     # Two threads would each make the tables of a kernel, and one would be lost.
     for compilation in compilations:
         tables = getattr(compilation.kernel, "device_caches", None)
@@ -293,9 +298,10 @@ def _compile(compilations, progress) -> None:
                 tables[compilation.device]
     with ThreadPoolExecutor(max(min(len(compilations), _cores()), 1)) as pool:
         for done, future in enumerate(as_completed([pool.submit(each) for each in compilations]), 1):
-            future.exception()
+            compiled += future.exception() is None
             if progress is not None:
                 progress(done, len(compilations), "compiled")
+    return compiled
 
 
 def _cores() -> int:

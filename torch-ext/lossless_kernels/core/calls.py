@@ -71,9 +71,12 @@ class Calls:
             failure = None
             try:
                 found = self._resolve(*tensors, *arguments)
+            except Failed as reason:
+                proof.record_refusal(original, proof.Failure(reason))
+                found, failure = None, reason
             except Outside as reason:
                 proof.record_refusal(original, str(reason))
-                found, failure = None, reason if isinstance(reason, Failed) else None
+                found = None
             remember(self.resolved, key, found)
             if failure is not None:  # Last: a warnings filter may raise.
                 warn(str(failure), stacklevel=4)

@@ -189,7 +189,12 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator, exponents: int
     return numbers.as_strided(tensor.shape, tensor.stride(), first)
 
 
+class Failure(str):
+    """The reason of a refusal after a kernel has failed, or returned other bits, inside its domain."""
+
+
 # Reasons of refusals.
+IN_CAPTURE = "not verified before a CUDA graph's capture, in which nothing can be"
 HIDDEN_DEPENDENCY = "its forward depends on more than its module's attributes"
 NOT_PLAIN = "tensors of a subclass or without memory, or under a transform, a trace or a dispatch mode"
 INFERENCE_TENSORS = "gradients of a computation with an inference tensor"
@@ -267,6 +272,11 @@ def verdicts_about(original: Callable) -> tuple[list[Verdict], list[str]]:
     return verdicts, sorted({reason for each in originals for reason in tuple(_refusals.get(each, ()))})
 
 
+def refusals() -> set[tuple[Callable, str]]:
+    """The forwards that ran where no kernel did, each with a reason."""
+    return {(original, reason) for original, reasons in list(_refusals.items()) for reason in tuple(reasons)}
+
+
 def record_refusal(original: Callable, reason: str) -> None:
     """Records for reports why `original` ran. Each reason is kept once: it must not have sizes that differ by call."""
     reasons = _refusals.setdefault(original, set())
@@ -284,8 +294,10 @@ def record_unreadable_forward(owner: type) -> None:
 
 
 def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:
-    if is_watched() or (subject.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if is_watched():
         return None
+    if subject.device.type == "cuda" and is_capturing():
+        return record_refusal(subject.original, IN_CAPTURE)
     # A thread in a backward pass does not wait for another thread's proof, which may need this very thread.
     locked = _lock.acquire(blocking=graph_task() == -1)
     try:

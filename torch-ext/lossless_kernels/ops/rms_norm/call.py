@@ -10,7 +10,15 @@ from torch.nn import functional
 
 from ...core import proof
 from ...core.calls import Calls, Outside
-from ...core.domain import NO_STATE, allocator, are_as_saved, are_plain, layouts_if_hooked, runs_kernels
+from ...core.domain import (
+    FLOAT_DTYPES,
+    NO_STATE,
+    allocator,
+    are_as_saved,
+    are_plain,
+    layouts_if_hooked,
+    runs_kernels,
+)
 from ...core.inspection import functions_of
 from ...core.launch import BinaryCall, Launch
 from ...core.layout import Output, row_number_strides, rows_in_memory
@@ -132,8 +140,10 @@ def check_weight(x, weight, eps) -> None:
     if not isinstance(eps, (int, float)):
         raise Outside(f"eps has type {type(eps).__name__}")
     hidden_size = x.shape[-1]
+    if x.dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
+        raise Outside(f"activations {x.dtype}, weight {weight.dtype}")
     if not in_domain(x.dtype, weight.dtype, hidden_size):
-        raise Outside(f"activations {x.dtype}, weight {weight.dtype}, hidden size {hidden_size}")
+        raise Outside(f"hidden size {hidden_size}")
     if weight.numel() and (weight.shape, weight.stride()) != ((hidden_size,), (1,)):
         raise Outside("weight is not a contiguous [hidden_size]")
 
@@ -165,7 +175,7 @@ def _resolve(x, weight, eps, owner, eps_name, needs, fused):
         return None
     hidden_size = x.shape[-1]
     if variant.fused and hidden_size > MAX_FUSED_HIDDEN_SIZE:
-        raise Outside(f"hidden size {hidden_size}")
+        raise Outside(f"hidden size is above {MAX_FUSED_HIDDEN_SIZE}")
     rows, row_stride, order = rows_in_memory(x.shape, x.stride())
     # `F.rms_norm` returns a contiguous tensor, even where it runs the variant's several operations.
     formula = FUSED if calls_torch(owner) and not variant.fused else variant
