@@ -229,10 +229,10 @@ def run(options, console) -> dict:
     kernel, found = load_kernel(options.build, PROOF), selected(options.ops, options.dtypes)
     if options.processes > 1:
         compile_all(found, options.build, options.processes, console)
-    gpu, launches = measure.Gpu(), measure.count_launches(kernel)
+    gpu = measure.Gpu()
     named = {EAGER: functions(EAGER), OURS: functions(OURS, kernel)}
     run = {"environment": environment(gpu, kernel, __file__), "cases": []}
-    with progress_bar(console) as progress:
+    with progress_bar(console) as progress, measure.counted_launches(kernel) as launches:
         task = progress.add_task("", total=len(found))
         for case, dtype in found:
             progress.update(task, description=f"{case} {dtype}")

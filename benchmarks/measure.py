@@ -191,8 +191,9 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def count_launches(kernel) -> Callable[[], int]:
-    """A function that returns how many kernels have been launched since."""
+@contextlib.contextmanager
+def counted_launches(kernel):
+    """Inside, a function that returns how many kernels the package has launched."""
     launch = sys.modules[f"{kernel.__name__}.core.launch"].Launch
     launched, enqueue = [0], launch._enqueue
 
@@ -201,7 +202,10 @@ def count_launches(kernel) -> Callable[[], int]:
         return enqueue(self, *arguments)
 
     launch._enqueue = counted
-    return lambda: launched[0]
+    try:
+        yield lambda: launched[0]
+    finally:
+        launch._enqueue = enqueue
 
 
 def compare(functions: dict, results: list[Result], sets: list[Inputs], op: Op) -> None:

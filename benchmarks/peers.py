@@ -97,7 +97,7 @@ def load_peers(names, kernel) -> tuple[dict, dict]:
 
 
 def load_kernel(build: Path, proof: str = "strict"):
-    """The built kernel. With the strict policy a failed verification raises an error, instead of measuring the fallback."""
+    """The built kernel. With the strict policy a failed verification raises an error. `run` refuses the other fallbacks."""
     from kernels import get_local_kernel
 
     os.environ["LOSSLESS_PROOF"] = proof
@@ -146,7 +146,11 @@ def run(options, gpu, console) -> Report:
 
     def device(case):
         of_case = {peer: named[case.function] for peer, named in peers.items() if case.function in named}
-        return measure.device_case(case, of_case, gpu, report, options.rounds, dtype)
+        with measure.counted_launches(kernel) as launches:
+            results = measure.device_case(case, of_case, gpu, report, options.rounds, dtype)
+            if gpu.device.type == "cuda" and not launches():
+                refuse_eagers_times(results)
+        return results
 
     def cpu(case):
         of_case = {peer: named["rms_norm"] for peer, named in peers.items() if "rms_norm" in named}
@@ -178,6 +182,13 @@ def run(options, gpu, console) -> Report:
             console.print(summary(name, results, report), highlight=False)
             progress.advance(task)
     return report
+
+
+def refuse_eagers_times(results) -> None:
+    """For a case that no kernel takes: the times of lossless-kernels are those of the original function."""
+    for result in results:
+        if result.peer == OURS:
+            result.error = result.error or "no kernel ran: these are the times of eager's function"
 
 
 def wrong(results) -> list[str]:

@@ -832,6 +832,26 @@ def test_a_case_beside_eager(monkeypatch):
     ]
 
 
+def test_times_of_a_case_without_a_kernel_are_refused():
+    import peers as suite
+
+    results = [result("rms_norm", (4, 16384), peer, 1.0, bit_equal=True) for peer in (EAGER, OURS)]
+    assert suite.wrong(results) == []
+    suite.refuse_eagers_times(results)
+    assert suite.wrong(results) == ["rms_norm 4x16384: no kernel ran: these are the times of eager's function"]
+
+
+def test_launches_are_counted(kernel, module, monkeypatch):
+    import measure
+
+    launch = module("launch").Launch
+    monkeypatch.setattr(launch, "_enqueue", lambda self, pointers, any_of_them: True)
+    enqueue = launch._enqueue
+    with measure.counted_launches(kernel) as launches:
+        assert launches() == 0 and launch._enqueue(None, (), 0) is True and launches() == 1
+    assert launch._enqueue is enqueue
+
+
 def test_tables_of_an_earlier_run(tmp_path, capsys):
     recorded = ROOT / "docs/pictures/beside_eager.json"
     assert beside_eager.main(["--from-json", str(recorded)]) == 0
