@@ -182,7 +182,7 @@ def compile_all(found, build: Path, processes: int, console) -> None:
 
 
 def time_case(case: Case, dtype: str, peers: dict, gpu, rounds: int, launches: Callable[[], int]) -> dict:
-    """The case's times in ms, whether the bits are equal, and whether a kernel ran; or why it was not measured."""
+    """The case's times in ms, whether the bits are equal, and whether a kernel ran in either pass; or why it was not measured."""
     import measure
     import torch
     from report import Result

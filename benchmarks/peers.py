@@ -97,7 +97,7 @@ def load_peers(names, kernel) -> tuple[dict, dict]:
 
 
 def load_kernel(build: Path, proof: str = "strict"):
-    """The built kernel. With the strict policy a failed verification raises an error. `run` refuses the other fallbacks."""
+    """The built kernel. With the strict policy a failed verification raises an error. `run` refuses cases without a kernel."""
     from kernels import get_local_kernel
 
     os.environ["LOSSLESS_PROOF"] = proof
@@ -185,7 +185,7 @@ def run(options, gpu, console) -> Report:
 
 
 def refuse_eagers_times(results) -> None:
-    """For a case that no kernel takes: the times of lossless-kernels are those of the original function."""
+    """For a case in which no kernel runs in either pass: the times of lossless-kernels are those of eager's function."""
     for result in results:
         if result.peer == OURS:
             result.error = result.error or "no kernel ran: these are the times of eager's function"

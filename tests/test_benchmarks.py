@@ -841,15 +841,17 @@ def test_times_of_a_case_without_a_kernel_are_refused():
     assert suite.wrong(results) == ["rms_norm 4x16384: no kernel ran: these are the times of eager's function"]
 
 
-def test_launches_are_counted(kernel, module, monkeypatch):
+def test_launches_are_counted(kernel, module, nothing_known, proof_off):
     import measure
 
-    launch = module("launch").Launch
-    monkeypatch.setattr(launch, "_enqueue", lambda self, pointers, any_of_them: True)
-    enqueue = launch._enqueue
-    with measure.counted_launches(kernel) as launches:
-        assert launches() == 0 and launch._enqueue(None, (), 0) is True and launches() == 1
-    assert launch._enqueue is enqueue
+    enqueue = module("launch").Launch._enqueue
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with measure.counted_launches(kernel) as launches, torch.no_grad():
+        kernel.rms_norm(torch.ones(2, 40, device=device), torch.ones(40, device=device), 1e-6)
+        assert launches() == 0
+        kernel.rms_norm(torch.ones(2, 64, device=device), torch.ones(64, device=device), 1e-6)
+        assert launches() > 0
+    assert module("launch").Launch._enqueue is enqueue
 
 
 def test_tables_of_an_earlier_run(tmp_path, capsys):

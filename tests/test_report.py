@@ -77,6 +77,17 @@ def test_tensors_that_no_kernel_takes(fresh, monkeypatch):
     assert entries(fresh, layers)["LlamaRMSNorm"].reasons == ["activations torch.float64, weight torch.float64"]
 
 
+def test_a_call_after_a_capture_is_verified(fresh, monkeypatch):
+    """What could not be verified in a CUDA graph's capture is told until it is verified."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    proof, layers = python_module(fresh, "proof"), model(fresh)
+    proof.record_refusal(LlamaRMSNorm.forward, proof.IN_CAPTURE)
+    assert entries(fresh, layers)["LlamaRMSNorm"].reasons == [proof.IN_CAPTURE]
+    subject = proof.Subject(LlamaRMSNorm.forward, torch.device(DEVICE), "16 rows", "n")
+    assert proof.kernel_is_proved("key", subject, lambda: [("the output", torch.ones(2), torch.ones(2))])
+    assert entries(fresh, layers)["LlamaRMSNorm"].path == "kernel"
+
+
 def test_without_proof(fresh, monkeypatch):
     monkeypatch.setenv("LOSSLESS_PROOF", "off")
     layers = model(fresh)
@@ -156,6 +167,7 @@ def test_reasons_are_told_apart_and_have_a_step(fresh, monkeypatch):
         ("hidden size is above 8192", "up to 8192"),
         (proof.HIDDEN_DEPENDENCY, "no closure"),
         (proof.IN_CAPTURE, "capture again"),
+        ("gradients torch.float32 of activations torch.bfloat16 and weight torch.bfloat16", "output's dtype"),
         ("activations whose rows are strided or not equally spaced", "contiguous"),
         ("autocast, which computes powers in fp32", "autocast"),
         (proof.NOT_PLAIN, "transforms"),

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import threading
+import warnings
 from types import MethodType
 
 import pytest
@@ -72,10 +73,18 @@ def test_a_layer_that_no_kernel_takes_is_named(fresh, monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"nothing could be warmed up: LlamaRMSNorm\.forward: hidden size 40"):
         report = fresh.warmup(norm, rows=[16])
     assert (report.compiled, report.skipped) == (0, ["LlamaRMSNorm.forward: hidden size 40"])
-    # Another warmup has nothing new to tell.
+    # Another warmup has nothing new to tell, and one of a layer besides that kernels take does not warn.
     assert not fresh.warmup(norm, rows=[16]).skipped
+    other = LlamaRMSNorm(64)
+    other.forward = MethodType(fresh.layers.LlamaRMSNorm.forward, other)
+    layers = torch.nn.ModuleList([other, norm, LlamaRMSNorm(64).double()])
+    layers[2].forward = MethodType(fresh.layers.LlamaRMSNorm.forward, layers[2])
+    with warnings.catch_warnings(action="error"):
+        for _ in range(2):
+            assert fresh.warmup(layers, rows=[16]).skipped == ["LlamaRMSNorm: torch.float64 has no kernel"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the CPU's tensors")
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_decoder_layers(fresh, module, monkeypatch, training):
     """Of which the attention and the MLP's projections are not called, nor what hangs on them."""

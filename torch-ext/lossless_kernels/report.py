@@ -60,6 +60,7 @@ _STEPS_BY_WORD = {
             "let its forward read attributes and names of its file alone: no closure, getattr or training",
         ),
         ("float64", USE_DTYPES),
+        ("gradients torch.", "give the gradients the output's dtype"),
         ("weight torch.", USE_DTYPES),
         ("hidden size is above 8192", "nothing: kernels take F.rms_norm's hidden sizes up to 8192"),
         ("hidden size", "nothing: kernels take hidden sizes that are multiples of 4, from 64 to 32768"),

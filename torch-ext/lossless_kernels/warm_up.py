@@ -30,7 +30,7 @@ class WarmupReport:
         compiled: how many kernels were compiled, or read from Triton's cache on the disk.
         proved: for what verification has passed now: forward, device, dtypes and sizes.
         failed: for what verification has failed now, with the reason: the original forward runs there.
-        skipped: layers that could not be called, or that no kernel takes, with the reason.
+        skipped: layers that could not be called, or that no kernel takes as is found now, with the reason.
         seconds: the time of all.
         seconds_compiling: the part of `seconds` in which kernels were compiled, several at a time.
     """
@@ -126,7 +126,7 @@ def warmup(
     new = proof.refusals() - refused
     skipped |= dict.fromkeys(sorted(f"{original.__qualname__}: {reason}" for original, reason in new))
     verdicts = [verdict for key, verdict in list(proof._verdicts.items()) if key not in before]
-    if calls and skipped and not found and not verdicts:
+    if calls and skipped and not found and not proof._verdicts:
         warn(f"nothing could be warmed up: {'; '.join(skipped)}")
     report = WarmupReport(
         compiled,

@@ -315,6 +315,7 @@ def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:
         if len(_verdicts) >= _MAX_VERDICTS:
             _verdicts.pop(next(iter(_verdicts)))
         verdict = _verdicts.setdefault(key, Verdict(subject, reason, chosen, seconds, max(held, default=0)))
+        _refusals.get(subject.original, set()).discard(IN_CAPTURE)
         if reason is not None and subject.original not in _warned:
             _warned.add(subject.original)
             warnings.warn(message, RuntimeWarning, stacklevel=4)
