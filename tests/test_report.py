@@ -164,7 +164,7 @@ def test_reasons_are_told_apart_and_have_a_step(fresh, monkeypatch):
         ("activations torch.float64, weight torch.float64", "float32, float16 or bfloat16"),
         ("activations torch.bfloat16, weight torch.float8_e4m3fn", "float32, float16 or bfloat16"),
         ("hidden size 66", "multiples of 4"),
-        ("hidden size is above 8192", "up to 8192"),
+        ("hidden size is above 8192", "up to that"),
         (proof.HIDDEN_DEPENDENCY, "no closure"),
         (proof.IN_CAPTURE, "capture again"),
         ("gradients torch.float32 of activations torch.bfloat16 and weight torch.bfloat16", "output's dtype"),

@@ -62,7 +62,7 @@ _STEPS_BY_WORD = {
         ("float64", USE_DTYPES),
         ("gradients torch.", "give the gradients the output's dtype"),
         ("weight torch.", USE_DTYPES),
-        ("hidden size is above 8192", "nothing: kernels take F.rms_norm's hidden sizes up to 8192"),
+        ("hidden size is above", "nothing: kernels take F.rms_norm's hidden sizes up to that"),
         ("hidden size", "nothing: kernels take hidden sizes that are multiples of 4, from 64 to 32768"),
         ("strided", "make the tensors contiguous"),
         ("in memory", "make the tensors contiguous"),

@@ -30,7 +30,7 @@ class WarmupReport:
         compiled: how many kernels were compiled, or read from Triton's cache on the disk.
         proved: for what verification has passed now: forward, device, dtypes and sizes.
         failed: for what verification has failed now, with the reason: the original forward runs there.
-        skipped: layers that could not be called, or that no kernel takes as is found now, with the reason.
+        skipped: layers that could not be called, and those found now that no kernel takes, with the reason.
         seconds: the time of all.
         seconds_compiling: the part of `seconds` in which kernels were compiled, several at a time.
     """

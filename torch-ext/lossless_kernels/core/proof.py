@@ -194,7 +194,7 @@ class Failure(str):
 
 
 # Reasons of refusals.
-IN_CAPTURE = "not verified before a CUDA graph's capture, in which nothing can be"
+IN_CAPTURE = "not verified before a CUDA graph's capture, and nothing can be verified within one"
 HIDDEN_DEPENDENCY = "its forward depends on more than its module's attributes"
 NOT_PLAIN = "tensors of a subclass or without memory, or under a transform, a trace or a dispatch mode"
 INFERENCE_TENSORS = "gradients of a computation with an inference tensor"
