@@ -64,6 +64,7 @@ LEFT_OUT = {
     "keys": "where a key alone has a gradient, the query's weights may get zeros instead of None",
     "hooks that get None": "hooks are called with None where another output of a fused operation has a gradient",
     "hooks of the sum": "where a norm's weight alone is differentiated, hooks of what comes after the sum are called",
+    "dtypes of GroupNorm": "create_graph raises where GroupNorm's weight has another dtype than in the forward pass",
 }
 
 
@@ -473,6 +474,9 @@ def step_back(world, draw, how, outs, leaves):
     if how.startswith("of ") and how != "of a sum":
         inputs = leaves or weights if how == "of inputs" else weights or leaves
         return torch.autograd.grad(outs, inputs, dys, allow_unused=True)
+    other_dtypes = outs and weights and outs[0].dtype != weights[0].dtype
+    if other_dtypes and world.subject is SUBJECTS["GroupNorm"] and "dtypes of GroupNorm" in LEFT_OUT:
+        how = BACK[0]
     if how in ("create_graph", "second derivatives"):
         first = torch.autograd.grad(outs, inputs, dys, allow_unused=True, create_graph=True)
         if how == "create_graph":

@@ -5,6 +5,7 @@ divides where the kernels multiply by a reciprocal and correct the product, whic
 """
 
 import functools
+import itertools
 import math
 import os
 import random
@@ -463,6 +464,20 @@ def test_function_and_layer_are_what_the_kernel_computes(kernel, module, seed, d
         assert_bits_equal(gradients_of(layer, [x], dy)[0], expected)
     assert layer(x.clone().requires_grad_()).grad_fn.name() == "GroupNormBackward"
     assert len([call for call in family._calls.resolved.values() if call is not None]) >= 2
+
+
+@interpreted
+@pytest.mark.parametrize("bias", (True, False))
+def test_a_weight_whose_dtype_changed_between_the_passes_is_refused_as_by_eager(kernel, seed, bias):
+    for function in (functional.group_norm, kernel.group_norm):
+        for first, second in itertools.permutations(DTYPES, 2):
+            torch.manual_seed(seed)
+            layer = nn.GroupNorm(4, 16).to(first)
+            x = torch.randn(2, 16, 8, dtype=first, requires_grad=True)
+            out = function(x, 4, layer.weight, layer.bias if bias else None, 1e-5)
+            layer.to(second)
+            with pytest.raises(RuntimeError, match="expected scalar type"):
+                torch.autograd.grad(out.sum(), [x, layer.weight])
 
 
 @interpreted

@@ -599,6 +599,21 @@ def test_function_and_layer_are_what_the_kernel_computes(kernel, module, seed, d
     assert len([call for call in family._calls.resolved.values() if call is not None]) >= 2
 
 
+@interpreted
+@pytest.mark.parametrize("create_graph", (False, True))
+@pytest.mark.parametrize("bias", (True, False))
+def test_a_weight_whose_dtype_changed_between_the_passes_is_refused_as_by_eager(kernel, seed, bias, create_graph):
+    for function in (functional.layer_norm, kernel.layer_norm):
+        for first, second in itertools.permutations(DTYPES, 2):
+            torch.manual_seed(seed)
+            layer = nn.LayerNorm(64, bias=bias).to(first)
+            x = torch.randn(5, 64, dtype=first, requires_grad=True)
+            out = function(x, (64,), layer.weight, layer.bias)
+            layer.to(second)
+            with pytest.raises(RuntimeError, match="expected scalar type"):
+                torch.autograd.grad(out.sum(), [x, layer.weight], create_graph=create_graph)
+
+
 LAYOUTS = {
     "rows apart": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
     "every other row": lambda x: x.repeat_interleave(2, 1)[:, ::2],
