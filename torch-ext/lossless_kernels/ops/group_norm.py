@@ -389,7 +389,7 @@ def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[
     """
     if not is_grad_enabled():
         input = input.contiguous()
-        if not dy.is_cuda:  # A CPU's operator wants its own statistics, which a weight of another dtype would make fp32.
+        if not dy.is_cuda:  # A CPU's operator wants statistics of the input's dtype.
             _, mean, rstd = _eager_with_statistics(input, groups, None, None, eps)
         sizes = sizes_of(input)
         return tuple(group_norm_backward.eager(dy.contiguous(), input, mean, rstd, weight, *sizes, groups, list(needs)))

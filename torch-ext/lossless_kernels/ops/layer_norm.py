@@ -321,7 +321,7 @@ def gradients(dy, input, shape, mean, rstd, weight, bias, eps, needs) -> tuple[O
         RuntimeError: ATen's, if `.to(dtype)` has changed the weight since the forward pass.
     """
     if not is_grad_enabled() or (weight is not None and weight.dtype != input.dtype):
-        if not dy.is_cuda:  # A CPU's operator wants its own statistics, which a weight of another dtype would make fp32.
+        if not dy.is_cuda:  # A CPU's operator wants statistics of the input's dtype.
             _, mean, rstd = torch.native_layer_norm(input, shape, None, None, eps)
         return tuple(layer_norm_backward.eager(dy, input, shape, mean, rstd, weight, bias, needs))
 
