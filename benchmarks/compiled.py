@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time language models under torch.compile: eager, Inductor alone, and Inductor with our layers.
+"""Time language models under torch.compile: eager, the backend alone, and the backend with our layers.
 
 All share one set of random weights on one GPU, and take turns. `ms` is the time of a call and the wait for its result; `in a
 row` is the time of one of ten calls without a wait between them. Logits of the timed code are compared with eager's bit by
@@ -10,7 +10,7 @@ examples:
   compiled.py                            that and a 1B model
   compiled.py --device cpu --backend aot_eager --model tiny      tries the program out
 
-Exit status: 0; 1 if logits of our layers under Inductor differed from eager's; 2 if it could not run.
+Exit status: 0; 1 if logits of our layers under Inductor differed from eager's; 2 if it could not run, or replaced nothing.
 """
 
 import argparse
@@ -21,12 +21,21 @@ import pstats
 import statistics
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from models import MODELS, ROOT, bits_equal, environment, make_models, synchronize
+from models import (
+    MODELS,
+    ROOT,
+    bits_equal,
+    environment,
+    make_models,
+    refuse_a_model_without_our_layers,
+    synchronize,
+)
 from peers import BenchError, load_kernel, positive
 
 MODELS["70m"] = {
@@ -179,7 +188,7 @@ def measure(name, kernel, options, rows):
         expected = eager(tokens, use_cache=False).logits.clone()
         runs = [({"model": name, "layers": "eager", "mode": ""}, lambda: eager(tokens, use_cache=False).logits)]
         for mode in options.mode:
-            for layers, model in (("Inductor alone", eager), ("Inductor, our layers", ours)):
+            for layers, model in ((f"{options.backend} alone", eager), (f"{options.backend}, our layers", ours)):
                 counters.clear()
                 call = compiled(model, mode, options)
                 start = time.perf_counter()
@@ -196,7 +205,7 @@ def measure(name, kernel, options, rows):
         for number, (row, run) in enumerate(runs):
             row["ms"], row["ms_in_a_row"] = statistics.median(times[number]), statistics.median(in_a_row[number])
             row["bits_equal"] = bits_equal([run()], [expected])
-            if row["layers"] == "Inductor, our layers" and row["mode"] == "default":
+            if row["layers"].endswith("our layers") and row["mode"] == "default":
                 row["operators"] = operator_times(kernel, run, options)
             if options.profile and row["mode"]:
                 row["functions"] = functions_of(run, options)
@@ -234,16 +243,18 @@ def main(arguments=None) -> int:
             raise BenchError("expected a GPU, torch finds no CUDA device; --device cpu tries the program out")
         kernel = load_kernel(options.build)
         try:
-            for name in options.model:
-                measure(name, kernel, options, rows)
+            with warnings.catch_warnings():
+                refuse_a_model_without_our_layers(options)
+                for name in options.model:
+                    measure(name, kernel, options, rows)
         finally:
             if options.json:
                 options.json.write_text(json.dumps({**environment(options), "results": rows}, indent=2) + "\n")
             print(as_text(rows))
-    except (BenchError, ImportError, OSError) as error:
+    except (BenchError, ImportError, OSError, RuntimeWarning) as error:
         print(f"compiled: error: {error}", file=sys.stderr)
         return 2
-    different = [each for each in rows if each["layers"] == "Inductor, our layers" and not each["bits_equal"]]
+    different = [each for each in rows if each["layers"].endswith("our layers") and not each["bits_equal"]]
     for each in different:
         print(f"compiled: logits differ from eager's: {each['model']}, {each['mode']}", file=sys.stderr)
     return 1 if different else 0

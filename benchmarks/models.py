@@ -358,6 +358,12 @@ def run(options, console):
     return rows
 
 
+def refuse_a_model_without_our_layers(options) -> None:
+    """On a GPU, makes it an error that `apply` replaced no layer: the times of "ours" would be eager's."""
+    action = "ignore" if options.device == "cpu" else "error"
+    warnings.filterwarnings(action, "lossless-kernels: apply replaced no layer", RuntimeWarning)
+
+
 def main(arguments=None) -> int:
     options = parse(arguments)
     try:
@@ -367,9 +373,7 @@ def main(arguments=None) -> int:
         if not console.is_terminal:
             console.width = 120
         with warnings.catch_warnings():
-            # On a GPU the times of "ours" would be eager's.
-            action = "ignore" if options.device == "cpu" else "error"
-            warnings.filterwarnings(action, "lossless-kernels: apply replaced no layer", RuntimeWarning)
+            refuse_a_model_without_our_layers(options)
             rows = run(options, console)
     except (BenchError, ImportError, OSError, RuntimeWarning) as error:
         print(f"models: error: {error}", file=sys.stderr)

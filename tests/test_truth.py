@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import time
+import weakref
 from types import MethodType
 
 import aten_model
@@ -33,12 +34,15 @@ def eager(hidden_states, weight, eps=EPS):
 
 
 @pytest.fixture
-def refusals(kernel, module, recwarn):
-    """Every call of the test must have run the kernels: none was refused, nothing warned."""
-    before = set(module("proof")._verdicts)
+def refusals(kernel, module, monkeypatch, recwarn):
+    """Every call of the test must have run the kernels: no call and no verification was refused, nothing warned."""
+    proof = module("proof")
+    monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())
+    before = set(proof._verdicts)
     yield
-    refused = [key for key, verdict in module("proof")._verdicts.items() if not verdict and key not in before]
+    refused = [key for key, verdict in proof._verdicts.items() if not verdict and key not in before]
     assert not refused
+    assert not proof.refusals()
     assert not [str(w.message) for w in recwarn if "lossless" in str(w.message)]
 
 

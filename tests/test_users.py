@@ -6,6 +6,7 @@ needs no GPU: kernels are registered for the device type at hand, "cpu" if need 
 
 import json
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from kernels import (
     use_kernel_mapping,
 )
 from kernels.layer.layer import kernelize_layer
+from places import python_module
 from transformers import KernelConfig, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN, SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -526,11 +528,14 @@ def by_local_repositories(model, kernel, build):
 
 
 @pytest.fixture
-def no_refusal():
-    """A layer that proof refused is bit-equal too, and silent but for a warning."""
+def no_refusal(kernel, monkeypatch):
+    """A layer whose original forward ran is bit-equal too, and silent but for a warning."""
+    proof = python_module(kernel, "proof")
+    monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="lossless-kernels")
         yield
+    assert not proof.refusals()
 
 
 @pytest.mark.gpu
