@@ -10,7 +10,7 @@ examples:
   compiled.py                            that and a 1B model
   compiled.py --device cpu --backend aot_eager --model tiny      tries the program out
 
-Exit status: 0; 1 if logits of our layers under Inductor differed from eager's; 2 if it could not run, or replaced nothing.
+Exit status: 0; 1 if logits of our layers, compiled, differed from eager's; 2 if it could not run, or replaced nothing.
 """
 
 import argparse

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 
 # Threads of OpenMP that wait for a core spin: processes of tests that share the cores take a hundred times as long.
@@ -137,6 +138,22 @@ def chooser(seed):
 def module(kernel):
     """The kernel's Python modules, by name."""
     return lambda name: python_module(kernel, name)
+
+
+@pytest.fixture
+def refusals(module, monkeypatch, recwarn):
+    """Every call of the test must have run the kernels: no call and no verification was refused, nothing warned.
+
+    The test adds words of the reasons for which its calls may be left to the original forward.
+    """
+    proof, allowed = module("proof"), set()
+    monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())
+    before = set(proof._verdicts)
+    yield allowed
+    refused = [key for key, verdict in proof._verdicts.items() if not verdict and key not in before]
+    assert not refused
+    assert not [reason for _, reason in proof.refusals() if not any(words in reason for words in allowed)]
+    assert not [str(w.message) for w in recwarn if "lossless" in str(w.message)]
 
 
 @pytest.fixture

