@@ -9,17 +9,18 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+from bits import fresh_seed
 from filelock import FileLock
 
 COMPILE = r"""
-    import contextlib, io, json, os, re, sys, traceback
+    import contextlib, io, json, os, random, re, sys, traceback
     from pathlib import Path
 
     os.environ["LOSSLESS_PROOF"] = "off"
     sys.stdout, report = sys.stderr, sys.stdout
     import torch, triton
 
-    matrix, gpus, only = map(json.loads, sys.argv[1:])
+    matrix, gpus, only, share, seed = map(json.loads, sys.argv[1:])
     rocm = isinstance(matrix[0][0], str)
     if rocm:  # Before the package is loaded: it chooses instructions then.
         torch.version.hip = "7.0"
@@ -34,7 +35,7 @@ COMPILE = r"""
     domain, launch, backward = map(module, ("domain", "launch", "rms_norm_backward"))
     families = [family for family in FAMILIES if family.rocm or not rocm]
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
-    seen = set()
+    seen, kinds, chance = set(), set(), random.Random(seed)
     compiled = []
     # Triton then prints what its own call of ptxas says of registers and spills.
     triton.knobs.nvidia.dump_ptxas_log = True
@@ -62,6 +63,12 @@ COMPILE = r"""
         if key in seen:
             return
         seen.add(key)
+        # What decides which instructions there are; other constants are sizes.
+        kind = {name: value for name, value in launcher.constants.items() if type(value) is not int or name in ("UNIT", "WIDTH")}
+        kind = (function, machine.arch, machine.dtype, launcher.num_warps == 1, *kind.items())
+        if kind in kinds and chance.random() >= share:
+            return
+        kinds.add(kind)
         # On ROCm Triton tells storages below 2 GB apart.
         for below_2_gb in (True, False) if rocm and function.__name__ == "rms_norm_forward" else (rocm,):
             compile_for(launcher, function, signature, tensors, len(pointers), below_2_gb)
@@ -183,17 +190,21 @@ class Compiled(dict):
         return sum(2 if "x2" in opcode or "_pk_" in opcode else 1 for opcode in found)
 
 
-def compile_all(run_python, tmp_path_factory, name, matrices, only=""):
+def compile_all(run_python, tmp_path_factory, name, matrices, only="", share=1.0):
     """Every kernel whose name begins with `only`, for every GPU of the matrices: lists of `(arch, hidden sizes)`.
 
     Each matrix is compiled in a process of its own. Once for all workers of a run.
+
+    Args:
+        share: of the kernels that differ from one before in sizes alone, those that are compiled, chosen at random.
     """
     base = tmp_path_factory.getbasetemp()
     kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}.json"
 
     def compile_matrix(matrix, cache):
         settings = {"TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": 1}
-        done = run_python(COMPILE, arguments=list(map(json.dumps, (matrix, GPUS, only))), **settings)
+        arguments = map(json.dumps, (matrix, GPUS, only, share, fresh_seed()))
+        done = run_python(COMPILE, arguments=list(arguments), **settings)
         names, entries = json.loads(done.stdout)
         for arch, hidden_sizes in matrix:
             expected = set(names) - ({"rms_norm_backward_streamed"} if max(hidden_sizes) < 32768 else set())
