@@ -44,7 +44,7 @@ def calls(kernel: ModuleType, given: SimpleNamespace) -> dict[str, Callable]:
     launch = python_module(kernel, "launch").Launch
     launch._enqueue = lambda self, *_: launched.append(self) or True
     for name, call in found.items():
-        call()  # Which may launch kernels, and leave the call to the original all the same.
+        call()  # A first call may launch kernels and still be left to the original.
         launched.clear()
         call()
         if not launched:

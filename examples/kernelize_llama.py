@@ -161,11 +161,11 @@ def settle(options):
     if options.hidden_size % (2 * options.heads):
         raise DemoError(f"--hidden-size: expected a multiple of 2 x {options.heads} heads, found {options.hidden_size}")
     if options.hidden_size % 4 or not 64 <= options.hidden_size <= 32768:
-        # The original norms would run: in the layers that the table calls replaced, and without a GPU in no known arithmetic.
+        # The original norms would run in layers that the table calls replaced.
         raise DemoError(f"--hidden-size: expected a multiple of 4 from 64 to 32768, found {options.hidden_size}")
     if options.hidden_size > 1024 * options.heads:
-        found = options.hidden_size // options.heads
-        raise DemoError(f"--heads: expected enough for heads of at most 1024 elements, found heads of {found}")
+        least = -(-options.hidden_size // 1024)
+        raise DemoError(f"--heads: expected at least {least}: heads have at most 1024 elements, found {options.heads}")
     if not on_gpu:
         if "bf16" in options.dtype:
             raise DemoError("--dtype: bf16 needs a GPU, Triton's interpreter truncates it instead of rounding")

@@ -144,7 +144,7 @@ def module(kernel):
 def refusals(module, monkeypatch, recwarn):
     """Every call of the test must have run the kernels: no call and no verification was refused, nothing warned.
 
-    The test adds words of the reasons for which its calls may be left to the original forward.
+    A test adds to the set words of each reason that it accepts.
     """
     proof, allowed = module("proof"), set()
     monkeypatch.setattr(proof, "_refusals", weakref.WeakKeyDictionary())

@@ -63,7 +63,7 @@ COMPILE = r"""
         if key in seen:
             return
         seen.add(key)
-        # What decides which instructions there are; other constants are sizes.
+        # Constants that decide which instructions there are. The others are sizes.
         kind = {name: value for name, value in launcher.constants.items() if type(value) is not int or name in ("UNIT", "WIDTH")}
         kind = (function, machine.arch, machine.dtype, launcher.num_warps == 1, *kind.items())
         if kind in kinds and chance.random() >= share:
@@ -196,7 +196,7 @@ def compile_all(run_python, tmp_path_factory, name, matrices, only="", share=1.0
     Each matrix is compiled in a process of its own. Once for all workers of a run.
 
     Args:
-        share: of the kernels that differ from one before in sizes alone, those that are compiled, chosen at random.
+        share: of the kernels that differ from an earlier one in sizes alone, how many are compiled, at random.
     """
     base = tmp_path_factory.getbasetemp()
     kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}.json"

@@ -75,7 +75,10 @@ def test_json_to_stdout_is_nothing_but_json(build):
             "--hidden-size: expected a multiple of 4 from 64 to 32768, found 24",
         ),
         (["--device", "cpu", "--hidden-size", "66", "--heads", "3"], "to 32768, found 66"),
-        (["--hidden-size", "4096", "--heads", "2"], "--heads: expected enough for heads of at most 1024 elements"),
+        (
+            ["--hidden-size", "4096", "--heads", "2"],
+            "--heads: expected at least 4: heads have at most 1024 elements, found 2",
+        ),
         (["--device", "cpu", "--build", "/nowhere"], "--build: /nowhere is no folder"),
         (["--device", "cpu", "--build", "tests"], "--build: no kernel for this torch in tests"),
         (["--json", "/nowhere/results.json"], "--json: /nowhere/results.json: No such file or directory"),
