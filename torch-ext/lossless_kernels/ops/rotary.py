@@ -190,6 +190,24 @@ class _Backward(Backward):
         return self.sums(dy, dy, cos, sin)[0]
 
 
+class _BackwardOfCopies(_Backward):
+    """Of incoming gradients of which one has a strided head, as eager attention may give to the key.
+
+    Each of these is copied before the kernel reads it.
+    """
+
+    def __call__(self, dq_embed, dk_embed, cos, sin):
+        first = _with_whole_heads(dq_embed)
+        return super().__call__(first, first if dk_embed is dq_embed else _with_whole_heads(dk_embed), cos, sin)
+
+    def of_one(self, dy, cos, sin) -> torch.Tensor:
+        return super().of_one(_with_whole_heads(dy), cos, sin)
+
+
+def _with_whole_heads(dy: torch.Tensor) -> torch.Tensor:
+    return dy if dy.stride(-1) == 1 else dy.contiguous()
+
+
 def replacement(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -379,6 +397,9 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
     if dq_embed.dtype != _output_dtype(variant, dtype, cos.dtype):
         raise Outside(f"gradients {dq_embed.dtype} of query and key {dtype}, cos {cos.dtype}")
     strides = [contiguous_strides(dy.shape) for dy in (dq_embed, dk_embed)]
+    made = _Backward
+    if any(dy.dim() and dy.stride(-1) != 1 for dy in (dq_embed, dk_embed)):
+        made, dq_embed, dk_embed = _BackwardOfCopies, _with_whole_heads(dq_embed), _with_whole_heads(dk_embed)
     walk = walk_of(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides, variant)
     if walk is None:
         raise Outside("no kernel takes the gradients' layout")
@@ -389,7 +410,7 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
     dtypes = dq_embed.dtype, cos.dtype, dtype
     launches = [walk.launch(step, variant, dtypes, cos.device) for step in ("gradient", "gradients")[: 1 + per_path]]
     layouts = [(dy.shape, steps, dtype, cos.device) for dy, steps in zip((dq_embed, dk_embed), strides)]
-    return _Backward(launches[0], launches[1] if per_path else None, 2, tuple(layouts[: 2 - one]))
+    return made(launches[0], launches[1] if per_path else None, 2, tuple(layouts[: 2 - one]))
 
 
 _gradient_calls = Calls(_resolve_gradients)
