@@ -140,23 +140,23 @@ def test_the_formula_has_the_gradient_of_autograd(module, seed, name):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_the_proof_passes_every_formula(rotary, module, name):
+def test_the_proof_passes_every_formula(module, name):
     """Through the launches, in eager's strides too: torch.cat has others than its inputs."""
-    variant = module("rotary_formulas").FORMULAS[name]
+    variant, is_proved = module("rotary_formulas").FORMULAS[name], module("ops.rotary_proof").kernel_is_proved
     sizes = (
         module("ops.rotary_layout").Sizes(48, 32, 8)
         if variant.partial
         else module("ops.rotary_layout").Sizes(16, 16, 8)
     )
     for dtypes, gradients_too in itertools.product(itertools.product(DTYPES, repeat=2), (False, True)):
-        assert rotary._proved(variant, *dtypes, sizes, torch.device(DEVICE), gradients_too), (dtypes, gradients_too)
+        assert is_proved(variant, *dtypes, sizes, torch.device(DEVICE), gradients_too), (dtypes, gradients_too)
 
 
 PARTIAL = ("partial", "partial_neighbours", "partial_neighbours_whole")
 PLANTED = ("unpadded", "passed without a zero", "sine of the other half", "products not rounded")
 
 
-def verdicts_on(planted, rotary, patch, variant, sizes, dtype=torch.float16):
+def verdicts_on(planted, family, patch, variant, sizes, dtype=torch.float16):
     """Whether the proofs of output and gradients pass for this arithmetic in the launch's place."""
 
     def launch(step, formula, dtypes, sizes, q, k, cos, sin, *outs):
@@ -183,22 +183,22 @@ def verdicts_on(planted, rotary, patch, variant, sizes, dtype=torch.float16):
                     result[..., size:] = x[..., size:]
             out.copy_(result)
 
-    patch.setattr(rotary, "_launch_sample", launch)
+    patch.setattr(family, "_launch_sample", launch)
     return [
         all(
             bits_equal(ours, eagers)
             for _, ours, eagers in comparisons(variant, dtype, dtype, sizes, torch.device("cpu"))
         )
-        for comparisons in (rotary._comparisons, rotary._gradient_comparisons)
+        for comparisons in (family._comparisons, family._gradient_comparisons)
     ]
 
 
 @pytest.mark.parametrize("name", ("partial", "partial_neighbours"))
 @pytest.mark.parametrize("planted", (None, *PLANTED))
-def test_the_proof_tells_wrong_arithmetic(rotary, module, monkeypatch, name, planted):
+def test_the_proof_tells_wrong_arithmetic(module, monkeypatch, name, planted):
     """In a launch's place, through the inputs of the proof; and the right arithmetic passes."""
     variant, sizes = module("rotary_formulas").FORMULAS[name], module("ops.rotary_layout").Sizes(48, 32, 8)
-    forward, backward = verdicts_on(planted, rotary, monkeypatch, variant, sizes)
+    forward, backward = verdicts_on(planted, module("ops.rotary_proof"), monkeypatch, variant, sizes)
     told = {None: (True, True), "unpadded": (True, False), "passed without a zero": (True, False)}
     if planted == "sine of the other half" and name == "partial_neighbours":
         # Both halves of its tables stand for the first.
@@ -211,17 +211,18 @@ def test_the_proof_tells_wrong_arithmetic(rotary, module, monkeypatch, name, pla
 PROOFS = int(os.environ.get("LOSSLESS_PROOFS", 3))
 
 
-def test_the_power_of_the_proof(rotary, module, monkeypatch, seed):
+def test_the_power_of_the_proof(module, monkeypatch, seed):
     """Each proof with a formula of a part of the head, an error, a size and a seed of its own."""
     choose, formulas = random.Random(seed), module("rotary_formulas").FORMULAS
+    family = module("ops.rotary_proof")
     for _ in range(PROOFS):
         name, planted, of_proof = choose.choice(PARTIAL), choose.choice(PLANTED), choose.randrange(1 << 30)
         sizes = module("ops.rotary_layout").Sizes(*choose.choice(((48, 32, 8), (128, 64, 8), (80, 32, 8))))
         with monkeypatch.context() as patch:
             patch.setattr(
-                rotary.proof, "generator", lambda device, _, of=of_proof: torch.Generator(device).manual_seed(of)
+                family.proof, "generator", lambda device, _, of=of_proof: torch.Generator(device).manual_seed(of)
             )
-            assert not all(verdicts_on(planted, rotary, patch, formulas[name], sizes)), (name, planted, sizes, of_proof)
+            assert not all(verdicts_on(planted, family, patch, formulas[name], sizes)), (name, planted, sizes, of_proof)
 
 
 def test_the_public_function_keeps_its_formula(kernel):

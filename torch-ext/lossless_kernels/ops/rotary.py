@@ -1,7 +1,6 @@
 """Rotary position embedding of query and key in one launch, with the bits of transformers' `apply_rotary_pos_emb`."""
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Callable, Optional
 
@@ -25,8 +24,9 @@ from ..core.inspection import are_current, function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides
 from ..core.paths import Backward
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .rotary_formulas import CHUNKED, FORMULAS, FP32, ONE_EACH, PARTIAL, PLAIN, RotaryFormula
-from .rotary_layout import Sizes, launch_plan, place_of, walk_of
+from .rotary_formulas import CHUNKED, FORMULAS, FP32, PARTIAL, PLAIN, RotaryFormula
+from .rotary_layout import Sizes, place_of, walk_of
+from .rotary_proof import formula_comparisons, kernel_is_proved
 
 
 def apply_rotary_pos_emb(
@@ -191,10 +191,7 @@ class _Backward(Backward):
 
 
 class _BackwardOfCopies(_Backward):
-    """Of incoming gradients of which one has a strided head, as eager attention may give to the key.
-
-    Each of these is copied before the kernel reads it.
-    """
+    """Where an incoming gradient has strided heads, as eager attention may give to the key: it is copied first."""
 
     def __call__(self, dq_embed, dk_embed, cos, sin):
         first = _with_whole_heads(dq_embed)
@@ -292,7 +289,7 @@ def _resolve(q, k, cos, sin, function, unsqueeze_dim, needs, sole_consumer):
     if walk is None:
         raise Outside("eager's outputs have another memory order than query and key")
     for of_gradients in (False, True)[: 1 + any(needs)]:
-        if not _proved(variant, q.dtype, cos.dtype, walk.sizes, q.device, of_gradients):
+        if not kernel_is_proved(variant, q.dtype, cos.dtype, walk.sizes, q.device, of_gradients):
             return None
     launch = walk.launch("forward", variant, (q.dtype, cos.dtype, outs[0].dtype), q.device)
     forward = _Forward(launch, *outs)
@@ -302,15 +299,11 @@ def _resolve(q, k, cos, sin, function, unsqueeze_dim, needs, sole_consumer):
 _calls = Calls(_resolve)
 
 
-def _output_dtype(variant, dtype, cos_dtype) -> torch.dtype:
-    return dtype if variant.keeps_dtype else torch.promote_types(dtype, cos_dtype)
-
-
 def _output(variant, x, cos, sin, unsqueeze_dim) -> Output:
     def formula(x, cos, sin):
         return variant.rotate(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
-    return Output.of(formula, x, cos, sin, dtype=_output_dtype(variant, x.dtype, cos.dtype))
+    return Output.of(formula, x, cos, sin, dtype=variant.output_dtype(x.dtype, cos.dtype))
 
 
 class Rotary(torch.autograd.Function):
@@ -394,7 +387,7 @@ def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: 
 
 def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim, dtype, per_path):
     _check(dq_embed, dk_embed, cos, sin)
-    if dq_embed.dtype != _output_dtype(variant, dtype, cos.dtype):
+    if dq_embed.dtype != variant.output_dtype(dtype, cos.dtype):
         raise Outside(f"gradients {dq_embed.dtype} of query and key {dtype}, cos {cos.dtype}")
     strides = [contiguous_strides(dy.shape) for dy in (dq_embed, dk_embed)]
     made = _Backward
@@ -403,7 +396,7 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
     walk = walk_of(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides, variant)
     if walk is None:
         raise Outside("no kernel takes the gradients' layout")
-    if not _proved(variant, dtype, cos.dtype, walk.sizes, cos.device, gradients=True):
+    if not kernel_is_proved(variant, dtype, cos.dtype, walk.sizes, cos.device, gradients=True):
         return None
     if one:
         walk = replace(walk, k_heads=0)
@@ -416,7 +409,7 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
 _gradient_calls = Calls(_resolve_gradients)
 
 
-# Proof
+# The formula
 
 
 def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) -> Optional[RotaryFormula]:
@@ -433,138 +426,17 @@ def _variant(function, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device) 
     codes = (getattr(each, "__code__", None) for each in (function, *_called_by(function)))
     names = {name for code in codes if code is not None for name in code.co_names}
     likely = sorted(FORMULAS.values(), key=lambda variant: variant.differs_in(names))
-    candidates = {variant: functools.partial(_formulas, function, variant, *case) for variant in likely}
+    candidates = {variant: functools.partial(formula_comparisons, function, variant, *case) for variant in likely}
     variant = proof.match_formula(key, proof.Subject(function, device, where), candidates)
     if variant is not None:
         proof.record_dependency(function, variant.eager)
     return variant
 
 
-def _takes(function) -> Optional[int]:
-    """How many arguments the function takes."""
-    return getattr(getattr(function, "__code__", None), "co_argcount", None)
-
-
 def formula_on_cpu(function: Callable, vision: bool) -> Optional[RotaryFormula]:
     """The formula of a function that rotates query and key, or of one of vision towers; it is proved on the CPU."""
     where = (-2, 3, 2) if vision else (1, 4, 3)
     return _variant(function, *where, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
-
-
-_HEAD_DIM, _TOKENS, _Q_HEADS, _K_HEADS = 32, 5, 3, 2
-
-
-def _numbers(shape, dtype, generator):
-    """Random numbers, one in eight a zero of either sign, since position 0 has a sine of zero."""
-    numbers = proof.normal(generator, shape)
-    zeros = torch.randint(8, shape, device=generator.device, generator=generator) == 0
-    return torch.where(zeros, numbers * 0.0, numbers).to(dtype)
-
-
-def _formulas(function, variant, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device):
-    make = functools.partial(_numbers, generator=proof.generator(device, 3))
-    heads_dim = place_of(unsqueeze_dim, cos_dims) + dims - 1 - cos_dims
-    sizes = [2, _TOKENS][4 - dims :]
-
-    def states(heads):
-        # Heads are next to head_dim in memory, as in a projection's output.
-        return make((*sizes, heads, _HEAD_DIM), dtype).movedim(len(sizes), heads_dim)
-
-    data = states(_Q_HEADS), states(_K_HEADS)
-    # A function that rotates a part of the head rotates the whole of it too.
-    whole = _HEAD_DIM // 2 if variant.table == ONE_EACH else _HEAD_DIM
-    for size in (whole // 2, whole)[1 - variant.partial :]:
-        tables = [make((*sizes, size)[dims - 1 - cos_dims :], cos_dtype) for _ in range(2)]
-        # The functions of vision towers have no such argument.
-        theirs = _results(function, data, tables, *(unsqueeze_dim,) * (_takes(function) != 4))
-        ours = _results(variant.eager, data, tables, unsqueeze_dim)
-        yield from ((what, one, other) for (what, one), (_, other) in zip(ours, theirs))
-
-
-def _results(compute, data, tables, *unsqueeze_dim):
-    """Outputs, and gradients without and with other consumers of query and key."""
-    q, k = (tensor.clone().requires_grad_() for tensor in data)
-    with torch.enable_grad():
-        earlier = q * 1.0, k * 1.0
-        outs = compute(q, k, *tables, *unsqueeze_dim)
-        later = q * 1.0, k * 1.0
-    generator = proof.generator(q.device, 4)
-    dys = [_numbers(out.shape, out.dtype, generator) for out in (*outs, *earlier, *later)]
-    found = [("the output", out.detach()) for out in outs]
-    for what, some in (("", 2), (" with others'", 6)):
-        roots = (*outs, *earlier, *later)[:some]
-        grads = torch.autograd.grad(roots, (q, k), dys[:some], retain_graph=True)
-        found += [(f"the input's gradient{what}", grad) for grad in grads]
-    return found
-
-
-def _proved(variant, dtype, cos_dtype, sizes: Sizes, device, gradients=False) -> bool:
-    what, comparisons = ("gradient", _gradient_comparisons) if gradients else ("output", _comparisons)
-    where = f"{dtype}, cos {cos_dtype}, {sizes}, {what}"
-    return proof.kernel_is_proved(
-        ("rotary", variant, what, dtype, cos_dtype, sizes, device),
-        proof.Subject(variant.eager, device, where, variant.formula),
-        functools.partial(comparisons, variant, dtype, cos_dtype, sizes, device),
-    )
-
-
-def _sample(variant, dtype, cos_dtype, sizes, device):
-    """q and k as slices of one projection's output, cos and sin.
-
-    A gap of at least a unit of elements follows each row. The last program of a token's query has one head.
-    """
-    make = functools.partial(_numbers, generator=proof.generator(device, 5))
-    head_dim, rotary_dim, unit = sizes
-    heads = launch_plan(head_dim, dtype).heads_per_program + 1
-    states = make((2, 7, heads + 2, head_dim + unit), dtype)[..., :head_dim].transpose(1, 2)
-    size = rotary_dim // 2 if variant.table == ONE_EACH else rotary_dim
-    tables = (make((2, 7, size + unit), cos_dtype)[..., :size] for _ in range(2))
-    q, k = states[:, :heads], states[:, heads:]
-    return q, k, *tables
-
-
-def _launch_sample(step, variant, dtypes, sizes, q, k, cos, sin, *outs):
-    walk = walk_of(q, k, cos, sin, 1, outs[0].stride(), outs[1].stride(), variant)
-    if walk.sizes != sizes:
-        raise AssertionError(f"the sample has {walk.sizes}, not {sizes}")
-    walk.launch(step, variant, dtypes, q.device)(q, k, cos, sin, *outs)
-
-
-def _comparisons(variant, dtype, cos_dtype, sizes, device):
-    q, k, cos, sin = _sample(variant, dtype, cos_dtype, sizes, device)
-    out_dtype = _output_dtype(variant, dtype, cos_dtype)
-    eagers = variant.eager(q, k, cos, sin, 1)
-    # In eager's memory order, which is the query's or, after torch.cat, another.
-    outs = [torch.full_like(expected, math.nan, dtype=out_dtype) for expected in eagers]
-    _launch_sample("forward", variant, (dtype, cos_dtype, out_dtype), sizes, q, k, cos, sin, *outs)
-    for out, expected in zip(outs, eagers):
-        yield "the output", out, expected
-
-
-def _gradient_comparisons(variant, dtype, cos_dtype, sizes, device):
-    dy_dtype = _output_dtype(variant, dtype, cos_dtype)
-    *dys, cos, sin = _sample(variant, dy_dtype, cos_dtype, sizes, device)
-    inputs = [torch.zeros(dy.shape, dtype=dtype, device=device, requires_grad=True) for dy in dys]
-    others = [_numbers(dy.shape, dtype, proof.generator(device, 6)) for dy in dys]
-    found = {}
-    one_edge = variant.has_one_edge(dtype)
-    for step, paths in (("gradient", 1), ("gradients", 2))[: 2 - one_edge]:
-        outs = [torch.full(dy.shape, math.nan, dtype=dtype, device=device) for _ in range(paths) for dy in dys]
-        _launch_sample(step, variant, (dy_dtype, cos_dtype, dtype), sizes, *dys, cos, sin, *outs)
-        found[step] = outs
-    with torch.enable_grad():
-        outs = variant.eager(*inputs, cos, sin, 1)
-        alone = torch.autograd.grad(outs, inputs, dys, retain_graph=True)
-        # Another gradient of x shows how many the function sends, and in which order.
-        joined = torch.autograd.grad((*outs, *(x * 1.0 for x in inputs)), inputs, (*dys, *others))
-    for index, other in enumerate(others):
-        yield "the input's gradient", found["gradient"][index], alone[index]
-        if one_edge:
-            yield "the input's gradient with another", other + found["gradient"][index], joined[index]
-            continue
-        rotated, straight = found["gradients"][index::2]
-        yield "the input's gradient", rotated + straight, alone[index]
-        yield "the input's gradient with another", other + rotated + straight, joined[index]
 
 
 # torch.compile
@@ -630,7 +502,7 @@ def _proved_for_compile(subject, unsqueeze_dim, dims, cos_dims, dtype, cos_dtype
         return None
     variant = _variant(function_behind(subject), unsqueeze_dim, dims, cos_dims, dtype, cos_dtype, device)
     if variant is None or not all(
-        _proved(variant, dtype, cos_dtype, _USUAL, device, of_gradients)
+        kernel_is_proved(variant, dtype, cos_dtype, _USUAL, device, of_gradients)
         for of_gradients in (False, True)[: 1 + training]
     ):
         return None

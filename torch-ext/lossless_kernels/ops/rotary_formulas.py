@@ -98,6 +98,10 @@ class RotaryFormula:
         }
         return sum(used != (name in names) for name, used in operations.items())
 
+    def output_dtype(self, dtype: torch.dtype, table_dtype: torch.dtype) -> torch.dtype:
+        """The output's dtype for inputs and tables of these."""
+        return dtype if self.keeps_dtype else torch.promote_types(dtype, table_dtype)
+
     def rotary_dim(self, cos) -> int:
         """How many elements of a head are rotated."""
         return cos.shape[-1] * (2 if self.table == ONE_EACH else 1)
