@@ -78,13 +78,17 @@ def assert_same(found, expected, label):
 @interpreted
 @pytest.mark.parametrize("cases", [30, pytest.param(200, marks=pytest.mark.long)])
 def test_the_kernel_equals_the_transcription(family, its_fma, seed, cases):
-    """In eager's layout, for gradients of any layout; the second call is recognised."""
+    """In eager's layout, for gradients of any layout, strided heads too; the second call is recognised."""
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
     for case in range(cases):
         x, *more = drawn(choose, generator)
         label = f"case {case}, {list(x.shape)} {x.stride()} {x.dtype}, {more[1]}"
         eager_out = family.eager(x, *more)
-        dy = torch.empty_like(choose.choice((x, eager_out))).copy_(torch.randn(x.shape, generator=generator))
+        strided = torch.empty_like(x.mT, memory_format=torch.contiguous_format).mT
+        dy = choose.choice((torch.empty_like(x), torch.empty_like(eager_out), strided))
+        dy = dy.copy_(torch.randn(x.shape, generator=generator))
+        if choose.random() < 0.1:
+            dy = dy[..., :1].expand(x.shape)
         _, eager_dx = gradient_of(family.eager, x, dy, *more)
         for _ in range(2):
             out, dx = gradient_of(family.replacement, x, dy, *more)
@@ -333,11 +337,13 @@ def test_output_and_gradient_are_those_of_eager(family, seed, monkeypatch):
     for case in range(300):
         x, freqs, dim = drawn(choose, generator, "cuda", (*DTYPES, torch.bfloat16))
         dy = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
-        label = f"case {case}, {list(x.shape)} {x.stride()} {x.dtype}"
+        if case % 3 == 0:
+            dy = dy.mT.contiguous().mT
+        label = f"case {case}, {list(x.shape)} {x.stride()} {x.dtype}, dy {dy.stride()}"
         ours, theirs = (gradient_of(each, x, dy, freqs, dim) for each in (family.rotated, family.eager))
         for mine, eagers in zip(ours, theirs):
             assert_same(mine, eagers, label)
-    assert None not in family._calls.resolved.values()
+    assert None not in [*family._calls.resolved.values(), *family._gradient_calls.resolved.values()]
 
 
 @pytest.mark.gpu

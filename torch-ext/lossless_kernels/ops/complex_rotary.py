@@ -213,6 +213,13 @@ class _Call:
         return out
 
 
+class _CallOfCopy(_Call):
+    """Where x has strided heads: it is copied first."""
+
+    def launched(self, x, freqs_cis):
+        return super().launched(x.contiguous(), freqs_cis)
+
+
 def replacement(x: torch.Tensor, freqs_cis: torch.Tensor, unsqueeze_dim: int) -> Optional[torch.Tensor]:
     """The output from the kernel; None if eager must compute it."""
     if is_dynamo_compiling():
@@ -258,11 +265,13 @@ def _find_gradient_call(dy, freqs_cis, unsqueeze_dim) -> Optional[_Call]:
 
 
 def _resolve_gradient(dy, freqs_cis, unsqueeze_dim) -> _Call:
-    strides = contiguous_strides(dy.shape)
+    strides, made = contiguous_strides(dy.shape), _Call
+    # Eager attention may give the key such a gradient.
+    if dy.dim() and dy.stride(-1) != 1:
+        made, dy = _CallOfCopy, dy.contiguous()
     bound = _bind(dy, freqs_cis, unsqueeze_dim, strides, True)
-    return _Call(
-        bound, Output(strides, dy.dtype, allocator(dy.shape, strides, dy.dtype, dy.device)), unsqueeze_dim, False
-    )
+    out = Output(strides, dy.dtype, allocator(dy.shape, strides, dy.dtype, dy.device))
+    return made(bound, out, unsqueeze_dim, False)
 
 
 _gradient_calls = Calls(_resolve_gradient)
