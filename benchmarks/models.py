@@ -13,7 +13,8 @@ work:
              gradients are compared
 
 examples:
-  models.py                                      Llama-3.1-8B, all work: about two minutes on an H200
+  models.py                                      Llama-3.1-8B, all work: several minutes on an H200
+  models.py --work generate --cache growing      one of its parts
   models.py --model llama-3.2-1b --work generate --new-tokens 128
 
 Exit status: 0; 1 if a bit differed from eager's; 2 if it could not run.
@@ -37,7 +38,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from peers import BenchError, driver_version, load_kernel, positive
+from peers import BenchError, driver_version, load_kernel, positive, progress_bar
 
 ROOT = Path(__file__).resolve().parent.parent
 # The sizes of published models (their config.json).
@@ -76,6 +77,8 @@ CACHES = {
     "static, CUDA graphs": {"cache_implementation": "static"},
     "static, decoding_graph": {"cache_implementation": "static", "disable_compile": True},
 }
+# Layers in training -> whether the loss is replaced, too.
+LOSSES = {"ours, eager's loss": False, "ours": True}
 
 
 def parse(arguments=None):
@@ -190,7 +193,8 @@ def peak_memory(run, options):
     return round((torch.cuda.max_memory_allocated() - before) / 2**20)
 
 
-def prefill(models, options, rows):
+def prefill(models, options):
+    """Yields the rows of each prompt."""
     import torch
 
     for count in options.tokens:
@@ -204,8 +208,7 @@ def prefill(models, options, rows):
                 run(), run()
             memory = {name: peak_memory(run, options) for name, run in runs.items()}
             times = timed(runs, options, repeats=max(1, min(20, 20000 // count)))
-        for name in runs:
-            rows.append(row("prefill", f"{count} tokens", name, times, equal, memory[name]))
+        yield [row("prefill", f"{count} tokens", name, times, equal, memory[name]) for name in runs]
 
 
 def in_graph(kernel, model, run):
@@ -213,7 +216,8 @@ def in_graph(kernel, model, run):
         return run()
 
 
-def generate(models, options, rows, kernel):
+def generate(models, options, kernel):
+    """Yields the rows of each cache."""
     import torch
     from transformers import CompileConfig
 
@@ -246,12 +250,12 @@ def generate(models, options, rows, kernel):
             runs["eager"]()
         equal = bits_equal(*([out.sequences, *out.logits] for out in (found["ours"], found["eager"])))
         times = timed(runs, options)
-        for name in runs:
-            entry = row("generate", cache, name, times, equal)
-            rows.append({**entry, "tokens_per_second": options.new_tokens / entry["ms"] * 1e3})
+        entries = [row("generate", cache, name, times, equal) for name in runs]
+        yield [{**entry, "tokens_per_second": options.new_tokens / entry["ms"] * 1e3} for entry in entries]
 
 
-def training(models, options, rows, kernel):
+def training(models, options, kernel):
+    """Yields the rows with eager's loss, and those with ours."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -268,14 +272,13 @@ def training(models, options, rows, kernel):
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     eager, ours = models.values()
-    for name, loss in (("ours, eager's loss", False), ("ours", True)):
+    for name, loss in LOSSES.items():
         kernel.apply(ours, loss=loss)
         runs = {"eager": functools.partial(step, eager), name: functools.partial(step, ours)}
         equal = bits_equal(step(ours), step(eager))
         memory = {each: peak_memory(run, options) for each, run in runs.items()}
         times = timed(runs, options)
-        for each in runs:
-            rows.append(row("training", f"{options.training_tokens} tokens", each, times, equal, memory[each]))
+        yield [row("training", f"{options.training_tokens} tokens", each, times, equal, memory[each]) for each in runs]
     torch.use_deterministic_algorithms(False)
     for model in models.values():
         model.gradient_checkpointing_disable()
@@ -293,6 +296,12 @@ def row(work, size, name, times, equal, memory=None):
         "bits_equal": name == "eager" or equal,
         "peak_memory_mib": memory,
     }
+
+
+def summary(rows) -> str:
+    """One line of progress."""
+    times = ", ".join(f"{each['layers']} {each['ms']:.2f} ms" for each in rows)
+    return f"{datetime.datetime.now():%H:%M:%S} {rows[0]['work']}, {rows[0]['size']}: {times}"
 
 
 def as_table(rows):
@@ -340,21 +349,23 @@ def run(options, console):
     eager, ours = make_models(options)
     kernel.apply(ours)
     models, rows = {"eager": eager, "ours": ours}, []
-    for work in options.work:
-        function = {
-            "prefill": prefill,
-            "generate": functools.partial(generate, kernel=kernel),
-            "training": functools.partial(training, kernel=kernel),
-        }[work]
-        found: list = []
-        try:
-            function(models, options, found)
-        finally:
-            rows += found
-            if options.json:
-                options.json.write_text(json.dumps({**environment(options), "results": rows}, indent=2) + "\n")
-            if found:
-                console.print(as_table(found))
+    works = {
+        "prefill": (prefill(models, options), options.tokens),
+        "generate": (generate(models, options, kernel), options.cache),
+        "training": (training(models, options, kernel), LOSSES),
+    }
+    with progress_bar(console) as progress:
+        task = progress.add_task("", total=sum(len(works[work][1]) for work in options.work))
+        for work in options.work:
+            progress.update(task, description=work)
+            first = len(rows)
+            for found in works[work][0]:
+                rows += found
+                if options.json:
+                    options.json.write_text(json.dumps({**environment(options), "results": rows}, indent=2) + "\n")
+                console.print(summary(found), highlight=False)
+                progress.advance(task)
+            console.print(as_table(rows[first:]))
     return rows
 
 

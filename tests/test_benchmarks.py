@@ -4,6 +4,7 @@ import importlib.machinery
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -902,3 +903,33 @@ def test_an_op_without_shapes_of_its_own_needs_some(capsys):
     assert "gelu has no shapes of its own: expected --cases" in capsys.readouterr().err
     assert suite.parse(["--ops", "gelu", "--cases", "2x64"]).cases == [Case("gelu", (2, 64))]
     assert {case.op for case in suite.parse([]).cases} == {case.op for case in cases.CASES}
+
+
+# models.py
+
+
+def test_models_on_a_cpu(build, tmp_path):
+    """Each part is told and kept as soon as it ended; bits are compared in the order that the command names."""
+    path = tmp_path / "models.json"
+    command = [sys.executable, BENCHMARKS / "models.py", "--device", "cpu", "--build", build, "--json", path]
+    command += ["--model", "tiny", "--rounds", "1", "--tokens", "1", "8", "--new-tokens", "3", "--training-tokens", "9"]
+    command += ["--work", "training", "prefill", "generate", "--cache", "growing", "static, decoding_graph"]
+    clean = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "LOSSLESS_PROOF")}
+    done = subprocess.run([*map(str, command)], cwd=ROOT, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [("training", "9 tokens")] * 2 + [("prefill", "1 tokens"), ("prefill", "8 tokens")]
+    parts += [("generate", "growing"), ("generate", "static, decoding_graph")]
+    rows = json.loads(path.read_text())["results"]
+    assert [(each["work"], each["size"]) for each in rows] == [part for part in parts for _ in range(2)]
+    assert [each["layers"] for each in rows] == ["eager", "ours, eager's loss", *["eager", "ours"] * 5]
+    assert all(each["bits_equal"] for each in rows)
+    assert re.findall(r"^\d\d:\d\d:\d\d (\w+), (.*): eager", done.stdout, re.MULTILINE) == parts
+
+
+def test_models_with_other_bits(monkeypatch, capsys):
+    import models
+
+    rows = [models.row("prefill", "8 tokens", name, {"eager": 2.0, "ours": 1.0}, False) for name in ("eager", "ours")]
+    monkeypatch.setattr(models, "run", lambda options, console: rows)
+    assert models.main([]) == 1
+    assert capsys.readouterr().err == "models: bits differ from eager's: prefill, 8 tokens, ours\n"
