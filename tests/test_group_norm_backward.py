@@ -363,6 +363,7 @@ def test_zeros_have_eagers_signs(module, seed):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("refusals")
 @pytest.mark.parametrize("shape", [(2, 320, 4096), (1, 128, 1 << 18), (8, 512, 784), (4, 512, 51199), (128, 512, 4096)])
 def test_images_have_eagers_gradients(kernel, module, seed, monkeypatch, shape):
     """Those of diffusion models, some of which are split, of audio, and that of the benchmark."""

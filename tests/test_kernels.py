@@ -373,6 +373,29 @@ def test_a_proof_that_a_capture_forbids_is_made_later(module, monkeypatch):
     assert kernels.find(x, weight, True, True) is not None
 
 
+def test_a_capture_before_gradients_of_another_order_were_compared_has_a_reason(module, monkeypatch, seed):
+    """Rows lie in another order than the activations': the formula runs in the capture, and the kernel after it."""
+    family, proof = module("rms_norm_backward"), module("proof")
+    variants, generator = module("variants"), torch.Generator().manual_seed(seed)
+    dy = torch.randn(3, 2, 64, generator=generator).transpose(0, 1)
+    x, weight = torch.randn(2, 3, 64, generator=generator), torch.randn(64, generator=generator)
+    rstd = torch.rand(2, 3, 1, generator=generator)
+    tensors = variants.LLAMA, dy, x, weight, rstd, True, True
+    monkeypatch.setattr(proof, "_refusals", {})
+    monkeypatch.setenv("LOSSLESS_PROOF", "on")
+    # On a CPU the formula's sums have another order.
+    monkeypatch.setattr(family, "_compare", lambda *_: None)
+    family._calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "is_capturing", lambda: True)
+        found = family.gradients(*tensors)
+    for ours, formulas in zip(found, family.formula(*tensors)):
+        assert_bits_equal(ours, formulas)
+    assert list(proof._refusals.values()) == [{proof.IN_CAPTURE}] and not family._calls.resolved
+    family.gradients(*tensors)
+    assert None not in family._calls.resolved.values() and family._calls.resolved
+
+
 def test_torch_rms_norm_of_other_tensors_is_left_to_torch(module, monkeypatch):
     family, launches = module("rms_norm"), []
     monkeypatch.setattr(module("launch").Launch, "__call__", lambda *arguments: launches.append(arguments))

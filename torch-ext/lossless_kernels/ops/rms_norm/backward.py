@@ -541,14 +541,15 @@ def joined_formula(
     return _summed(found, d_sum) if joined else found
 
 
-def _resolve_call(dy, x, weight, rstd, *more) -> Optional[Backward]:
-    """The launches for these tensors; None if a CUDA graph is captured before they could be compared.
+def _resolve_call(dy, x, weight, rstd, *more) -> Backward:
+    """The launches for these tensors.
 
     They run once here, since they may have to be compiled. A proof runs contiguous tensors. Another layout may take
     another compiled kernel and another reduction order, so there the gradients are compared with the formula's.
 
     Raises:
-        Outside: `formula` must run; `Failed` if the launches fail or their bits differ.
+        Outside: `formula` must run, as in a CUDA graph's capture before they were compared; `Failed` if the launches fail
+            or their bits differ.
     """
     *d_sum, variant, needs_dx, needs_dweight = more
     arguments = variant, dy, x, weight, rstd, needs_dx, needs_dweight
@@ -556,7 +557,7 @@ def _resolve_call(dy, x, weight, rstd, *more) -> Optional[Backward]:
     ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
     compares = not ordinary and proof.policy() != "off" and not launch.is_collecting()
     if compares and proof.is_capturing():
-        return None
+        raise Outside(proof.IN_CAPTURE)
     try:
         backward = resolve(*arguments, dx_mode)
         if compares:
