@@ -350,16 +350,16 @@ def run(options, console):
     kernel.apply(ours)
     models, rows = {"eager": eager, "ours": ours}, []
     works = {
-        "prefill": (prefill(models, options), options.tokens),
-        "generate": (generate(models, options, kernel), options.cache),
-        "training": (training(models, options, kernel), LOSSES),
+        "prefill": (functools.partial(prefill, models, options), options.tokens),
+        "generate": (functools.partial(generate, models, options, kernel), options.cache),
+        "training": (functools.partial(training, models, options, kernel), LOSSES),
     }
     with progress_bar(console) as progress:
         task = progress.add_task("", total=sum(len(works[work][1]) for work in options.work))
         for work in options.work:
             progress.update(task, description=work)
             first = len(rows)
-            for found in works[work][0]:
+            for found in works[work][0]():
                 rows += found
                 if options.json:
                     options.json.write_text(json.dumps({**environment(options), "results": rows}, indent=2) + "\n")

@@ -394,6 +394,7 @@ def test_a_capture_before_gradients_of_another_order_were_compared_has_a_reason(
     assert list(proof._refusals.values()) == [{proof.IN_CAPTURE}] and not family._calls.resolved
     family.gradients(*tensors)
     assert None not in family._calls.resolved.values() and family._calls.resolved
+    assert list(proof._refusals.values()) == [set()]
 
 
 def test_torch_rms_norm_of_other_tensors_is_left_to_torch(module, monkeypatch):

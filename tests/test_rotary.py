@@ -119,10 +119,12 @@ def assert_same(found, expected, text):
 
 
 def incoming_gradient(out, choose, generator):
-    """Contiguous, or with tokens as the fastest dimension, as eager attention's of the key may be, or expanded."""
-    layout = choose.choice(("contiguous", "contiguous", "tokens fastest", "expanded"))
+    """Contiguous, or with another fastest dimension, as eager attention's of the key may have, or expanded."""
+    layout = choose.choice(("contiguous", "contiguous", "tokens fastest", "heads fastest", "expanded"))
     if layout == "tokens fastest":
         return numbers(out.mT.shape, out.dtype, generator).mT
+    if layout == "heads fastest":  # channels_last, if heads come before tokens.
+        return numbers(out.movedim(-3, -1).shape, out.dtype, generator).movedim(-1, -3)
     if layout == "expanded":
         return numbers(out.shape[:-1] + (1,), out.dtype, generator).expand(out.shape)
     return numbers(out.shape, out.dtype, generator)
@@ -136,7 +138,9 @@ def gradients(function, call, generator_seed, before=False, after=False):
     outs = function(q, k, *more)
     later = [x * 1.25 for x in (q, k) if after]
     roots = (*outs, *earlier, *later)
-    generator, choose = torch.Generator(DEVICE).manual_seed(generator_seed), random.Random(generator_seed)
+    generator = torch.Generator(DEVICE).manual_seed(generator_seed)
+    # Others in each call of a test.
+    choose = random.Random(f"{generator_seed} {[(x.shape, x.stride()) for x in (q, k)]}")
     dys = [incoming_gradient(root, choose, generator) for root in roots]
     kept = [dy.clone() for dy in dys]
     found = torch.autograd.grad(roots, (q, k), dys)

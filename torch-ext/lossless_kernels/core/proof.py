@@ -235,6 +235,7 @@ def match_formula(
     subject: Subject,
     candidates: Mapping[Any, Comparisons],
     described: Optional[Callable[[Any], str]] = None,
+    refuse: Optional[Callable[[], None]] = None,
 ) -> Optional[Any]:
     """The formula proof: the first candidate whose comparisons are all equal, or None.
 
@@ -242,11 +243,65 @@ def match_formula(
 
     Args:
         described: a candidate's formula in words, for reports, where no proof of a kernel follows.
+        refuse: raises `Difference` if comparisons cannot show that the original is none of the candidates.
     """
     verdict = _verdicts.get(key)
     if verdict is None:
-        verdict = _judge(key, subject, candidates, described)
+        verdict = _judge(key, subject, candidates, described, refuse)
     return verdict.chosen if verdict else None
+
+
+class Difference(Exception):
+    """The original is none of the candidates; the message says why, for reports."""
+
+
+# Few, of which a class may take one after the other, and more than occur.
+_MANY_TOKENS = 1 << 12, 1 << 20
+
+
+def refuse_parts(compute: Callable, inputs: Iterable[tuple], weights: Iterable[tuple]) -> None:
+    """Raises Difference if a class computes many tokens in parts, whose gradients of the weights autograd adds up.
+
+    A comparison has few tokens, which may be one part. Here many tokens are computed, in tensors without memory.
+
+    Args:
+        compute: `compute(*inputs, *weights)` returns the class's output.
+        inputs: length of the last dimension, and dtype, of each input, `[batch, tokens, length]`.
+        weights: shape and dtype of each weight, and how many gradients of it the formula adds.
+    """
+    for tokens in _MANY_TOKENS:
+        given = [((2, tokens, length), dtype) for length, dtype in inputs] + [each[:2] for each in weights]
+        leaves = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in given]
+        with torch.enable_grad():
+            out = compute(*leaves)
+        for leaf, (*_, expected) in zip(leaves[-len(weights) :], weights):
+            found = _paths(out, leaf)
+            if found != expected:
+                raise Difference(
+                    f"for {2 * tokens} tokens it adds {found} gradients of a weight, the formula {expected}"
+                )
+
+
+def _paths(out: torch.Tensor, leaf: torch.Tensor) -> int:
+    """How many paths of autograd's graph lead from `out` to a leaf: so many gradients are added to its own.
+
+    Raises:
+        Difference: the graph has a node of a `torch.autograd.Function`, which does not show what it adds.
+    """
+    with torch.enable_grad():
+        end = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+    counts, open_nodes = {None: 0, end: 1}, [out.grad_fn]
+    while open_nodes:
+        node = open_nodes[-1]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise Difference("its gradients come from a torch.autograd.Function, which may add them up in parts")
+        following = [] if node is None else [each for each, _ in node.next_functions]
+        unseen = [each for each in following if each not in counts]
+        open_nodes += unseen
+        if not unseen:
+            counts.setdefault(node, sum(counts[each] for each in following))
+            open_nodes.pop()
+    return counts[out.grad_fn]
 
 
 def verdict_on(key: Hashable) -> Optional[Verdict]:
@@ -284,6 +339,12 @@ def record_refusal(original: Callable, reason: str) -> None:
         reasons.add(reason)
 
 
+def forget_capture(original: Callable) -> None:
+    """Outside a CUDA graph's capture: what could not be verified within one has been, or will be at its next call."""
+    if IN_CAPTURE in _refusals.get(original, ()) and not is_capturing():
+        _refusals[original].discard(IN_CAPTURE)
+
+
 def record_unreadable_forward(owner: type) -> None:
     """Records for reports that `owner.forward` ran because `functions_of(owner)` is None."""
     ours = getattr(owner.forward, "__module__", None) == LAYERS_MODULE
@@ -293,7 +354,7 @@ def record_unreadable_forward(owner: type) -> None:
     )
 
 
-def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:
+def _judge(key, subject, candidates, described=None, refuse=None) -> Optional[Verdict]:
     if is_watched():
         return None
     if subject.device.type == "cuda" and is_capturing():
@@ -304,7 +365,7 @@ def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:
         if key in _verdicts:
             return _verdicts[key]
         start, compiling, held = time.perf_counter(), launch.seconds_compiling, []
-        chosen, reason = _first_equal(subject.device, candidates, held)
+        chosen, reason = _first_equal(subject.device, candidates, held, refuse)
         seconds = time.perf_counter() - start - (launch.seconds_compiling - compiling)
         message = f"lossless-kernels: {subject} keeps its original forward: {reason}"
         if reason is not None and policy() == "strict":
@@ -315,7 +376,7 @@ def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:
         if len(_verdicts) >= _MAX_VERDICTS:
             _verdicts.pop(next(iter(_verdicts)))
         verdict = _verdicts.setdefault(key, Verdict(subject, reason, chosen, seconds, max(held, default=0)))
-        _refusals.get(subject.original, set()).discard(IN_CAPTURE)
+        forget_capture(subject.original)
         if reason is not None and subject.original not in _warned:
             _warned.add(subject.original)
             warnings.warn(message, RuntimeWarning, stacklevel=4)
@@ -325,8 +386,10 @@ def _judge(key, subject, candidates, described=None) -> Optional[Verdict]:
             _lock.release()
 
 
-def _first_equal(device, candidates, held) -> tuple[Any, Optional[str]]:
+def _first_equal(device, candidates, held, refuse) -> tuple[Any, Optional[str]]:
     """The first candidate that passes and None, or None and the reason."""
+    if refuse is not None and (reason := _disproof(device, lambda: refuse() or (), held)):
+        return None, reason
     reasons = []
     for candidate, comparisons in candidates.items():
         reason = _disproof(device, comparisons, held)
@@ -359,6 +422,8 @@ def _disproof(device, comparisons, held) -> Optional[str]:
             for (what, _), pairs in small.items():
                 found[what].append(differing(*map(torch.cat, zip(*pairs))))
             wrong = {what: sum(int(count) for count in counts) for what, counts in found.items()}
+    except Difference as difference:
+        return str(difference)
     except Exception as error:  # No C compiler, out of resources, another assembler: eager still works.
         if is_shortage(error):
             return "the GPU's memory was full during verification; call warmup() while memory is free"

@@ -110,7 +110,10 @@ def _recognize(key, owner, subject, dtype, device) -> Optional[Activation]:
         for activation in ACTIVATIONS.values()
     }
     where = f"{dtype}, {original.__qualname__}"
-    activation = proof.match_formula(verdict_key, proof.Subject(owner.forward, device, where), candidates)
+    refuse = functools.partial(_refuse_parts, owner, dtype)
+    activation = proof.match_formula(
+        verdict_key, proof.Subject(owner.forward, device, where), candidates, refuse=refuse
+    )
     if proof.verdict_on(verdict_key) is None:
         return None
     if activation is not None:
@@ -173,17 +176,33 @@ def packed_formula(x, gate_up_proj, down_proj, act_fn):
     return down_proj(up * act_fn(gate))
 
 
+_ROWS, _HIDDEN_SIZE, _INTERMEDIATE_SIZE = 64, 16, 24
+
+
+def _projections(owner) -> dict[str, tuple[int, int]]:
+    """Shapes of the weights of a proof's MLP, in the order of the formula's arguments."""
+    if is_packed(owner):
+        inner = {"gate_up_proj": (2 * _INTERMEDIATE_SIZE, _HIDDEN_SIZE)}
+    else:
+        inner = dict.fromkeys(("gate_proj", "up_proj"), (_INTERMEDIATE_SIZE, _HIDDEN_SIZE))
+    return {**inner, "down_proj": (_HIDDEN_SIZE, _INTERMEDIATE_SIZE)}
+
+
+def _refuse_parts(owner, dtype) -> None:
+    """A product of fewer tokens may have other bits, too, in the output as well."""
+    shapes = _projections(owner)
+    # Two halves of a packed projection's output reach it.
+    weights = [(shape, dtype, 1 + (name == "gate_up_proj")) for name, shape in shapes.items()]
+    compute = functools.partial(_output_of, owner, torch.sin, dtype, [*shapes])
+    proof.refuse_parts(compute, [(_HIDDEN_SIZE, dtype)], weights)
+
+
 def _formulas(owner, subject, activation, dtype, device):
     generator = proof.generator(device, seed=5)
-    rows, hidden_size, intermediate_size = 64, 16, 24
-    packed = is_packed(owner)
-    if packed:
-        projections = {"gate_up_proj": (2 * intermediate_size, hidden_size)}
-    else:
-        projections = dict.fromkeys(("gate_proj", "up_proj"), (intermediate_size, hidden_size))
-    shapes = {"x": (rows, hidden_size), **projections, "down_proj": (hidden_size, intermediate_size)}
+    formula = packed_formula if is_packed(owner) else _formula
+    shapes = {"x": (_ROWS, _HIDDEN_SIZE), **_projections(owner)}
     data = {name: proof.normal(generator, shape).to(dtype) for name, shape in shapes.items()}
-    gradients = [proof.normal(generator, rows, hidden_size).to(dtype) for _ in range(2)]
+    gradients = [proof.normal(generator, _ROWS, _HIDDEN_SIZE).to(dtype) for _ in range(2)]
     # Under autocast the projections return another dtype than x's.
     for projected in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
         # `sin`, which no class has as its activation, shows that the forward calls the module's `act_fn`.
@@ -193,7 +212,7 @@ def _formulas(owner, subject, activation, dtype, device):
         ):
             results = [
                 _run(compute, act_fn, data, projected, *gradients)
-                for compute, act_fn in ((owner, original), (packed_formula if packed else _formula, ours))
+                for compute, act_fn in ((owner, original), (formula, ours))
             ]
             names = ("the output", *(f"the gradient of {name}" for name in data))
             for what, expected, found in zip(names, *results):
@@ -203,20 +222,24 @@ def _formulas(owner, subject, activation, dtype, device):
 def _run(compute, act_fn, data, projected, dy, other):
     """The output of a class's forward, or of a formula, and its gradients; projections return the dtype `projected`."""
     x, *weights = leaves = [tensor.clone().requires_grad_() for tensor in data.values()]
+    with torch.enable_grad():
+        out = _output_of(compute, act_fn, projected, [*data][1:], x, *weights)
+        # The gradient of a second output, which reaches x first, shows the order of the others.
+        return out.detach(), *torch.autograd.grad((out, x * 1.0), leaves, (dy.to(out.dtype), other))
+
+
+def _output_of(compute, act_fn, projected, names, x, *weights) -> torch.Tensor:
+    """The output of `_run`; `names`: of the projections."""
 
     def projection(weight):
         return lambda x: nn.functional.linear(x.to(weight.dtype), weight).to(projected)
 
-    linears = {name: projection(weight) for name, weight in zip([*data][1:], weights)}
-    with torch.enable_grad():
-        if isinstance(compute, type):
-            layer = nn.Module.__new__(compute)
-            nn.Module.__init__(layer)
-            # Packed MLPs call the activation `activation_fn`.
-            for name, each in {**linears, "act_fn": act_fn, "activation_fn": act_fn}.items():
-                setattr(layer, name, each)
-            out = compute.forward(layer, x)
-        else:
-            out = compute(x, *linears.values(), act_fn)
-        # The gradient of a second output, which reaches x first, shows the order of the others.
-        return out.detach(), *torch.autograd.grad((out, x * 1.0), leaves, (dy.to(out.dtype), other))
+    linears = dict(zip(names, map(projection, weights)))
+    if not isinstance(compute, type):
+        return compute(x, *linears.values(), act_fn)
+    layer = nn.Module.__new__(compute)
+    nn.Module.__init__(layer)
+    # Packed MLPs call the activation `activation_fn`.
+    for name, each in {**linears, "act_fn": act_fn, "activation_fn": act_fn}.items():
+        setattr(layer, name, each)
+    return compute.forward(layer, x)

@@ -286,7 +286,13 @@ def computes_formula(owner: type, dtype: torch.dtype, weight_dtype: torch.dtype,
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
     candidates = {Eager: functools.partial(_formula_comparisons, owner, (dtype, weight_dtype), device)}
     key = ("formula of Cohere's LayerNorm", functions, dtype, weight_dtype, device)
-    return proof.match_formula(key, subject, candidates) is not None
+    shapes = [(_MAX_SIZE, dtype)], [((_MAX_SIZE,), weight_dtype, 1)]
+    refuse = functools.partial(proof.refuse_parts, functools.partial(_output_of, owner), *shapes)
+    return proof.match_formula(key, subject, candidates, refuse=refuse) is not None
+
+
+def _output_of(owner, x, weight, eps=PROOF_EPS) -> torch.Tensor:
+    return owner.forward(stand_in(owner, weight, eps, eps_name=EPS_NAME), x)
 
 
 def _formula_comparisons(owner, dtypes, device):
@@ -307,7 +313,7 @@ def _formula_comparisons(owner, dtypes, device):
                 leaf, scale = leaves((x.unflatten(-2, (-1, 2)) if of_heads else x, scale.contiguous()), of_case)
                 with torch.enable_grad():
                     states = leaf.view_as(leaf)
-                    out = layer_class.forward(stand_in(layer_class, scale, eps, eps_name=EPS_NAME), states)
+                    out = _output_of(layer_class, states, scale, eps)
                     gradients = [each if each is None else each.view_as(states) for each in (dy, other)]
                     results.append(output_and_gradients(out, states, (leaf, scale), *gradients))
             for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):

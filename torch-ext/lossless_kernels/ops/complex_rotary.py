@@ -163,8 +163,8 @@ def _steps(strides, shape, unsqueeze_dim) -> tuple[int, ...]:
     return (batch, rest[1], rest[0]) if unsqueeze_dim == 1 else (batch, *rest)
 
 
-def _bind(x, freqs_cis, unsqueeze_dim, out_strides, conjugate) -> launch.Launch:
-    """The launch for these tensors. Raises Outside if no kernel takes them."""
+def _bind(x, freqs_cis, unsqueeze_dim, out_strides, conjugate, strides) -> launch.Launch:
+    """The launch for these tensors, x with these strides. Raises Outside if no kernel takes them."""
     if x.dtype not in FLOAT_DTYPES or not runs_kernels(x.device) or freqs_cis.device != x.device:
         raise Outside(f"{x.dtype} on {x.device}, freqs_cis on {freqs_cis.device}")
     if torch.version.hip is not None:
@@ -174,12 +174,12 @@ def _bind(x, freqs_cis, unsqueeze_dim, out_strides, conjugate) -> launch.Launch:
     head_dim, half = x.shape[-1], freqs_cis.shape[-1]
     if head_dim != 2 * half or not 2 <= head_dim <= _MAX_HEAD_DIM or not x.numel():
         raise Outside("empty, or heads of more than 1024 elements")
-    if x.stride(-1) != 1 or out_strides[-1] != 1 or (half > 1 and freqs_cis.stride(-1) != 1):
+    if strides[-1] != 1 or out_strides[-1] != 1 or (half > 1 and freqs_cis.stride(-1) != 1):
         raise Outside("heads are not contiguous")
     batch, tokens, heads = x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[unsqueeze_dim]
     if freqs_cis.shape[0] not in (1, batch) or freqs_cis.shape[1] != tokens:
         raise Outside("freqs_cis of other tokens")
-    steps = *_steps(x.stride(), x.shape, unsqueeze_dim), *_steps(out_strides, x.shape, unsqueeze_dim)
+    steps = *_steps(strides, x.shape, unsqueeze_dim), *_steps(out_strides, x.shape, unsqueeze_dim)
     freqs_steps = [2 * stride if size != 1 else 0 for stride, size in zip(freqs_cis.stride(), freqs_cis.shape[:2])]
     if any(step % 2 for step in steps):
         raise Outside("odd strides, of which eager makes no complex numbers without a copy")
@@ -245,7 +245,7 @@ def _find_call(x, freqs_cis, *facts) -> Optional[_Call]:
 
 def _resolve(x, freqs_cis, unsqueeze_dim, needs_grad) -> _Call:
     out = Output.of(functools.partial(eager, unsqueeze_dim=unsqueeze_dim), x, freqs_cis, dtype=x.dtype)
-    return _Call(_bind(x, freqs_cis, unsqueeze_dim, out.strides, False), out, unsqueeze_dim, needs_grad)
+    return _Call(_bind(x, freqs_cis, unsqueeze_dim, out.strides, False, x.stride()), out, unsqueeze_dim, needs_grad)
 
 
 _calls = Calls(_resolve)
@@ -265,11 +265,10 @@ def _find_gradient_call(dy, freqs_cis, unsqueeze_dim) -> Optional[_Call]:
 
 
 def _resolve_gradient(dy, freqs_cis, unsqueeze_dim) -> _Call:
-    strides, made = contiguous_strides(dy.shape), _Call
-    # Eager attention may give the key such a gradient.
-    if dy.dim() and dy.stride(-1) != 1:
-        made, dy = _CallOfCopy, dy.contiguous()
-    bound = _bind(dy, freqs_cis, unsqueeze_dim, strides, True)
+    strides = contiguous_strides(dy.shape)
+    # Eager attention may give the key a gradient with strided heads.
+    made = _Call if dy.dim() and dy.stride(-1) == 1 else _CallOfCopy
+    bound = _bind(dy, freqs_cis, unsqueeze_dim, strides, True, dy.stride() if made is _Call else strides)
     out = Output(strides, dy.dtype, allocator(dy.shape, strides, dy.dtype, dy.device))
     return made(bound, out, unsqueeze_dim, False)
 

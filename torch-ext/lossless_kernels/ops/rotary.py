@@ -21,7 +21,7 @@ from ..core.domain import (
     under_transform,
 )
 from ..core.inspection import are_current, function_behind, helpers_of
-from ..core.layout import Output, contiguous_strides
+from ..core.layout import Output, contiguous_strides, stand_ins
 from ..core.paths import Backward
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .rotary_formulas import CHUNKED, FORMULAS, FP32, PARTIAL, PLAIN, RotaryFormula
@@ -164,7 +164,7 @@ class _Training:
 class _Backward(Backward):
     """The gradients of q and of k, each a pair: see `gradients`.
 
-    They are contiguous for any q and k, since eager adds to new zeros.
+    They are contiguous, as eager's, which adds to new zeros.
     """
 
     def __call__(self, dq_embed, dk_embed, cos, sin):
@@ -386,16 +386,25 @@ def gradients(variant, dq_embed, dk_embed, cos, sin, unsqueeze_dim: int, dtype: 
 
 
 def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim, dtype, per_path):
+    def formula(dy, cos, sin):
+        return variant.gradient(dy, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), dtype)
+
     _check(dq_embed, dk_embed, cos, sin)
     if dq_embed.dtype != variant.output_dtype(dtype, cos.dtype):
         raise Outside(f"gradients {dq_embed.dtype} of query and key {dtype}, cos {cos.dtype}")
     strides = [contiguous_strides(dy.shape) for dy in (dq_embed, dk_embed)]
-    made = _Backward
-    if any(dy.dim() and dy.stride(-1) != 1 for dy in (dq_embed, dk_embed)):
-        made, dq_embed, dk_embed = _BackwardOfCopies, _with_whole_heads(dq_embed), _with_whole_heads(dk_embed)
-    walk = walk_of(dq_embed, dk_embed, cos, sin, unsqueeze_dim, *strides, variant)
+    as_read = [dy if dy.dim() and dy.stride(-1) == 1 else stand_ins(dy)[0].contiguous() for dy in (dq_embed, dk_embed)]
+    walk = walk_of(*as_read, cos, sin, unsqueeze_dim, *strides, variant)
     if walk is None:
         raise Outside("no kernel takes the gradients' layout")
+    made = _Backward
+    if as_read[0] is not dq_embed or as_read[1] is not dk_embed:
+        made = _BackwardOfCopies
+        for dy, of_kernel in zip((dq_embed, dk_embed), strides):
+            # torch.cat, of a formula of chunks, returns channels_last for such chunks.
+            eagers = Output.of(formula, dy, cos, sin, dtype=dtype).strides
+            if any(size > 1 and one != other for size, one, other in zip(dy.shape, eagers, of_kernel)):
+                raise Outside("eager's gradients have another memory order")
     if not kernel_is_proved(variant, dtype, cos.dtype, walk.sizes, cos.device, gradients=True):
         return None
     if one:

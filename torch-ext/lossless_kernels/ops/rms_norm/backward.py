@@ -548,8 +548,8 @@ def _resolve_call(dy, x, weight, rstd, *more) -> Backward:
     another compiled kernel and another reduction order, so there the gradients are compared with the formula's.
 
     Raises:
-        Outside: `formula` must run, as in a CUDA graph's capture before they were compared; `Failed` if the launches fail
-            or their bits differ.
+        Outside: `formula` must run, as in a CUDA graph's capture that comes before the comparison; `Failed` if the
+            launches fail or their bits differ.
     """
     *d_sum, variant, needs_dx, needs_dweight = more
     arguments = variant, dy, x, weight, rstd, needs_dx, needs_dweight

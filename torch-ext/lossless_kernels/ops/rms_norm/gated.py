@@ -11,9 +11,9 @@ from ...core import proof
 from ...core.calls import Outside
 from ...core.domain import NO_STATE, are_ours, has_global_hooks, is_checkpointed, runs_kernels
 from ...core.inspection import functions_of
-from .formulas import EAGER, EPS_NAME, FP32_OUTPUT, LLAMA, RMSNormFormula
+from .formulas import EAGER, EPS_NAME, FP32_OUTPUT, LLAMA, MAX_HIDDEN_SIZE, RMSNormFormula
 from .function import replacement as rms_norm_replacement
-from .proof import formula_cases, leaves, output_and_gradients, stand_in
+from .proof import PROOF_EPS, formula_cases, leaves, output_and_gradients, stand_in
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 # The formulas of the norm before the gate.
@@ -85,10 +85,18 @@ def _variant(owner, functions, activation, dtypes, device) -> Optional[RMSNormFo
     candidates = {
         variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
     }
-    variant = proof.match_formula(key, proof.Subject(owner.forward, device, where), candidates)
+    inputs, of_weight = [(MAX_HIDDEN_SIZE, dtype) for dtype in dtypes[:2]], [((MAX_HIDDEN_SIZE,), dtypes[2], 1)]
+    refuse = functools.partial(proof.refuse_parts, functools.partial(_output_of, owner, activation), inputs, of_weight)
+    variant = proof.match_formula(key, proof.Subject(owner.forward, device, where), candidates, refuse=refuse)
     if variant is not None:
         proof.record_dependency(owner.forward, EAGER[variant].forward)
     return variant
+
+
+def _output_of(owner, activation, hidden_states, gate, weight, eps=PROOF_EPS) -> torch.Tensor:
+    layer = stand_in(owner, weight, eps, eps_name=EPS_NAME)
+    layer.activation = activation
+    return owner.forward(layer, hidden_states, gate)
 
 
 def _formulas(owner, variant, activation, dtypes, device):
@@ -102,9 +110,7 @@ def _formulas(owner, variant, activation, dtypes, device):
                 if ours:
                     out = eager(variant, activation, hidden_states, gates, scale, eps)
                 else:
-                    layer = stand_in(owner, scale, eps, eps_name=EPS_NAME)
-                    layer.activation = activation
-                    out = owner.forward(layer, hidden_states, gates)
+                    out = _output_of(owner, activation, hidden_states, gates, scale, eps)
                 results.append(output_and_gradients(out, hidden_states, inputs, dy, other))
         for what, expected, found in zip(names, *results):
             yield what, found, expected

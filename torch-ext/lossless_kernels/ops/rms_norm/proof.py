@@ -13,10 +13,20 @@ from ...core.layout import stride_unit, stride_with_gap
 from ...core.reduction import ROW_CLASSES, row_class
 from . import backward as rms_norm_backward
 from . import fused_backward
-from .formulas import EAGER, EPS_NAMES, FUSED, FUSED_UNWEIGHTED, UNWEIGHTED, WEIGHTED, RMSNormFormula
+from .formulas import (
+    EAGER,
+    EPS_NAMES,
+    FUSED,
+    FUSED_UNWEIGHTED,
+    MAX_HIDDEN_SIZE,
+    UNWEIGHTED,
+    WEIGHTED,
+    RMSNormFormula,
+)
 from .plan import forward, plan_of
 
 _EPS_NAMES = frozenset(EPS_NAMES.values())
+PROOF_EPS = 0.0123
 
 
 def calls_torch(owner: type) -> bool:
@@ -57,7 +67,15 @@ def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[RMSNorm
     else:
         variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
     candidates = {variant: functools.partial(_formulas, owner, eps_name, variant, *case) for variant in variants}
-    return proof.match_formula(key, subject, candidates)
+    of_weight = [((MAX_HIDDEN_SIZE,), weight_dtype, 1)]
+    refuse = functools.partial(
+        proof.refuse_parts, functools.partial(_output_of, owner, eps_name), [(MAX_HIDDEN_SIZE, dtype)], of_weight
+    )
+    return proof.match_formula(key, subject, candidates, refuse=None if weight_dtype is None else refuse)
+
+
+def _output_of(owner, eps_name, x, weight, eps=PROOF_EPS) -> torch.Tensor:
+    return owner.forward(stand_in(owner, weight, eps, x.shape[-1], eps_name), x)
 
 
 def _formulas(owner, eps_name, variant, dtype, weight_dtype, device):
@@ -70,8 +88,7 @@ def _formulas(owner, eps_name, variant, dtype, weight_dtype, device):
             leaf, scale = leaves((x.contiguous() if calls else x, weight), (dtypes[0], dtypes[1] or dtype))
             with torch.enable_grad():
                 hidden_states = leaf.view_as(leaf)
-                layer = stand_in(layer_class, scale if weight_dtype else None, eps, len(scale), name)
-                out = layer_class.forward(layer, hidden_states)
+                out = _output_of(layer_class, name, hidden_states, scale if weight_dtype else None, eps)
                 inputs = (leaf, scale) if weight_dtype else (leaf,)
                 results.append(output_and_gradients(out, hidden_states, inputs, dy, other))
         for what, expected, found in zip(("the output", "the input's gradient", "the weight's gradient"), *results):
@@ -221,7 +238,6 @@ PROOF_ROWS = 128
 _PROOF_CALLS = 32
 # Gradients take several times as long, and the forward proof covers the reduction order within their rows.
 _GRADIENT_CALLS = 16
-PROOF_EPS = 0.0123
 
 
 def proof_calls(rows: int) -> tuple[int, int]:
