@@ -920,7 +920,7 @@ def test_models_on_a_cpu(build, tmp_path):
         for line in running.stdout:
             if found := re.match(r"\d\d:\d\d:\d\d (\w+), (.*): eager", line):
                 told.append(found.groups())
-                kept.append(len(json.loads(path.read_text())["results"]))
+                kept.append(path.read_text().count('"work"'))
     assert running.returncode == 0
     parts = [("training", "9 tokens")] * 2 + [("prefill", "1 tokens"), ("prefill", "8 tokens")]
     parts += [("generate", "growing"), ("generate", "static, decoding_graph")]

@@ -77,8 +77,6 @@ class Calls:
             except Outside as reason:
                 proof.record_refusal(original, str(reason))
                 found = None
-            if found is not None:
-                proof.forget_capture(original)
             remember(self.resolved, key, found)
             if failure is not None:  # Last: a warnings filter may raise.
                 warn(str(failure), stacklevel=4)

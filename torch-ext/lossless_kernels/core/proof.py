@@ -243,7 +243,7 @@ def match_formula(
 
     Args:
         described: a candidate's formula in words, for reports, where no proof of a kernel follows.
-        refuse: raises `Difference` if comparisons cannot show that the original is none of the candidates.
+        refuse: raises `Difference` if the original, which passed a candidate's comparisons, is another function.
     """
     verdict = _verdicts.get(key)
     if verdict is None:
@@ -252,38 +252,51 @@ def match_formula(
 
 
 class Difference(Exception):
-    """The original is none of the candidates; the message says why, for reports."""
+    """The original is another function, though compared tensors are equal; the message says why, for reports."""
 
 
-# Few, of which a class may take one after the other, and more than occur.
-_MANY_TOKENS = 1 << 12, 1 << 20
+# Shapes of many rows, by the long dimension, and its lengths. Rows that a class takes one by one are not so many at first.
+_LONG = (lambda rows: (rows,)), (lambda rows: (2, rows)), (lambda rows: (rows, 2))
+_FEW, _MANY = 2, (1 << 10, 1 << 20)
 
 
 def refuse_parts(compute: Callable, inputs: Iterable[tuple], weights: Iterable[tuple]) -> None:
-    """Raises Difference if a class computes many tokens in parts, whose gradients of the weights autograd adds up.
+    """Raises Difference if a class computes many rows in parts, whose gradients autograd adds up.
 
-    A comparison has few tokens, which may be one part. Here many tokens are computed, in tensors without memory.
+    A comparison has few rows, which may be one part. Here many rows are computed, in tensors without memory.
 
     Args:
         compute: `compute(*inputs, *weights)` returns the class's output.
-        inputs: length of the last dimension, and dtype, of each input, `[batch, tokens, length]`.
-        weights: shape and dtype of each weight, and how many gradients of it the formula adds.
+        inputs: length of a row, and dtype, of each input.
+        weights: shape and dtype of each weight.
     """
-    for tokens in _MANY_TOKENS:
-        given = [((2, tokens, length), dtype) for length, dtype in inputs] + [each[:2] for each in weights]
+
+    def paths(leading):
+        given = [((*leading, length), dtype) for length, dtype in inputs] + [*weights]
         leaves = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in given]
         with torch.enable_grad():
             out = compute(*leaves)
-        for leaf, (*_, expected) in zip(leaves[-len(weights) :], weights):
-            found = _paths(out, leaf)
-            if found != expected:
-                raise Difference(
-                    f"for {2 * tokens} tokens it adds {found} gradients of a weight, the formula {expected}"
-                )
+        return [_paths(out, leaf) for leaf in leaves]
+
+    failure, ran = None, False
+    for leading in _LONG:
+        try:
+            expected = paths(leading(_FEW))
+        except Difference:
+            raise
+        except Exception as error:  # A class may take tensors of some dimensions only.
+            failure = error
+            continue
+        ran = True
+        for rows in _MANY:
+            if paths(leading(rows)) != expected:
+                raise Difference(f"it computes {list(leading(rows))} rows in parts, whose gradients autograd adds up")
+    if not ran:
+        raise Difference(f"it does not run in tensors without memory: {type(failure).__name__}: {failure}")
 
 
 def _paths(out: torch.Tensor, leaf: torch.Tensor) -> int:
-    """How many paths of autograd's graph lead from `out` to a leaf: so many gradients are added to its own.
+    """How many paths of autograd's graph lead from `out` to a leaf. More of them add up gradients in another order.
 
     Raises:
         Difference: the graph has a node of a `torch.autograd.Function`, which does not show what it adds.
@@ -340,9 +353,8 @@ def record_refusal(original: Callable, reason: str) -> None:
 
 
 def forget_capture(original: Callable) -> None:
-    """Outside a CUDA graph's capture: what could not be verified within one has been, or will be at its next call."""
-    if IN_CAPTURE in _refusals.get(original, ()) and not is_capturing():
-        _refusals[original].discard(IN_CAPTURE)
+    """What could not be verified in a CUDA graph's capture has been verified."""
+    _refusals.get(original, set()).discard(IN_CAPTURE)
 
 
 def record_unreadable_forward(owner: type) -> None:
@@ -388,11 +400,11 @@ def _judge(key, subject, candidates, described=None, refuse=None) -> Optional[Ve
 
 def _first_equal(device, candidates, held, refuse) -> tuple[Any, Optional[str]]:
     """The first candidate that passes and None, or None and the reason."""
-    if refuse is not None and (reason := _disproof(device, lambda: refuse() or (), held)):
-        return None, reason
     reasons = []
     for candidate, comparisons in candidates.items():
         reason = _disproof(device, comparisons, held)
+        if reason is None and refuse is not None and (reason := _disproof(device, lambda: refuse() or (), held)):
+            return None, reason
         if reason is None:
             return candidate, None
         reasons.append(reason)

@@ -176,33 +176,30 @@ def packed_formula(x, gate_up_proj, down_proj, act_fn):
     return down_proj(up * act_fn(gate))
 
 
-_ROWS, _HIDDEN_SIZE, _INTERMEDIATE_SIZE = 64, 16, 24
-
-
-def _projections(owner) -> dict[str, tuple[int, int]]:
-    """Shapes of the weights of a proof's MLP, in the order of the formula's arguments."""
+def _projections(owner, hidden_size: int, intermediate_size: int) -> dict[str, tuple[int, int]]:
+    """Shapes of the weights of an MLP, in the order of the formula's arguments."""
     if is_packed(owner):
-        inner = {"gate_up_proj": (2 * _INTERMEDIATE_SIZE, _HIDDEN_SIZE)}
+        inner = {"gate_up_proj": (2 * intermediate_size, hidden_size)}
     else:
-        inner = dict.fromkeys(("gate_proj", "up_proj"), (_INTERMEDIATE_SIZE, _HIDDEN_SIZE))
-    return {**inner, "down_proj": (_HIDDEN_SIZE, _INTERMEDIATE_SIZE)}
+        inner = dict.fromkeys(("gate_proj", "up_proj"), (intermediate_size, hidden_size))
+    return {**inner, "down_proj": (hidden_size, intermediate_size)}
 
 
 def _refuse_parts(owner, dtype) -> None:
     """A product of fewer tokens may have other bits, too, in the output as well."""
-    shapes = _projections(owner)
-    # Two halves of a packed projection's output reach it.
-    weights = [(shape, dtype, 1 + (name == "gate_up_proj")) for name, shape in shapes.items()]
+    hidden_size = 1 << 14
+    shapes = _projections(owner, hidden_size, 1 << 16)
     compute = functools.partial(_output_of, owner, torch.sin, dtype, [*shapes])
-    proof.refuse_parts(compute, [(_HIDDEN_SIZE, dtype)], weights)
+    proof.refuse_parts(compute, [(hidden_size, dtype)], [(shape, dtype) for shape in shapes.values()])
 
 
 def _formulas(owner, subject, activation, dtype, device):
     generator = proof.generator(device, seed=5)
     formula = packed_formula if is_packed(owner) else _formula
-    shapes = {"x": (_ROWS, _HIDDEN_SIZE), **_projections(owner)}
+    rows, hidden_size, intermediate_size = 64, 16, 24
+    shapes = {"x": (rows, hidden_size), **_projections(owner, hidden_size, intermediate_size)}
     data = {name: proof.normal(generator, shape).to(dtype) for name, shape in shapes.items()}
-    gradients = [proof.normal(generator, _ROWS, _HIDDEN_SIZE).to(dtype) for _ in range(2)]
+    gradients = [proof.normal(generator, rows, hidden_size).to(dtype) for _ in range(2)]
     # Under autocast the projections return another dtype than x's.
     for projected in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
         # `sin`, which no class has as its activation, shows that the forward calls the module's `act_fn`.

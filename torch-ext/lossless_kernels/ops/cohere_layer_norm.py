@@ -286,7 +286,7 @@ def computes_formula(owner: type, dtype: torch.dtype, weight_dtype: torch.dtype,
     subject = proof.Subject(owner.forward, device, f"activations {dtype}, weight {weight_dtype}")
     candidates = {Eager: functools.partial(_formula_comparisons, owner, (dtype, weight_dtype), device)}
     key = ("formula of Cohere's LayerNorm", functions, dtype, weight_dtype, device)
-    shapes = [(_MAX_SIZE, dtype)], [((_MAX_SIZE,), weight_dtype, 1)]
+    shapes = [(_MAX_SIZE, dtype)], [((_MAX_SIZE,), weight_dtype)]
     refuse = functools.partial(proof.refuse_parts, functools.partial(_output_of, owner), *shapes)
     return proof.match_formula(key, subject, candidates, refuse=refuse) is not None
 

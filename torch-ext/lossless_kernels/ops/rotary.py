@@ -403,7 +403,7 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
         for dy, of_kernel in zip((dq_embed, dk_embed), strides):
             # torch.cat, of a formula of chunks, returns channels_last for such chunks.
             eagers = Output.of(formula, dy, cos, sin, dtype=dtype).strides
-            if any(size > 1 and one != other for size, one, other in zip(dy.shape, eagers, of_kernel)):
+            if any(size > 1 and theirs != ours for size, theirs, ours in zip(dy.shape, eagers, of_kernel)):
                 raise Outside("eager's gradients have another memory order")
     if not kernel_is_proved(variant, dtype, cos.dtype, walk.sizes, cos.device, gradients=True):
         return None

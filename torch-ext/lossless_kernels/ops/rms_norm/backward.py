@@ -530,7 +530,8 @@ def call_of(variant, tensors, needs_dx: bool, needs_dweight: bool, original=None
     if d_sum and not d_sum[0].stride() == dy.stride() == x.stride():  # Eager's sum decides the result's strides.
         return None
     facts = (variant, needs_dx, needs_dweight)
-    return (_added_calls if d_sum else _calls).find(original or EAGER[variant].forward, facts, tensors, *facts)
+    original = original or EAGER[variant].forward
+    return (_added_calls if d_sum else _calls).find(original, facts, tensors, *facts, original)
 
 
 def joined_formula(
@@ -551,7 +552,7 @@ def _resolve_call(dy, x, weight, rstd, *more) -> Backward:
         Outside: `formula` must run, as in a CUDA graph's capture that comes before the comparison; `Failed` if the
             launches fail or their bits differ.
     """
-    *d_sum, variant, needs_dx, needs_dweight = more
+    *d_sum, variant, needs_dx, needs_dweight, original = more
     arguments = variant, dy, x, weight, rstd, needs_dx, needs_dweight
     dx_mode = dx_mode_of(variant, x.dtype, *d_sum)
     ordinary = dy.stride() == x.stride() == contiguous_strides(x.shape)
@@ -562,6 +563,7 @@ def _resolve_call(dy, x, weight, rstd, *more) -> Backward:
         backward = resolve(*arguments, dx_mode)
         if compares:
             _compare(arguments, dx_mode, *d_sum)
+            proof.forget_capture(original)
         else:
             backward(dy, x, weight, rstd, *d_sum)
         return backward

@@ -85,7 +85,7 @@ def _variant(owner, functions, activation, dtypes, device) -> Optional[RMSNormFo
     candidates = {
         variant: functools.partial(_formulas, owner, variant, activation, dtypes, device) for variant in _VARIANTS
     }
-    inputs, of_weight = [(MAX_HIDDEN_SIZE, dtype) for dtype in dtypes[:2]], [((MAX_HIDDEN_SIZE,), dtypes[2], 1)]
+    inputs, of_weight = [(MAX_HIDDEN_SIZE, dtype) for dtype in dtypes[:2]], [((MAX_HIDDEN_SIZE,), dtypes[2])]
     refuse = functools.partial(proof.refuse_parts, functools.partial(_output_of, owner, activation), inputs, of_weight)
     variant = proof.match_formula(key, proof.Subject(owner.forward, device, where), candidates, refuse=refuse)
     if variant is not None:

@@ -67,14 +67,13 @@ def variant_of(owner, eps_name, dtype, weight_dtype, device) -> Optional[RMSNorm
     else:
         variants = WEIGHTED if weight_dtype is not None else (UNWEIGHTED,)
     candidates = {variant: functools.partial(_formulas, owner, eps_name, variant, *case) for variant in variants}
-    of_weight = [((MAX_HIDDEN_SIZE,), weight_dtype, 1)]
-    refuse = functools.partial(
-        proof.refuse_parts, functools.partial(_output_of, owner, eps_name), [(MAX_HIDDEN_SIZE, dtype)], of_weight
-    )
-    return proof.match_formula(key, subject, candidates, refuse=None if weight_dtype is None else refuse)
+    weights = [] if weight_dtype is None else [((MAX_HIDDEN_SIZE,), weight_dtype)]
+    compute = functools.partial(_output_of, owner, eps_name)
+    refuse = functools.partial(proof.refuse_parts, compute, [(MAX_HIDDEN_SIZE, dtype)], weights)
+    return proof.match_formula(key, subject, candidates, refuse=refuse)
 
 
-def _output_of(owner, eps_name, x, weight, eps=PROOF_EPS) -> torch.Tensor:
+def _output_of(owner, eps_name, x, weight=None, eps=PROOF_EPS) -> torch.Tensor:
     return owner.forward(stand_in(owner, weight, eps, x.shape[-1], eps_name), x)
 
 
