@@ -119,13 +119,16 @@ def test_what_has_another_loss_is_left_alone(kernel, seed):
         kernel.attach_loss(LlamaForCausalLM)
 
 
-@pytest.mark.parametrize("change", ["smoothing", "unshifted", "mean of all"])
+@pytest.mark.parametrize("change", ["smoothing", "unshifted", "mean of all", "parts of many"])
 def test_a_function_of_the_same_name_is_not_taken_for_it(kernel, seed, change):
     """Another version of transformers may compute something else by this name."""
 
     def another(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
         if change == "unshifted" and shift_labels is None:
             shift_labels = labels
+        if change == "parts of many" and labels.numel() > 512:
+            parts = zip(logits.split(512, dim=-2), labels.split(512, dim=-1))
+            return sum(ForCausalLMLoss(part, of_part, vocab_size) for part, of_part in parts)
         loss = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         if change == "smoothing":
             return loss + 1e-7 * logits.float().logsumexp(-1).mean()

@@ -1,5 +1,6 @@
 """The loss of transformers' causal language models, from the kernels: `attach_loss`."""
 
+import functools
 from collections.abc import Iterator
 from typing import Callable
 
@@ -75,7 +76,18 @@ def _is_original(function: Callable) -> bool:
         return False
     subject = proof.Subject(function, torch.device("cpu"), "fp32 and bf16", "cross-entropy of logits.float()")
     candidates = {True: lambda: _comparisons(function)}
-    return bool(proof.match_formula(("formula of causal_lm_loss", function), subject, candidates))
+    key, refuse = ("formula of causal_lm_loss", function), functools.partial(_refuse_parts, function)
+    return bool(proof.match_formula(key, subject, candidates, refuse=refuse))
+
+
+def _refuse_parts(function) -> None:
+    """Cross-entropies of parts have another sum than that of all tokens."""
+
+    def loss(logits):
+        labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        return function(logits, labels=labels, vocab_size=logits.shape[-1])
+
+    proof.refuse_parts(loss, [(128256, torch.bfloat16)], [])
 
 
 def _comparisons(function):

@@ -186,7 +186,7 @@ def _projections(owner, hidden_size: int, intermediate_size: int) -> dict[str, t
 
 
 def _refuse_parts(owner, dtype) -> None:
-    """A product of fewer tokens may have other bits, too, in the output as well."""
+    """Parts of an MLP may change the output's bits, too: a product of fewer tokens may take another kernel."""
     hidden_size = 1 << 14
     shapes = _projections(owner, hidden_size, 1 << 16)
     compute = functools.partial(_output_of, owner, torch.sin, dtype, [*shapes])
