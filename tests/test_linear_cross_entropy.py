@@ -176,10 +176,15 @@ def test_wrong_arguments_are_named(kernel, given):
 
 
 def peak(loss, *arguments) -> int:
+    """`most_held` by a loss and its backward pass."""
+    return most_held(lambda: loss(*arguments).backward())
+
+
+def most_held(function) -> int:
     """Bytes that torch's CPU allocator held at most beside what it held before."""
     gc.collect()  # The allocator reports what is freed too.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        loss(*arguments).backward()
+        function()
     held = most = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -202,7 +207,11 @@ def test_memory_is_the_gradient_of_the_logits(kernel, seed):
         ours = peak(kernel.cross_entropy, logits, target)
         assert size <= ours <= size + few
         with_layer = peak(kernel.linear_cross_entropy, hidden, weight, target)
-        assert size <= with_layer <= size + few
+        # A CPU that multiplies in fp16 (AVX512-FP16) arranges the weight anew for each product.
+        with torch.no_grad():
+            of_products = max(most_held(lambda: hidden @ weight.t()), most_held(lambda: logits @ weight))  # noqa: B023
+        more = of_products if dtype == torch.float16 and of_products > size + few else 0
+        assert size <= with_layer <= size + few + more
         logits.grad = None
         eager = peak(lambda x, target: functional.cross_entropy(x.float(), target), logits, target)
         print(f"{dtype}: ours {ours / size:.3f}, eager {eager / size:.3f} times the logits")
