@@ -448,8 +448,8 @@ def test_the_benchmark_on_a_cpu(tmp_path, build):
     rows = json.loads(path.read_text())["results"]
     assert [(each["layers"], each["mode"]) for each in rows] == [
         ("eager", ""),
-        ("Inductor alone", "default"),
-        ("Inductor, our layers", "default"),
+        ("aot_eager alone", "default"),
+        ("aot_eager, our layers", "default"),
     ]
     assert all(each["bits_equal"] for each in rows)
     assert all(each["graphs"] == 1 and len(each["functions"]) == 2 for each in rows[1:])
