@@ -534,7 +534,9 @@ def order_of_block(kind, change=None):
     def row_sum(terms):
         if change != "two accumulators":
             return sum_of_block(of_threads(terms))
-        is_even = torch.arange(terms.shape[1]) // (threads if vector == 1 else 1) % 2 == 0
+        # A row shorter than all threads' vectors is added element by element.
+        one_by_one = vector == 1 or (order.kind == "loop" and terms.shape[1] < threads * vector)
+        is_even = torch.arange(terms.shape[1]) // (threads if one_by_one else 1) % 2 == 0
         return sum_of_block(of_threads(terms * is_even) + of_threads(terms * ~is_even))
 
     return row_sum
