@@ -255,7 +255,7 @@ class Difference(Exception):
     """The original is another function, though compared tensors are equal; the message says why, for reports."""
 
 
-# Shapes of many rows, by the long dimension, and its lengths. Rows that a class takes one by one are not so many at first.
+# Leading dimensions of tensors with many rows. The first number is small, for classes that take rows one by one.
 _LONG = (lambda rows: (rows,)), (lambda rows: (2, rows)), (lambda rows: (rows, 2))
 _FEW, _MANY = 2, (1 << 10, 1 << 20)
 
@@ -278,21 +278,20 @@ def refuse_parts(compute: Callable, inputs: Iterable[tuple], weights: Iterable[t
             out = compute(*leaves)
         return [_paths(out, leaf) for leaf in leaves]
 
-    failure, ran = None, False
+    failures = []
     for leading in _LONG:
         try:
             expected = paths(leading(_FEW))
         except Difference:
             raise
         except Exception as error:  # A class may take tensors of some dimensions only.
-            failure = error
+            failures.append(f"{type(error).__name__}: {error}")
             continue
-        ran = True
         for rows in _MANY:
             if paths(leading(rows)) != expected:
                 raise Difference(f"it computes {list(leading(rows))} rows in parts, whose gradients autograd adds up")
-    if not ran:
-        raise Difference(f"it does not run in tensors without memory: {type(failure).__name__}: {failure}")
+    if len(failures) == len(_LONG):
+        raise Difference(f"it does not run in tensors without memory: {failures[-1]}")
 
 
 def _paths(out: torch.Tensor, leaf: torch.Tensor) -> int:
@@ -353,7 +352,7 @@ def record_refusal(original: Callable, reason: str) -> None:
 
 
 def forget_capture(original: Callable) -> None:
-    """What could not be verified in a CUDA graph's capture has been verified."""
+    """Removes the reason that a CUDA graph's capture gave: what was not verified within it has been verified since."""
     _refusals.get(original, set()).discard(IN_CAPTURE)
 
 

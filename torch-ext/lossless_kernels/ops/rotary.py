@@ -164,7 +164,7 @@ class _Training:
 class _Backward(Backward):
     """The gradients of q and of k, each a pair: see `gradients`.
 
-    They are contiguous, as eager's, which adds to new zeros.
+    They are contiguous, as eager's are: eager adds to new zeros.
     """
 
     def __call__(self, dq_embed, dk_embed, cos, sin):
@@ -401,7 +401,7 @@ def _resolve_gradients(dq_embed, dk_embed, cos, sin, variant, one, unsqueeze_dim
     if as_read[0] is not dq_embed or as_read[1] is not dk_embed:
         made = _BackwardOfCopies
         for dy, of_kernel in zip((dq_embed, dk_embed), strides):
-            # torch.cat, of a formula of chunks, returns channels_last for such chunks.
+            # In the formula of chunks torch.cat returns channels_last for chunks of that order.
             eagers = Output.of(formula, dy, cos, sin, dtype=dtype).strides
             if any(size > 1 and theirs != ours for size, theirs, ours in zip(dy.shape, eagers, of_kernel)):
                 raise Outside("eager's gradients have another memory order")
