@@ -11,6 +11,7 @@ import pytest
 import sweep
 import torch
 import training
+import transformers
 from bits import assert_bits_equal
 from kernels import Mode, replace_kernel_forward_from_hub
 from places import forget_all, python_module
@@ -38,6 +39,10 @@ GIVEN = {"SwiGLUMLP", "LlamaMLP", "GeGLUMLP", "Phi3MLP", "TorchRMSNorm", "TorchL
     "rotary_pos_emb_vision",
     "rotary_emb",
 }
+# transformers 5.17, the oldest that is tested, gives no class this name and has no such router.
+WITHOUT_ROUTERS = {"SoftmaxTopKRouter"} if transformers.__version__ == "5.17.0" else set()
+ROUTERS = {"MixtralTopKRouter", "Qwen3MoeTopKRouter", "Qwen3VLMoeTextTopKRouter"}
+ROUTERS |= set() if WITHOUT_ROUTERS else {"JambaTopKRouter"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,7 @@ def found(kernel):
 
 def test_every_layer_name_is_found(kernel, found):
     names = [layer_name for layer_name, _ in found]
-    assert set(names) == set(kernel.kernel_mapping()) - GIVEN
+    assert set(names) == set(kernel.kernel_mapping()) - GIVEN - WITHOUT_ROUTERS
     assert names.count("RMSNorm") > 100 and names.count("rotary_pos_emb") > 90
 
 
@@ -113,7 +118,7 @@ def test_every_router(kernel, seed, monkeypatch):
         monkeypatch.setattr(python_module(kernel, "domain"), "_KERNEL_DEVICE", "cuda")
     known = list(sweep.routers(kernel))
     names = {each.__name__ for each in known}
-    assert names > {"MixtralTopKRouter", "Qwen3MoeTopKRouter", "Qwen3VLMoeTextTopKRouter", "JambaTopKRouter"}
+    assert names > ROUTERS
     assert not names & {"GptOssTopKRouter", "GraniteMoeTopKRouter", "DeepseekV2TopkRouter", "LagunaTopKRouter"}
     launches = sweep.count_launches(kernel)
     for each in known:

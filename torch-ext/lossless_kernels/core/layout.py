@@ -96,6 +96,18 @@ def row_levels(shape, order, *strides):
     return _MAX_LEVELS if rest else 1, inner[0], middle[0], offsets
 
 
+def divider(divisor: int) -> int:
+    """The int64 by which kernels divide numbers below 2**31 (`kernels_src/indices.py`): 32 bits of a multiplier, then a shift.
+
+    The quotient is number * multiplier >> 31 + shift. The multiplier is 2**(31 + shift) / divisor, rounded up by less than 1.
+    This adds less than 2**-shift, and so less than 1 / divisor, to the exact quotient, whose distance from the next integer
+    is at least that. The multiplier is at least 2**31: its first bit is the int64's sign.
+    """
+    shift = (divisor - 1).bit_length()
+    multiplier = -(-(1 << 31 + shift) // divisor)
+    return (multiplier - (1 << 32)) << 32 | shift
+
+
 def is_dense(shape, strides) -> bool:
     """Whether the elements fill a contiguous piece of memory, in any order of dimensions."""
     step = 1

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .indices import quotient
+
 
 @triton.jit
 def _pairs(ptr, offset, mask, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr):
@@ -13,16 +15,18 @@ def _pairs(ptr, offset, mask, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "groups", "heads", "x_batch_stride", "x_token_stride", "x_head_stride", "out_batch_stride",
-        "out_token_stride", "out_head_stride", "freqs_batch_stride", "freqs_token_stride",
+        "tokens", "groups", "by_tokens", "by_groups", "heads", "x_batch_stride", "x_token_stride", "x_head_stride",
+        "out_batch_stride", "out_token_stride", "out_head_stride", "freqs_batch_stride", "freqs_token_stride",
     ]
 )  # fmt: skip
 def complex_rotary(
     x_ptr,
     freqs_ptr,
     out_ptr,
-    tokens: tl.int64,
-    groups: tl.int64,
+    tokens: tl.int32,
+    groups: tl.int32,
+    by_tokens: tl.int64,
+    by_groups: tl.int64,
     heads: tl.int64,
     x_batch_stride: tl.int64,
     x_token_stride: tl.int64,
@@ -47,9 +51,12 @@ def complex_rotary(
     Args:
         CONJUGATE: the factor is the conjugate of freqs.
     """
-    program = tl.program_id(0).to(tl.int64)
-    group, row = program % groups, program // groups
-    token, batch = row % tokens, row // tokens
+    program = tl.program_id(0)
+    row = quotient(program, by_groups)
+    group = (program - row * groups).to(tl.int64)
+    batch = quotient(row, by_tokens)
+    token = (row - batch * tokens).to(tl.int64)
+    batch = batch.to(tl.int64)
     head = group * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, 2 * HALF_BLOCK)[None, :]
     mask = (head < heads) & (column < 2 * HALF)

@@ -1,14 +1,15 @@
 """Softmax of scaled and masked attention scores, forward and backward, in the orders of `softmax.py`.
 
 Programs take the rows that share a row of the mask one after the other, so that the L2 has it. A tensor's row has an
-offset of three levels (`core/layout.row_levels`); `inner` and `middle` are the lengths of two of them.
+offset of three levels (`core/layout.row_levels`); `inner` and `middle` are the lengths of two of them, `by_inner` and
+`by_middle` what `quotient` divides by them with.
 """
 
 import triton
 import triton.language as tl
 
+from .indices import quotient
 from .primitives import divide_by_reciprocal, divide_down_to_zero, exp, exp_add, mask_if, maximum, reciprocal
-from .rms_norm_backward import _row_offset
 from .softmax import (
     _LEAST_TERM,
     _elements_before,
@@ -25,10 +26,28 @@ from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
 
 # fmt: off
 _SCALARS = [
-    "rows", "size", "inner", "middle", "outer_stride", "middle_stride", "inner_stride",
+    "rows", "size", "inner", "middle", "by_inner", "by_middle", "outer_stride", "middle_stride", "inner_stride",
     "mask_outer_stride", "mask_middle_stride", "mask_inner_stride",
 ]
 # fmt: on
+
+
+@triton.jit
+def _row_offset(row, lengths, strides):
+    """The offset of a row.
+
+    Args:
+        lengths: of the inner and the middle index, and the dividers of both (`core.layout.divider`).
+        strides: of the outer, the middle and the inner index.
+    """
+    inner, middle, by_inner, by_middle = lengths
+    outer_and_middle = quotient(row, by_inner)
+    outer = quotient(outer_and_middle, by_middle)
+    return (
+        outer * strides[0]
+        + (outer_and_middle - outer * middle) * strides[1]
+        + (row - outer_and_middle * inner) * strides[2]
+    )
 
 
 @triton.jit
@@ -60,6 +79,8 @@ def masked_softmax_forward(
     size: tl.int32,
     inner: tl.int32,
     middle: tl.int32,
+    by_inner: tl.int64,
+    by_middle: tl.int64,
     outer_stride: tl.int64,
     middle_stride: tl.int64,
     inner_stride: tl.int64,
@@ -87,8 +108,9 @@ def masked_softmax_forward(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
     inside = (row < rows) & (element < size * UNIT)
-    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
-    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    lengths = (inner, middle, by_inner, by_middle)
+    offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
+    of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
     x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
     largest = tl.max(x, axis=1)[:, None]
     terms = exp(x - largest)
@@ -109,6 +131,8 @@ def masked_softmax_backward(
     size: tl.int32,
     inner: tl.int32,
     middle: tl.int32,
+    by_inner: tl.int64,
+    by_middle: tl.int64,
     outer_stride: tl.int64,
     middle_stride: tl.int64,
     inner_stride: tl.int64,
@@ -131,8 +155,9 @@ def masked_softmax_backward(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
     inside = (row < rows) & (element < size * UNIT)
-    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
-    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    lengths = (inner, middle, by_inner, by_middle)
+    offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
+    of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
     of_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.load(statistics_ptr + 2 * of_row.to(tl.int64), mask=of_row < rows, other=0.0)
     total = tl.load(statistics_ptr + 2 * of_row.to(tl.int64) + 1, mask=of_row < rows, other=1.0)
@@ -156,6 +181,8 @@ def masked_softmax_forward_of_block(
     size: tl.int32,
     inner: tl.int32,
     middle: tl.int32,
+    by_inner: tl.int64,
+    by_middle: tl.int64,
     outer_stride: tl.int64,
     middle_stride: tl.int64,
     inner_stride: tl.int64,
@@ -178,8 +205,9 @@ def masked_softmax_forward_of_block(
     # (H200, bf16), and nothing where threads take vectors.
     KEPT: tl.constexpr = VECTOR == 1
     row = tl.program_id(0)
-    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
-    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    lengths = (inner, middle, by_inner, by_middle)
+    offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
+    of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
     before = _elements_before(offset, HEAD) if HEAD else 0
     scores_ptr += offset
     mask_ptr += of_mask
@@ -209,6 +237,8 @@ def masked_softmax_backward_of_block(
     size: tl.int32,
     inner: tl.int32,
     middle: tl.int32,
+    by_inner: tl.int64,
+    by_middle: tl.int64,
     outer_stride: tl.int64,
     middle_stride: tl.int64,
     inner_stride: tl.int64,
@@ -228,8 +258,9 @@ def masked_softmax_backward_of_block(
     scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
-    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
-    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    lengths = (inner, middle, by_inner, by_middle)
+    offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
+    of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
     statistics_ptr += 2 * row.to(tl.int64)
     largest, divisor = tl.load(statistics_ptr), tl.load(statistics_ptr + 1)
     gradients = ()
@@ -283,6 +314,8 @@ def masked_softmax_forward_of_long_rows(
     size: tl.int32,
     inner: tl.int32,
     middle: tl.int32,
+    by_inner: tl.int64,
+    by_middle: tl.int64,
     outer_stride: tl.int64,
     middle_stride: tl.int64,
     inner_stride: tl.int64,
@@ -306,8 +339,9 @@ def masked_softmax_forward_of_long_rows(
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
     length = size * UNIT
-    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
-    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    lengths = (inner, middle, by_inner, by_middle)
+    offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
+    of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
     scores_ptr += offset
     mask_ptr += of_mask
     in_tile = tl.arange(0, TILE)
@@ -363,6 +397,8 @@ def masked_softmax_backward_of_long_rows(
     size: tl.int32,
     inner: tl.int32,
     middle: tl.int32,
+    by_inner: tl.int64,
+    by_middle: tl.int64,
     outer_stride: tl.int64,
     middle_stride: tl.int64,
     inner_stride: tl.int64,
@@ -382,8 +418,9 @@ def masked_softmax_backward_of_long_rows(
     TILE: tl.constexpr = THREADS * VECTOR
     row = tl.program_id(0)
     length = size * UNIT
-    offset = _row_offset(row, inner, middle, (outer_stride, middle_stride, inner_stride), 3) * UNIT
-    of_mask = _row_offset(row, inner, middle, (mask_outer_stride, mask_middle_stride, mask_inner_stride), 3) * UNIT
+    lengths = (inner, middle, by_inner, by_middle)
+    offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
+    of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
     statistics_ptr += 2 * row.to(tl.int64)
     statistics = (tl.load(statistics_ptr), tl.load(statistics_ptr + 1))
     pointers = (dy_ptr + offset, scores_ptr + offset, mask_ptr + of_mask)

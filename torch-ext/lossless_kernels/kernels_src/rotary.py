@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .indices import quotient
 from .primitives import cos, sin
 
 
@@ -142,6 +143,8 @@ def _heads(
     do_not_specialize=[
         "tokens",
         "groups",
+        "by_tokens",
+        "by_groups",
         "q_groups",
         "q_heads",
         "k_heads",
@@ -174,6 +177,8 @@ def rotary(
     second_k_out_ptr,
     tokens: tl.int32,
     groups: tl.int32,
+    by_tokens: tl.int64,
+    by_groups: tl.int64,
     q_groups: tl.int32,
     q_heads: tl.int32,
     k_heads: tl.int32,
@@ -214,9 +219,9 @@ def rotary(
     elements.
     """
     program = tl.program_id(0)
-    token = program // groups
+    token = quotient(program, by_groups)
     group = program - token * groups
-    batch = token // tokens
+    batch = quotient(token, by_tokens)
     token = (token - batch * tokens).to(tl.int64)
     batch = batch.to(tl.int64)
     token_cos_ptr = cos_ptr + (batch * cos_batch_stride + token * cos_token_stride) * UNIT

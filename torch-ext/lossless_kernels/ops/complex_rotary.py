@@ -23,7 +23,7 @@ from ..core.domain import (
     runs_kernels,
 )
 from ..core.inspection import function_behind, helpers_of
-from ..core.layout import Output, contiguous_strides
+from ..core.layout import Output, contiguous_strides, divider
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 
 if launch.AVAILABLE:
@@ -154,7 +154,8 @@ class Kind:
         programs = batch * tokens * groups
         if programs > launch.MAX_PROGRAMS:
             raise Outside("too many heads")
-        return launch.bind(complex_rotary, constants, warps, device, dtypes, programs, tokens, groups, heads, *in_units)
+        scalars = tokens, groups, divider(tokens), divider(groups), heads, *in_units
+        return launch.bind(complex_rotary, constants, warps, device, dtypes, programs, *scalars)
 
 
 def _steps(strides, shape, unsqueeze_dim) -> tuple[int, ...]:

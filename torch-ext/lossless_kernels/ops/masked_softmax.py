@@ -29,7 +29,7 @@ from ..core.domain import (
     layouts_if_hooked,
     runs_kernels,
 )
-from ..core.layout import contiguous_strides, row_levels
+from ..core.layout import contiguous_strides, divider, row_levels
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 from .softmax import LONG_LENGTHS, SoftmaxPlan, softmax, with_small_terms
 from .softmax import Kind as KindOfRows
@@ -188,7 +188,7 @@ class _Walk:
         dtype = of_rows.dtype
         dtypes = (dtype, dtype, torch.float32, dtype)[: 3 + of_rows.of_gradient] + (dtype,) * kind.masked
         strides = [stride // unit for stride in (*self.of_scores, *self.of_mask)]
-        scalars = self.rows, self.size // unit, *self.levels, *strides, scale
+        scalars = self.rows, self.size // unit, *self.levels, *map(divider, self.levels), *strides, scale
         programs = -(-self.rows // rows_per_program)
         return launch.bind(
             kernel,

@@ -8,6 +8,7 @@ import torch
 
 from ..core import launch
 from ..core.calls import Outside
+from ..core.layout import divider
 from .rotary_formulas import FIRST_HALF, ONE_EACH, RotaryFormula
 
 if launch.AVAILABLE:
@@ -118,7 +119,9 @@ class Walk:
             raise Outside("more heads than a launch has programs for")
         steps = (*self.q, *self.k, *self.q_out, *self.k_out, *self.cos[:2], *self.sin[:2])
         steps = tuple([step // self.unit for step in steps])
-        scalars = (self.tokens, q_groups + k_groups, q_groups, self.q_heads, self.k_heads, *steps)
+        groups = q_groups + k_groups
+        dividers = divider(self.tokens), divider(groups)
+        scalars = (self.tokens, groups, *dividers, q_groups, self.q_heads, self.k_heads, *steps)
         dtypes = (read, read, table, table, *(written,) * 4)
         return launch.bind(rotary, constants, plan.num_warps, device, dtypes, programs, *scalars)
 
