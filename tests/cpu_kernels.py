@@ -204,7 +204,8 @@ def cpu_kernels(package):
                 write(into, values)
 
     def rotate(constants, scalars, q, k, cos, sin, q_out, k_out, *straight):
-        tokens, _, _, q_heads, k_heads, *steps = scalars
+        tokens, *_, q_heads, k_heads = scalars[:7]
+        steps = scalars[7:]
         size, unit = 2 * constants["HALF"], constants["UNIT"]
         dim = size + constants["PASSED"]
         batch = q_out.numel() // (tokens * q_heads * dim)
@@ -243,7 +244,7 @@ def cpu_kernels(package):
             heads(straight[number], count, into).copy_(through_cos)
 
     def complex_rotary(constants, scalars, x, freqs, out):
-        tokens, groups, heads, *steps = scalars
+        tokens, _, _, _, heads, *steps = scalars
         dim, unit = 2 * constants["HALF"], constants["UNIT"]
         batch = out.numel() // (tokens * heads * dim)
         x, out = (
