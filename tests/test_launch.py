@@ -114,6 +114,10 @@ LAUNCHES = """
     for size in (40, 1000):
         scores = torch.randn(3, size).bfloat16().requires_grad_()
         kernel.softmax(scores).backward(torch.randn_like(scores))
+    scores, mask = torch.randn(2, 4, 16, 40).bfloat16().requires_grad_(), torch.randn(2, 1, 16, 40).bfloat16()
+    kernel.masked_softmax(scores, mask, 0.5).backward(torch.randn_like(scores))
+    angle, tokens = torch.randn(1, 16, 32), torch.randn(2, 16, 4, 64)
+    kernel.apply_rotary_emb(tokens, tokens, torch.polar(torch.ones_like(angle), angle))
     # The kernel writes the targets that ATen takes the loss of.
     module("cross_entropy")._nll_loss = lambda logp, *rest: (logp.mean(), torch.ones(()))
     # ATen's two kernels: of a short vocabulary, and of one that takes more than a program's registers.
@@ -270,6 +274,9 @@ def test_every_kernel_is_launched(launches):
         "rms_norm_backward",
         "rms_norm_backward_streamed",
         "column_sum_blocks",
+        "complex_rotary",
+        "masked_softmax_forward",
+        "masked_softmax_backward",
         "rms_norm_sum_chains",
         "rotary",
         "softmax_forward",

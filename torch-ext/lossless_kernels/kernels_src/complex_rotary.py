@@ -49,6 +49,7 @@ def complex_rotary(
     a tensor of real numbers, twice as many.
 
     Args:
+        by_tokens, by_groups: `core.layout.divider` of tokens and groups.
         CONJUGATE: the factor is the conjugate of freqs.
     """
     program = tl.program_id(0)

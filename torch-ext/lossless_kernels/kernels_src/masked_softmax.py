@@ -2,7 +2,7 @@
 
 Programs take the rows that share a row of the mask one after the other, so that the L2 has it. A tensor's row has an
 offset of three levels (`core/layout.row_levels`); `inner` and `middle` are the lengths of two of them, `by_inner` and
-`by_middle` what `quotient` divides by them with.
+`by_middle` the dividers of these lengths.
 """
 
 import triton
@@ -37,7 +37,7 @@ def _row_offset(row, lengths, strides):
     """The offset of a row.
 
     Args:
-        lengths: of the inner and the middle index, and the dividers of both (`core.layout.divider`).
+        lengths: those of the inner and the middle index, then the dividers of both (`core.layout.divider`).
         strides: of the outer, the middle and the inner index.
     """
     inner, middle, by_inner, by_middle = lengths

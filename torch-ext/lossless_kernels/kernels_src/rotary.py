@@ -216,7 +216,7 @@ def rotary(
     second_out = x * cos. FP32_COMPUTE: only the sum is rounded. LAYOUT: pairs are "halves" or "neighbours"; TABLE: those
     of cos and sin too, or "first_half", which has both numbers of a pair. PADDED: no gradient of a half is -0.
     PASSED elements after 2 * HALF are copied. A program has HEADS heads of q or k of one token. Strides are in UNITs of
-    elements.
+    elements; by_tokens and by_groups are the dividers of tokens and groups (`core.layout.divider`).
     """
     program = tl.program_id(0)
     token = quotient(program, by_groups)
