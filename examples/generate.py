@@ -11,7 +11,7 @@ both, and how many tokens and how many steps' logits are equal bit for bit.
 
 On a GPU the kernels replace whole decoder layers; docs/inference.md has measured times. On a CPU the original layers run both times;
 with TRITON_INTERPRET=1 LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and their logits are close to the
-CPU's. Not yet run on a GPU.
+CPU's. On an NVIDIA H200 tokens and logits were equal (2026-11-28, torch 2.11.0, transformers 5.22.2, kernels 0.17.2).
 
 Exit status: 0 if all tokens and logits are equal (close in the interpreter); 1 if not; 2 if it could not be tried.
 """

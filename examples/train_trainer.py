@@ -9,9 +9,11 @@ replaces the layers and the loss function. Losses and trained weights are compar
 
 On a GPU the second run uses the kernels; docs/performance.md has measured times and memory of training steps. On a CPU the
 original layers run both times; with TRITON_INTERPRET=1 LOSSLESS_PROOF=off the kernels run in Triton's interpreter, slowly, and
-their losses are close to the CPU's.
-Not yet run on a GPU. Attention is transformers' "eager": the backward pass of fused attention adds in an order that changes
-from run to run, unless `torch.use_deterministic_algorithms(True)` is set.
+their losses are close to the CPU's. On an NVIDIA H200 losses and weights had the same bits (2026-11-28, torch 2.11.0,
+transformers 5.22.2, kernels 0.17.2).
+
+Attention is transformers' "eager": the backward pass of fused attention adds in an order that changes from run to run, unless
+`torch.use_deterministic_algorithms(True)` is set.
 
 Exit status: 0 if losses and weights are equal (close in the interpreter); 1 if not; 2 if it could not be tried.
 """

@@ -173,8 +173,11 @@ def cpu_kernels(package):
         for into, values in zip(moments, cohere.statistics(x, scalars[-1])):
             write(into, values)
 
-    def cohere_layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx, dx_variance, dx_mean):
-        found = cohere_backward.formula(dy, x, weight, mean, rstd, True, False)
+    def cohere_layer_norm_backward(constants, scalars, dy, x, weight, mean, rstd, dx, dx_variance, dx_mean, *of_rows):
+        sums = []
+        found = cohere_backward.formula(dy, x, weight, mean, rstd, True, False, sums)
+        for into, values in zip(of_rows, sums):
+            write(into, values)
         for into, values in zip((dx, dx_variance, dx_mean), found):
             if values is not None:
                 write(into, values)

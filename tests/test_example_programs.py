@@ -108,11 +108,8 @@ def test_training_a_lora_adapter(build):
 def test_help_says_what_happens_on_a_gpu(name):
     done = run(name, "--help")
     assert done.returncode == 0, done.stderr
-    for text in (
-        "On a CPU",
-        "Not yet run on a GPU" if name in ("generate", "train_trainer") else "not yet run on a GPU",
-    ):
-        assert text in done.stdout
+    printed = " ".join(done.stdout.split())
+    assert "n a CPU" in printed and ("not yet run on a GPU" if name == "train_trl" else "NVIDIA H200") in printed
     for option in ("--model", "--hub", "--build", "--device", "--dtype", "--seed", "default: "):
         assert option in done.stdout
 
