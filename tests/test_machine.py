@@ -101,6 +101,7 @@ SPILLED_ELSEWHERE = {
     ("cross_entropy_forward", "float16", 128256): 4,
     ("cross_entropy_forward", "float32", 32000): 48,
     ("softmax_forward_of_long_rows", "float32", None): 4,
+    ("masked_softmax_forward_of_block", "bfloat16", None): 8,
     ("masked_softmax_backward_of_block", "bfloat16", None): 364,
     ("masked_softmax_backward_of_block", "float32", None): 508,
 }
