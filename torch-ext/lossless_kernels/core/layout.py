@@ -99,13 +99,12 @@ def row_levels(shape, order, *strides):
 def divider(divisor: int) -> int:
     """The int64 by which kernels divide numbers below 2**31 (`kernels_src/indices.py`).
 
-    The quotient is `number * multiplier >> 31 + shift`. The upper half of the int64 is the multiplier, the lower one the
-    shift. The multiplier is 2**(31 + shift) / divisor, rounded up. A number below 2**31 times the rounding, which is below 1,
-    is below 2**31: it adds less than 2**-shift, and so less than 1 / divisor, to the quotient. That reaches no next integer,
-    from which a quotient is at least 1 / divisor away.
+    The quotient is `number * multiplier >> 31 + shift`. The upper half of the int64 is the multiplier, the lower half the
+    shift. The multiplier is 2**(31 + shift) / divisor, rounded up by less than 1. The rounding adds less than 2**-shift to
+    the quotient, which is at most 1 / divisor. The exact quotient is at least 1 / divisor below the next integer, so the sum
+    does not reach it.
 
-    The multiplier is at least 2**31, so that the int64 is negative and less than -2**31: Triton's interpreter takes it as
-    an int64, too.
+    The multiplier is at least 2**31. The int64 is therefore less than -2**31, and Triton's interpreter takes it as 64 bits.
 
     Args:
         divisor: from 1 to 2**31.
