@@ -186,8 +186,15 @@ class Compiled(dict):
 
     def count(self, instruction):
         """Elements on which a thread carries out the instruction, a regular expression: a packed one counts twice."""
-        found = re.findall(rf"^\s*(?:@\S+ )?{instruction}\S*", self["assembly"], re.MULTILINE)
+        found = re.findall(rf"(?:^|[;{{])\s*(?:@\S+ )?{instruction}\S*", self["assembly"], re.MULTILINE)
         return sum(2 if "x2" in opcode or "_pk_" in opcode else 1 for opcode in found)
+
+    @property
+    def exps(self):
+        """Exponentials: how many a thread computes (four FMAs each), and how many it adds in the same step (five)."""
+        found = [self.count(rf"{instruction}\.rn\.f32 \S+ t, e") for instruction in ("mul", "fma")]
+        assert self.count(r"fma\.rm\.f32") == self.count(r"fma\.rn\.sat\.f32") == sum(found), str(self)
+        return tuple(found)
 
 
 def compile_all(run_python, tmp_path_factory, name, matrices, only="", share=1.0):

@@ -238,8 +238,9 @@ def test_the_transcription_tells_of_a_wrong_order(family, module, monkeypatch, s
         assert_bits_equal(torch.autograd.grad(out, leaf, dy, retain_graph=True)[0], gradient(dy, y, 0.7))
     order, source = WRONG_ORDERS[name], module("kernels_src.masked_softmax")
 
-    def wrong(terms, ROWS, LOG2_SIZE, WIDTH):
-        sums = order(torch.from_numpy(terms.handle.data)).numpy()
+    def wrong(tiles, ROWS, WIDTH, TILES, TILE):
+        terms = tiles[0]
+        sums = order(torch.cat([torch.from_numpy(tile.handle.data) for tile in tiles], dim=1)).numpy()
         return type(terms)(type(terms.handle)(sums, terms.handle.dtype), source.tl.block_type(terms.dtype, [ROWS]))
 
     monkeypatch.setattr(source, "_warp_sum", wrong)

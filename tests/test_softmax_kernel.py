@@ -115,9 +115,26 @@ def test_few_rows_have_programs_of_their_own(module, dtype):
 
     for of_gradient in (False, True):
         few, many = (planned(128, rows, of_gradient) for rows in (512, 513))
-        assert few.program == (1, 1) and many.program == (4 if dtype == torch.float32 else 8, 1)
+        assert few.program == (2, 1) and many.program == (4 if dtype == torch.float32 else 8, 1)
         assert few != many and few == planned(100 if dtype == torch.float32 else 120, 1, of_gradient)
+        assert planned(8, 1, of_gradient).program == (8, 1) and planned(300, 1, of_gradient).program == (1, 1)
         assert planned(1000, 1, of_gradient) == planned(1000, 4000, of_gradient)
+
+
+def test_which_rows_are_loaded_by_lanes(module):
+    """Those of up to 256 elements, and fewer in gradients, which memory limits; those of masked scores compute."""
+    kind_of = module("ops.softmax").Kind.of
+
+    def longest(of_gradient, **changes):
+        sizes = (1, 8, 64, 65, 128, 129, 256, 257, 1024)
+        kinds = [replace(kind_of(of_gradient, torch.bfloat16, torch.float32, size, size), **changes) for size in sizes]
+        for kind in kinds:
+            constants = kind.constants_of_warp
+            assert constants["TILE"] == (constants["WIDTH"] if kind.by_lanes else 1 << constants["LOG2_SIZE"])
+        return max(size for size, kind in zip(sizes, kinds) if kind.by_lanes)
+
+    assert longest(False) == longest(False, few=True) == longest(True, written=torch.bfloat16) == 256
+    assert (longest(True), longest(True, few=True)) == (64, 128)
 
 
 @interpreted
@@ -430,11 +447,12 @@ WRONG_ORDERS = {
 
 @interpreted
 @pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("size", [200, 1000])
 @pytest.mark.parametrize("name", WRONG_ORDERS)
-def test_the_transcription_tells_of_a_wrong_order(module, monkeypatch, seed, name, direction):
-    """Of 64 fp32 rows of 1000 elements; a kernel with the right order equals the transcription in all."""
+def test_the_transcription_tells_of_a_wrong_order(module, monkeypatch, seed, name, size, direction):
+    """Of 64 fp32 rows, loaded by lanes or not; a kernel with the right order equals the transcription in all."""
     family, generator, rows = module("ops.softmax"), torch.Generator().manual_seed(seed), 64
-    x, dy = torch.randn(2, rows, 1000, generator=generator).unbind()
+    x, dy = torch.randn(2, rows, size, generator=generator).unbind()
 
     def compared():
         if direction == "forward":
@@ -446,8 +464,9 @@ def test_the_transcription_tells_of_a_wrong_order(module, monkeypatch, seed, nam
     order = WRONG_ORDERS[name]
     source = module("kernels_src.softmax")
 
-    def wrong(terms, ROWS, LOG2_SIZE, WIDTH):
-        sums = order(torch.from_numpy(terms.handle.data)).numpy()
+    def wrong(tiles, ROWS, WIDTH, TILES, TILE):
+        terms = tiles[0]
+        sums = order(torch.cat([torch.from_numpy(tile.handle.data) for tile in tiles], dim=1)).numpy()
         return type(terms)(type(terms.handle)(sums, terms.handle.dtype), source.tl.block_type(terms.dtype, [ROWS]))
 
     monkeypatch.setattr(source, "_warp_sum", wrong)

@@ -77,7 +77,10 @@ def layer_norm_forward(
     alike = (STEPS * LANES - lane + LANES - 1) // LANES if SIZE % 128 == 0 else vectors
     count, alike = (4 * vectors).to(tl.float32), (4 * alike).to(tl.float32)
     mean, m2 = welford_of_block(mean, m2, count, LANES, alike, BLOCKS=ROWS, EMPTY=EMPTY)
-    rstd = rsqrt(divide(m2, tl.full([ROWS], SIZE, tl.float32)) + eps)
+    # By a power of two a product has the quotient's bits, subnormal ones too.
+    POWER_OF_TWO: tl.constexpr = SIZE & (SIZE - 1) == 0
+    variance = m2 * (1.0 / SIZE) if POWER_OF_TWO else divide(m2, tl.full([ROWS], SIZE, tl.float32))
+    rstd = rsqrt(variance + eps)
     tl.store(mean_ptr + row, mean, mask=mask_if(of_row, store_statistics))
     tl.store(rstd_ptr + row, rstd, mask=mask_if(of_row, store_statistics))
 

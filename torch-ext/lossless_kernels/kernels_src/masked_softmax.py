@@ -14,11 +14,14 @@ from .softmax import (
     _LEAST_TERM,
     _elements_before,
     _gradient,
+    _in_tile,
     _inside,
+    _largest,
     _masked,
     _product,
     _quotients,
     _softmax_of_block,
+    _store_softmax,
     _sum_of_tiles,
     _warp_sum,
 )
@@ -54,7 +57,7 @@ def _row_offset(row, lengths, strides):
 def _softmax(x, statistics):
     """exp(x - max) / sum; `statistics`: these two numbers of a row."""
     largest, total = statistics
-    return divide_down_to_zero(exp(x - largest), total, reciprocal(total))
+    return divide_down_to_zero(exp(x - largest), total, reciprocal(total, NORMAL=True))
 
 
 @triton.jit
@@ -90,6 +93,7 @@ def masked_softmax_forward(
     scale: tl.float32,
     LOG2_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -101,21 +105,25 @@ def masked_softmax_forward(
         statistics_ptr: gets each row's maximum and sum, in the programs' order.
         mask_ptr: additive, of the scores' dtype; read if MASKED.
         size: elements of a row, in UNITs, as the strides are; more than half of 2**LOG2_SIZE.
-        WIDTH: lanes of ATen's warp that share a row.
+        WIDTH, TILE: as in `softmax_forward`.
         NARROW: the scores' dtype has the number `scale`.
     """
+    TILES: tl.constexpr = (1 << LOG2_SIZE) // TILE
     scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
-    inside = (row < rows) & (element < size * UNIT)
     lengths = (inner, middle, by_inner, by_middle)
     offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
     of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
-    x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
-    largest = tl.max(x, axis=1)[:, None]
-    terms = exp(x - largest)
-    total = _warp_sum(terms, ROWS, LOG2_SIZE, WIDTH)[:, None]
-    tl.store(out_ptr + offset + element, _quotients(terms, total).to(out_ptr.dtype.element_ty), mask=inside)
+    xs = ()
+    for tile in tl.static_range(TILES):
+        element, inside = _in_tile(row, rows, size * UNIT, tile, TILE)
+        xs = xs + (_masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED),)
+    largest = _largest(xs, TILES)
+    terms = ()
+    for tile in tl.static_range(TILES):
+        terms = terms + (exp(xs[tile] - largest),)
+    total = _warp_sum(terms, ROWS, WIDTH, TILES, TILE)[:, None]
+    _store_softmax(terms, total, out_ptr + offset, row, rows, size * UNIT, TILES, TILE)
     tl.store(statistics_ptr + 2 * row.to(tl.int64), largest, mask=row < rows)
     tl.store(statistics_ptr + 2 * row.to(tl.int64) + 1, total, mask=row < rows)
 
@@ -142,6 +150,7 @@ def masked_softmax_backward(
     scale: tl.float32,
     LOG2_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -151,21 +160,38 @@ def masked_softmax_backward(
 
     dy and dx are dense. The other arguments are those of `masked_softmax_forward`.
     """
+    TILES: tl.constexpr = (1 << LOG2_SIZE) // TILE
     scale = _number_of(scale, scores_ptr.dtype.element_ty, NARROW)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
-    inside = (row < rows) & (element < size * UNIT)
     lengths = (inner, middle, by_inner, by_middle)
     offset = _row_offset(row, lengths, (outer_stride, middle_stride, inner_stride)) * UNIT
     of_mask = _row_offset(row, lengths, (mask_outer_stride, mask_middle_stride, mask_inner_stride)) * UNIT
-    of_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    largest = tl.load(statistics_ptr + 2 * of_row.to(tl.int64), mask=of_row < rows, other=0.0)
-    total = tl.load(statistics_ptr + 2 * of_row.to(tl.int64) + 1, mask=of_row < rows, other=1.0)
-    x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
-    y = _quotients(exp(x - largest[:, None]), total[:, None])
-    product = _product(tl.load(dy_ptr + offset + element, mask=inside, other=0.0).to(tl.float32), y)
-    dx = _gradient(product, y, _warp_sum(product, ROWS, LOG2_SIZE, WIDTH)[:, None])
-    tl.store(dx_ptr + offset + element, _to_scores(dx, scale, dx_ptr.dtype.element_ty), mask=inside)
+    statistics_ptr += 2 * row.to(tl.int64)
+    largest = tl.load(statistics_ptr, mask=row < rows, other=0.0)
+    total = tl.load(statistics_ptr + 1, mask=row < rows, other=1.0)
+    terms = ()
+    dys = ()
+    for tile in tl.static_range(TILES):
+        element, inside = _in_tile(row, rows, size * UNIT, tile, TILE)
+        x = _masked(scores_ptr + offset, mask_ptr + of_mask, element, inside, scale, MASKED)
+        terms = terms + (exp(x - largest),)
+        # Single elements are loaded early; vectors, which take more registers, when they are needed (H200).
+        if UNIT == 1:
+            dys = dys + (tl.load(dy_ptr + offset + element, mask=inside, other=0.0),)
+    ys = _quotients(terms, total, TILES)
+    products = ()
+    for tile in tl.static_range(TILES):
+        if UNIT == 1:
+            dy = dys[tile]
+        else:
+            element, inside = _in_tile(row, rows, size * UNIT, tile, TILE)
+            dy = tl.load(dy_ptr + offset + element, mask=inside, other=0.0)
+        products = products + (_product(dy.to(tl.float32), ys[tile]),)
+    sums = _warp_sum(products, ROWS, WIDTH, TILES, TILE)[:, None]
+    for tile in tl.static_range(TILES):
+        element, inside = _in_tile(row, rows, size * UNIT, tile, TILE)
+        dx = _to_scores(_gradient(products[tile], ys[tile], sums), scale, dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + offset + element, dx, mask=inside)
 
 
 # Rows of one block
@@ -274,7 +300,7 @@ def masked_softmax_backward_of_block(
         least = tl.minimum(least, term.to(tl.uint32, bitcast=True) - 1)
         terms = terms + (term,)
     has_small = tl.min(least, axis=0) < _LEAST_TERM
-    inverse = reciprocal(divisor)
+    inverse = reciprocal(divisor, NORMAL=True)
     products = ()
     factors = ()
     for step in tl.static_range(STEPS):

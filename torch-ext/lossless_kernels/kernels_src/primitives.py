@@ -22,11 +22,31 @@ def rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 
 
+# e**$1 is t * e: 2**k, made from its exponent bits, times 2**f with |f| <= 1/2.
+_EXP = tl.constexpr(
+    "{ .reg .f32 t, k, f, e; .reg .b32 i;"
+    " fma.rn.sat.f32 t, $1, 0f3BBB989D, 0f3F000000;"
+    " fma.rm.f32 t, t, 0f437C0000, 0f4B400001;"
+    " sub.rn.f32 k, 0f4B40007F, t;"
+    " fma.rn.f32 f, $1, 0f3FB8AA3B, k;"
+    " fma.rn.f32 f, $1, 0f32A57060, f;"
+    " mov.b32 i, t; shl.b32 i, i, 23; mov.b32 t, i;"
+    " ex2.approx.ftz.f32 e, f; "
+)
+
+
 @triton.jit
 def exp(x):
-    """e**x in fp32, as CUDA's `expf` (libdevice) rounds it, subnormal results kept; `tl.exp` is an approximation."""
+    """e**x in fp32, as CUDA's `expf` rounds it, subnormal results kept; `tl.exp` is an approximation.
+
+    libdevice's returns the same, but takes two instructions for the first FMA, whose result is between 0 and 1.
+    """
     if INTERPRETED:
         return tl.exp(x)
+    elif PTX:
+        return tl.inline_asm_elementwise(
+            _EXP + "mul.rn.f32 $0, t, e; }", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return libdevice.exp(x)
 
@@ -37,22 +57,8 @@ def exp_add(total, x):
     if INTERPRETED or not PTX:
         return total + exp(x)
     else:
-        # 2**k, made from its exponent bits, times 2**f with |f| <= 1/2.
         return tl.inline_asm_elementwise(
-            "{ .reg .f32 t, k, f, e; .reg .b32 i;"
-            " fma.rn.sat.f32 t, $2, 0f3BBB989D, 0f3F000000;"
-            " fma.rm.f32 t, t, 0f437C0000, 0f4B400001;"
-            " sub.rn.f32 k, 0f4B40007F, t;"
-            " fma.rn.f32 f, $2, 0f3FB8AA3B, k;"
-            " fma.rn.f32 f, $2, 0f32A57060, f;"
-            " mov.b32 i, t; shl.b32 i, i, 23; mov.b32 t, i;"
-            " ex2.approx.ftz.f32 e, f;"
-            " fma.rn.f32 $0, t, e, $1; }",
-            "=f,f,f",
-            [total, x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            _EXP + "fma.rn.f32 $0, t, e, $2; }", "=f,f,f", [x, total], dtype=tl.float32, is_pure=True, pack=1
         )
 
 
@@ -261,10 +267,23 @@ def divide_down_to_zero(x, y, reciprocal):
 
 
 @triton.jit
-def reciprocal(x):
-    """1 / x in fp32, correctly rounded, subnormal results kept."""
+def reciprocal(x, NORMAL: tl.constexpr = False):
+    """1 / x in fp32, correctly rounded, subnormal results kept.
+
+    NORMAL: x is from 2**-126 to 2**125, or NaN: `rcp.rn` takes these steps, after a branch.
+    """
     if INTERPRETED:
         return 1.0 / x
+    elif PTX and NORMAL:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 y, r, e; neg.f32 y, $1; rcp.approx.ftz.f32 r, $1;"
+            " fma.rn.f32 e, y, r, 0f3F800000; fma.rn.f32 $0, r, e, r; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
     elif PTX:
         return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:

@@ -24,35 +24,93 @@ _LEAST_EXPONENT = tl.constexpr(-69.0)
 
 
 @triton.jit
-def _warp_sum(terms, ROWS: tl.constexpr, LOG2_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, 2**LOG2_SIZE] fp32 -> [ROWS]: lane t adds t, t + WIDTH, ... in sequence from +0; a tree sums the lanes."""
-    LOG2_STEPS: tl.constexpr = LOG2_SIZE - (WIDTH.bit_length() - 1)
-    steps = tl.reshape(terms, [ROWS, 1 << LOG2_STEPS, WIDTH])
-    lanes = _sum_in_sequence(tl.zeros([ROWS, WIDTH], tl.float32), steps, ROWS, LOG2_STEPS, WIDTH)
+def _warp_sum(tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
+    """TILES tiles [ROWS, TILE] fp32 -> [ROWS]: lane t adds t, t + WIDTH, ... in sequence from +0; a tree sums the lanes."""
+    STEPS: tl.constexpr = TILE // WIDTH
+    lanes = tl.zeros([ROWS, WIDTH], tl.float32)
+    for tile in tl.static_range(TILES):
+        steps = tl.reshape(tiles[tile], [ROWS, STEPS, WIDTH])
+        lanes = _sum_in_sequence(lanes, steps, ROWS, STEPS.bit_length() - 1, WIDTH)
     return _sum_of_lanes(lanes, ROWS, WIDTH, 1, EXCHANGE_ONCE=False)
 
 
 @triton.jit
-def _quotients(terms, total):
-    """terms / total of a tile's rows [ROWS, SIZE], correctly rounded; total [ROWS, 1] is NaN or from 1 to SIZE.
+def _largest(tiles, TILES: tl.constexpr):
+    """TILES tiles [ROWS, TILE] -> [ROWS, 1]: the largest number of each row."""
+    largest = tiles[0]
+    for tile in tl.static_range(1, TILES):
+        largest = tl.maximum(largest, tiles[tile])
+    return tl.max(largest, axis=1)[:, None]
 
-    Three instructions a quotient, unless one of the program's terms is between 0 and 2**-100.
-    """
-    inverse = reciprocal(total)
-    least = tl.min(tl.min(terms.to(tl.uint32, bitcast=True) - 1, axis=1), axis=0)
-    if least < _LEAST_TERM:
-        y = divide_down_to_zero(terms, total, inverse)
+
+@triton.jit
+def _has_small(tiles, TILES: tl.constexpr):
+    """Whether one of the program's terms is between 0 and 2**-100."""
+    least = tiles[0].to(tl.uint32, bitcast=True) - 1
+    for tile in tl.static_range(1, TILES):
+        least = tl.minimum(least, tiles[tile].to(tl.uint32, bitcast=True) - 1)
+    return tl.min(least) < _LEAST_TERM
+
+
+@triton.jit
+def _divided(terms, total, inverse, SMALL: tl.constexpr):
+    """terms / total, correctly rounded; SMALL: terms may be less than 2**-100. Without, a quotient takes three instructions."""
+    return divide_down_to_zero(terms, total, inverse) if SMALL else divide_by_reciprocal(terms, total, inverse)
+
+
+@triton.jit
+def _divided_tiles(tiles, total, inverse, TILES: tl.constexpr, SMALL: tl.constexpr):
+    found = ()
+    for tile in tl.static_range(TILES):
+        found = found + (_divided(tiles[tile], total, inverse, SMALL),)
+    return found
+
+
+@triton.jit
+def _quotients(tiles, total, TILES: tl.constexpr):
+    """terms / total of TILES tiles [ROWS, TILE], correctly rounded; total [ROWS, 1] is NaN or from 1 to SIZE."""
+    inverse = reciprocal(total, NORMAL=True)
+    if _has_small(tiles, TILES):
+        y = _divided_tiles(tiles, total, inverse, TILES, SMALL=True)
     else:
-        y = divide_by_reciprocal(terms, total, inverse)
+        y = _divided_tiles(tiles, total, inverse, TILES, SMALL=False)
     return y
 
 
 @triton.jit
-def _tile(rows, size, ROWS: tl.constexpr, LOG2_SIZE: tl.constexpr):
-    """This program's rows [ROWS, 1], the elements [1, 2**LOG2_SIZE], and their mask."""
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    element = tl.arange(0, 1 << LOG2_SIZE)[None, :]
-    return row, element, (row < rows) & (element < size)
+def _in_tile(row, rows, length, tile: tl.constexpr, TILE: tl.constexpr):
+    """The elements [1, TILE] of a tile, and which of them are a row's [ROWS, TILE]."""
+    element = tile * TILE + tl.arange(0, TILE)[None, :]
+    return element, (row < rows) & (element < length)
+
+
+@triton.jit
+def _store_divided(
+    tiles,
+    total,
+    inverse,
+    y_ptr,
+    row,
+    rows,
+    length,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    SMALL: tl.constexpr,
+):
+    for tile in tl.static_range(TILES):
+        element, inside = _in_tile(row, rows, length, tile, TILE)
+        y = _divided(tiles[tile], total, inverse, SMALL)
+        tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_softmax(tiles, total, y_ptr, row, rows, length, TILES: tl.constexpr, TILE: tl.constexpr):
+    """Stores `_quotients`. Both branches store: tiles that leave a branch take more registers (H200)."""
+    inverse = reciprocal(total, NORMAL=True)
+    if _has_small(tiles, TILES):
+        _store_divided(tiles, total, inverse, y_ptr, row, rows, length, TILES, TILE, SMALL=True)
+    else:
+        _store_divided(tiles, total, inverse, y_ptr, row, rows, length, TILES, TILE, SMALL=False)
 
 
 @triton.jit
@@ -76,6 +134,7 @@ def softmax_forward(
     row_stride: tl.int64,
     LOG2_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -85,12 +144,22 @@ def softmax_forward(
         size: elements of a row, in UNITs; more than half of 2**LOG2_SIZE.
         row_stride: x's, in UNITs of elements.
         WIDTH: lanes of ATen's warp that share a row.
+        TILE: elements of a row that one access reads. If it is WIDTH, a thread has all elements of its lanes.
     """
-    row, element, mask = _tile(rows, size * UNIT, ROWS, LOG2_SIZE)
-    x = widened(tl.load(x_ptr + row * (row_stride * UNIT) + element, mask=mask, other=float("-inf")))
-    terms = exp(x - tl.max(x, axis=1)[:, None])
-    y = _quotients(terms, _warp_sum(terms, ROWS, LOG2_SIZE, WIDTH)[:, None])
-    tl.store(y_ptr + row * (size * UNIT) + element, y.to(y_ptr.dtype.element_ty), mask=mask)
+    TILES: tl.constexpr = (1 << LOG2_SIZE) // TILE
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    x_ptr += row * (row_stride * UNIT)
+    y_ptr += row * (size * UNIT)
+    xs = ()
+    for tile in tl.static_range(TILES):
+        element, inside = _in_tile(row, rows, size * UNIT, tile, TILE)
+        xs = xs + (widened(tl.load(x_ptr + element, mask=inside, other=float("-inf"))),)
+    largest = _largest(xs, TILES)
+    terms = ()
+    for tile in tl.static_range(TILES):
+        terms = terms + (exp(xs[tile] - largest),)
+    total = _warp_sum(terms, ROWS, WIDTH, TILES, TILE)[:, None]
+    _store_softmax(terms, total, y_ptr, row, rows, size * UNIT, TILES, TILE)
 
 
 @triton.jit(do_not_specialize=["rows", "size", "dy_row_stride"])
@@ -103,16 +172,29 @@ def softmax_backward(
     dy_row_stride: tl.int64,
     LOG2_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """dx = dy * y - sum(dy * y) * y; y and dx are dense. The arguments are those of `softmax_forward`."""
-    row, element, mask = _tile(rows, size * UNIT, ROWS, LOG2_SIZE)
-    dy = tl.load(dy_ptr + row * (dy_row_stride * UNIT) + element, mask=mask, other=0.0)
-    y = tl.load(y_ptr + row * (size * UNIT) + element, mask=mask, other=0.0)
-    product = _product(dy, y)
-    dx = _gradient(product, y, _warp_sum(product, ROWS, LOG2_SIZE, WIDTH)[:, None])
-    tl.store(dx_ptr + row * (size * UNIT) + element, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    TILES: tl.constexpr = (1 << LOG2_SIZE) // TILE
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    dy_ptr += row * (dy_row_stride * UNIT)
+    y_ptr += row * (size * UNIT)
+    dx_ptr += row * (size * UNIT)
+    products = ()
+    ys = ()
+    for tile in tl.static_range(TILES):
+        element, inside = _in_tile(row, rows, size * UNIT, tile, TILE)
+        dy = tl.load(dy_ptr + element, mask=inside, other=0.0)
+        y = tl.load(y_ptr + element, mask=inside, other=0.0)
+        products = products + (_product(dy, y),)
+        ys = ys + (y,)
+    total = _warp_sum(products, ROWS, WIDTH, TILES, TILE)[:, None]
+    for tile in tl.static_range(TILES):
+        element, inside = _in_tile(row, rows, size * UNIT, tile, TILE)
+        dx = _gradient(products[tile], ys[tile], total)
+        tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 # Rows of one block
@@ -206,7 +288,7 @@ def _softmax_of_block(
     out_ptr -= first
     largest, terms, total = _terms_of_block(tiles, STEPS, THREADS, VECTOR)
     if total == total:
-        inverse = reciprocal(total)
+        inverse = reciprocal(total, NORMAL=True)
         for tile in tl.static_range(STEPS):
             y = divide_by_reciprocal(terms[tile], total, inverse)
             inside = _inside(in_tile, first - tile * TILE, end - tile * TILE, HEAD and tile == 0)
@@ -218,7 +300,7 @@ def _softmax_of_block(
             x = _masked(scores_ptr, mask_ptr, element, _inside(element, first, end, HEAD), scale, MASKED)
             lanes = chain_of_vectors(lanes, x - largest, THREADS, EXP=True, VECTOR=VECTOR)
         total = tl.max(sum_of_block(lanes, THREADS), axis=0)
-        inverse = reciprocal(total)
+        inverse = reciprocal(total, NORMAL=True)
         for part in range(STEPS * TILE // PART):
             element = part * PART + tl.arange(0, PART)
             inside = _inside(element, first, end, HEAD)
@@ -445,9 +527,8 @@ def _sum_of_exponentials(
 
 @triton.jit
 def _quotient(x, largest, total, inverse, SMALL: tl.constexpr):
-    """exp(x - largest) / total; SMALL: terms may be less than 2**-100."""
-    terms = exp(x.to(tl.float32) - largest)
-    return divide_down_to_zero(terms, total, inverse) if SMALL else divide_by_reciprocal(terms, total, inverse)
+    """exp(x - largest) / total; the other arguments are those of `_divided`."""
+    return _divided(exp(x.to(tl.float32) - largest), total, inverse, SMALL)
 
 
 @triton.jit
@@ -475,7 +556,7 @@ def _store_quotients(
     steps, more, single, is_single = _pieces_of_row(head, length, THREADS, VECTOR)
     rest_ptr -= head // VECTOR * VECTOR
     y_rest_ptr -= head // VECTOR * VECTOR
-    inverse = reciprocal(total)
+    inverse = reciprocal(total, NORMAL=True)
     for step in range(steps):
         y = _quotient(tl.load(rest_ptr + step * TILE + element), largest, total, inverse, SMALL)
         tl.store(y_rest_ptr + step * TILE + element, y.to(dtype))

@@ -171,7 +171,7 @@ class _Walk:
         names = ["masked_softmax", "backward" if of_rows.of_gradient else "forward"]
         max_registers = None
         if order.kind == aten.WARP:
-            constants = {"LOG2_SIZE": of_rows.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
+            constants = of_rows.constants_of_warp
         elif of_rows.steps:
             names.append("of_block")
             if of_rows.of_gradient and of_rows.dtype.itemsize == 2 and unit > 1:

@@ -73,10 +73,13 @@ def _formula(dy, y, dtype):
 # Warps of a program for rows of one of ATen's warps, by the most elements of a row. One warp exchanges nothing through shared
 # memory (H200).
 _WARPS_OF_WARP = {1024: 1, 2048: 2}
-# The elements of such a program. It has more if it reads vectors of four or eight 16-bit elements, and fewer for up to so many
-# rows: then more multiprocessors have a program.
-_ELEMENTS, _ELEMENTS_OF_VECTORS, _ELEMENTS_OF_FEW_ROWS, _FEW_ROWS = 512, 1024, 128, 512
-_MAX_ROWS = 128
+# The elements of such a program, and if it reads vectors of four or eight 16-bit elements; its most rows.
+_ELEMENTS, _ELEMENTS_OF_VECTORS, _MAX_ROWS = 512, 1024, 128
+# The longest rows of which a thread loads the elements of its own lanes; and those in gradients of softmax itself, which memory
+# limits, of many and of few rows (H200).
+_LONGEST_BY_LANES, _LONGEST_IN_GRADIENTS, _LONGEST_IN_GRADIENTS_OF_FEW = 256, 64, 128
+# Up to so many rows a program has as few as fill one access of a warp, so that more multiprocessors have a program.
+_FEW_ROWS, _LEAST_ACCESS = 512, 64
 # Warps of a program that keeps a row in registers, by the most elements of the row; if rows are not read by vectors, which
 # takes more registers; and of gradients with 16 and 32 bits.
 _WARPS, _WARPS_WITHOUT_VECTORS = {4096: 2, 1 << 14: 4, 1 << 15: 8}, {4096: 2, 9216: 4, 1 << 15: 8}
@@ -206,16 +209,32 @@ class Kind:
         return replace(self, plan=plans.tuned(SoftmaxPlan, plans.gpu(device), op, size, rows, dtype.itemsize))
 
     @property
+    def by_lanes(self) -> bool:
+        """WARP: whether a thread loads the elements of its own lanes. Otherwise it loads longer vectors, and threads exchange
+        their elements."""
+        if self.of_gradient and self.written is None:
+            return self.longest <= (_LONGEST_IN_GRADIENTS_OF_FEW if self.few else _LONGEST_IN_GRADIENTS)
+        return self.longest <= _LONGEST_BY_LANES
+
+    @property
+    def constants_of_warp(self) -> dict[str, int]:
+        """WARP: the constants of its kernels."""
+        tile = self.order.threads if self.by_lanes else self.longest
+        constants = {"LOG2_SIZE": self.steps, "WIDTH": self.order.threads, "TILE": tile, "UNIT": self.unit}
+        return constants | {"ROWS": self.program[0]}
+
+    @property
     def program(self) -> tuple[int, int]:
         """Rows and warps of a program."""
         if self.plan is not None:
             return 1, self.plan.num_warps
         if self.order.kind == aten.WARP:
             warps = next(warps for most, warps in _WARPS_OF_WARP.items() if self.longest <= most)
+            if self.few:
+                return _LEAST_ACCESS // self.order.threads if self.by_lanes else 1, warps
             itemsize = max(self.dtype.itemsize, (self.written or self.result).itemsize)
             elements = _ELEMENTS_OF_VECTORS if itemsize == 2 and self.unit >= 4 else _ELEMENTS
-            rows = (_ELEMENTS_OF_FEW_ROWS if self.few else elements) >> self.steps
-            return max(min(rows, _MAX_ROWS), 1), warps
+            return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
         if not self.steps:
             warps = _LOOP_WARPS if self.head or self.dtype == torch.float32 else _LOOP_WARPS_OF_16_BITS
             return 1, max(self.order.threads // 32, 4) if self.of_gradient else warps
@@ -237,7 +256,7 @@ def _bind(kind: Kind, rows: int, size: int, row_stride: int, device: torch.devic
     scalars = (size // unit, row_stride // unit)
     if order.kind == aten.WARP:
         names, scalars = ("softmax_forward", "softmax_backward"), (rows, *scalars)
-        constants = {"LOG2_SIZE": kind.steps, "WIDTH": order.threads, "UNIT": unit, "ROWS": rows_per_program}
+        constants = kind.constants_of_warp
     elif kind.steps:
         names = ("softmax_forward_of_block", "softmax_backward_of_block")
         constants = {"STEPS": kind.steps, "THREADS": order.threads, "VECTOR": kind.tile // order.threads, "UNIT": unit}
