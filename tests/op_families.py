@@ -764,7 +764,12 @@ FAMILIES = (
     ),
     Family(("dyt", "dyt_backward"), _dyt_calls, _dyt_launches, rocm=False, timed=_dyt_timed, operators=_dyt_operators),
     Family(
-        ("softmax",), _softmax_calls, _softmax_launches, rocm=False, timed=_softmax_timed, operators=_softmax_operators
+        ("softmax", "softmax_long_rows"),
+        _softmax_calls,
+        _softmax_launches,
+        rocm=False,
+        timed=_softmax_timed,
+        operators=_softmax_operators,
     ),
     Family(
         ("masked_softmax",),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .primitives import exp, log, mask_if, maximum, rounded
-from .softmax import _begin_of_vectors, _extremes_of_row, _scaled, _sum_of_exponentials
+from .softmax_long_rows import _begin_of_vectors, _extremes_of_row, _scaled, _sum_of_exponentials
 from .summation import blocks_in_sequence, chain_of_vectors, sum_of_block
 
 

@@ -32,6 +32,7 @@ from ..core.torch_internals import apply_of, dispatch_modes, forward_ad, softmax
 
 if launch.AVAILABLE:
     from ..kernels_src import softmax as kernels
+    from ..kernels_src import softmax_long_rows as kernels_for_long_rows
 
 
 def softmax(input: torch.Tensor, dim: int = -1, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
@@ -253,7 +254,7 @@ def _bind(kind: Kind, rows: int, size: int, row_stride: int, device: torch.devic
     of the first.
     """
     order, unit, (rows_per_program, warps) = kind.order, kind.unit, kind.program
-    scalars = (size // unit, row_stride // unit)
+    source, scalars = kernels, (size // unit, row_stride // unit)
     if order.kind == aten.WARP:
         names, scalars = ("softmax_forward", "softmax_backward"), (rows, *scalars)
         constants = kind.constants_of_warp
@@ -265,11 +266,11 @@ def _bind(kind: Kind, rows: int, size: int, row_stride: int, device: torch.devic
         else:
             constants |= {"HEAD": order.vector if kind.head else 0, "SHIFT": kind.shift}
     else:
-        names = ("softmax_forward_of_long_rows", "softmax_backward_of_long_rows")
+        source, names = kernels_for_long_rows, ("softmax_forward_of_long_rows", "softmax_backward_of_long_rows")
         constants = {"THREADS": order.threads, "VECTOR": order.vector}
         constants |= {"HEAD": kind.head, "DENSE": kind.dense, "SHIFT": kind.shift, "UNIT": unit}
     dtypes = (kind.result, kind.result, kind.dtype) if kind.of_gradient else (kind.dtype, kind.result)
-    kernel = getattr(kernels, names[kind.of_gradient])
+    kernel = getattr(source, names[kind.of_gradient])
     return launch.bind(kernel, constants, warps, device, dtypes, -(-rows // rows_per_program), *scalars)
 
 
