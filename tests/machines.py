@@ -65,7 +65,8 @@ COMPILE = r"""
         seen.add(key)
         # Constants that decide which instructions there are. The others are sizes.
         kind = {name: value for name, value in launcher.constants.items() if type(value) is not int or name in ("UNIT", "WIDTH")}
-        kind = (function, machine.arch, machine.dtype, launcher.num_warps == 1, *kind.items())
+        by_lanes = "TILE" in launcher.constants and launcher.constants["TILE"] == launcher.constants["WIDTH"]
+        kind = (function, machine.arch, machine.dtype, launcher.num_warps == 1, by_lanes, *kind.items())
         if kind in kinds and chance.random() >= share:
             return
         kinds.add(kind)
@@ -186,8 +187,8 @@ class Compiled(dict):
 
     def count(self, instruction):
         """Elements on which a thread carries out the instruction, a regular expression: a packed one counts twice."""
-        found = re.findall(rf"(?:^|[;{{])\s*(?:@\S+ )?{instruction}\S*", self["assembly"], re.MULTILINE)
-        return sum(2 if "x2" in opcode or "_pk_" in opcode else 1 for opcode in found)
+        found = re.finditer(rf"(?:^|[;{{])\s*(?:@\S+ )?{instruction}\S*", self["assembly"], re.MULTILINE)
+        return sum(2 if re.search(r"\dx2\b|_pk_", each[0]) else 1 for each in found)
 
     @property
     def exps(self):

@@ -419,6 +419,7 @@ def _softmax_launches(kernel, machine):
     softmax = machine.module("ops.softmax")
     # One element, less than a warp, more, and rows that begin anywhere; a few rows and many.
     short = ((3, 1, 0), (3, 40, 0), (3, 128, 0), (3000, 128, 0), (3000, 100, 1), (3, 1000, 0), (3, 1000, 1))
+    short += ((3000, 48, 0), (3000, 256, 0), (3, 256, 0), (3000, 197, 0))
     for rows, size, gap in short if machine.every_case else ((3000, 128, 0), (3, 1000, 0)):
         x = machine.empty(rows, size + gap)[:, :size]
         softmax.gradient(x, softmax.softmax(x))
@@ -463,7 +464,7 @@ def _masked_softmax_launches(kernel, machine):
     family = machine.module("ops.masked_softmax")
     sizes = (1000, 4096, 4095, 32768, 40000)
     if machine.every_case:
-        sizes += (40, 128, 2048, 8192, 9224, 16384)
+        sizes += (40, 128, 256, 2048, 8192, 9224, 16384)
     for size in sizes:
         scores = machine.empty(2, 2, 3, size).requires_grad_()
         masks = (machine.empty(2, 1, 3, size), machine.empty(2, 1, 3, size + 1)[..., :size], None)

@@ -224,12 +224,13 @@ def test_rows_with_small_terms_are_divided_down_to_zero(family, module, monkeypa
 
 
 @interpreted
+@pytest.mark.parametrize("size", [200, 1000])
 @pytest.mark.parametrize("name", WRONG_ORDERS)
-def test_the_transcription_tells_of_a_wrong_order(family, module, monkeypatch, seed, name):
-    """Of 64 fp32 rows of 1000 elements; a kernel with the right order equals the transcription in all."""
+def test_the_transcription_tells_of_a_wrong_order(family, module, monkeypatch, seed, name, size):
+    """Of 64 fp32 rows, loaded by lanes or not; a kernel with the right order equals the transcription in all."""
     generator = torch.Generator().manual_seed(seed)
-    scores, dy = torch.randn(2, 1, 8, 8, 1000, generator=generator).unbind()
-    mask = torch.randn(1, 1, 8, 1000, generator=generator)
+    scores, dy = torch.randn(2, 1, 8, 8, size, generator=generator).unbind()
+    mask = torch.randn(1, 1, 8, size, generator=generator)
     leaf = scores.detach().requires_grad_()
     out = family.replacement(leaf, mask, 0.7)
     y, expected = transcribed(scores, mask, 0.7)

@@ -22,7 +22,7 @@ def rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 
 
-# e**$1 is t * e: 2**k, made from its exponent bits, times 2**f with |f| <= 1/2.
+# The exponential of $1 is t * e: t is 2**k, made from its exponent bits, and e is 2**f with |f| <= 1/2.
 _EXP = tl.constexpr(
     "{ .reg .f32 t, k, f, e; .reg .b32 i;"
     " fma.rn.sat.f32 t, $1, 0f3BBB989D, 0f3F000000;"
@@ -39,7 +39,7 @@ _EXP = tl.constexpr(
 def exp(x):
     """e**x in fp32, as CUDA's `expf` rounds it, subnormal results kept; `tl.exp` is an approximation.
 
-    libdevice's returns the same, but takes two instructions for the first FMA, whose result is between 0 and 1.
+    libdevice's returns the same, but takes two instructions for the first FMA, whose result is limited to 0 and 1.
     """
     if INTERPRETED:
         return tl.exp(x)
@@ -270,7 +270,7 @@ def divide_down_to_zero(x, y, reciprocal):
 def reciprocal(x, NORMAL: tl.constexpr = False):
     """1 / x in fp32, correctly rounded, subnormal results kept.
 
-    NORMAL: x is from 2**-126 to 2**125, or NaN: `rcp.rn` takes these steps, after a branch.
+    NORMAL: x is from 2**-126 to 2**125, or NaN. `rcp.rn` takes the same steps for these, and branches for others.
     """
     if INTERPRETED:
         return 1.0 / x

@@ -75,7 +75,7 @@ def _quotients(tiles, total, TILES: tl.constexpr):
 
 @triton.jit
 def _in_tile(row, rows, length, tile: tl.constexpr, TILE: tl.constexpr):
-    """The elements [1, TILE] of a tile, and which of them are a row's [ROWS, TILE]."""
+    """The elements of a tile, [1, TILE], and their mask: whether a row has them, [ROWS, TILE]."""
     element = tile * TILE + tl.arange(0, TILE)[None, :]
     return element, (row < rows) & (element < length)
 
@@ -101,7 +101,7 @@ def _store_divided(
 
 @triton.jit
 def _store_softmax(tiles, total, y_ptr, row, rows, length, TILES: tl.constexpr, TILE: tl.constexpr):
-    """Stores `_quotients`. Both branches store: tiles that leave a branch take more registers (H200)."""
+    """Stores terms / total. Both branches store: tiles that leave a branch take more registers (H200)."""
     inverse = reciprocal(total, NORMAL=True)
     if _has_small(tiles, TILES):
         _store_divided(tiles, total, inverse, y_ptr, row, rows, length, TILES, TILE, SMALL=True)
@@ -140,7 +140,7 @@ def softmax_forward(
         size: elements of a row, in UNITs; more than half of 2**LOG2_SIZE.
         row_stride: x's, in UNITs of elements.
         WIDTH: lanes of ATen's warp that share a row.
-        TILE: elements of a row that one access reads. If it is WIDTH, a thread has all elements of its lanes.
+        TILE: elements of a row that are loaded at a time: WIDTH, so that a thread has all elements of its lanes, or the row.
     """
     TILES: tl.constexpr = (1 << LOG2_SIZE) // TILE
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]

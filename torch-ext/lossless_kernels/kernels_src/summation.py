@@ -362,6 +362,7 @@ def _combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, alike_b, alike_a):
     and equal those of the counts."""
     delta = mean_b - mean_a
     alike = alike_a + alike_b
+    # Of no elements it is NaN, and not used.
     factor = reciprocal(alike, NORMAL=True)
     n_a, n_b = alike_a * factor, alike_b * factor
     mean = tl.fma(mean_a, n_a, n_b * mean_b)

@@ -74,13 +74,14 @@ def _formula(dy, y, dtype):
 # Warps of a program for rows of one of ATen's warps, by the most elements of a row. One warp exchanges nothing through shared
 # memory (H200).
 _WARPS_OF_WARP = {1024: 1, 2048: 2}
-# The elements of such a program, and if it reads vectors of four or eight 16-bit elements; its most rows.
+# The elements of such a program, those of one that reads vectors of four or eight 16-bit elements, and the most rows.
 _ELEMENTS, _ELEMENTS_OF_VECTORS, _MAX_ROWS = 512, 1024, 128
-# The longest rows of which a thread loads the elements of its own lanes; and those in gradients of softmax itself, which memory
-# limits, of many and of few rows (H200).
+# The longest rows of which a thread loads the elements of its own lanes. Memory limits gradients of softmax itself: theirs are
+# shorter, of many rows and of few (H200).
 _LONGEST_BY_LANES, _LONGEST_IN_GRADIENTS, _LONGEST_IN_GRADIENTS_OF_FEW = 256, 64, 128
-# Up to so many rows a program has as few as fill one access of a warp, so that more multiprocessors have a program.
-_FEW_ROWS, _LEAST_ACCESS = 512, 64
+# Up to so many rows a program has one row, or as many as give a warp so many elements at a time if threads load by lanes: more
+# multiprocessors have a program then.
+_FEW_ROWS, _ELEMENTS_OF_FEW_ROWS = 512, 64
 # Warps of a program that keeps a row in registers, by the most elements of the row; if rows are not read by vectors, which
 # takes more registers; and of gradients with 16 and 32 bits.
 _WARPS, _WARPS_WITHOUT_VECTORS = {4096: 2, 1 << 14: 4, 1 << 15: 8}, {4096: 2, 9216: 4, 1 << 15: 8}
@@ -122,7 +123,7 @@ class Kind:
         dense: rows with such a head follow each other without a gap.
         shift: elements from the last multiple of 16 bytes to the first of them.
         plan: the tuned launch configuration; None: the default.
-        few: rows of one of ATen's warps are few, and a program takes fewer of them.
+        few: rows of one of ATen's warps are few. A program takes fewer of them, and loads longer ones by lanes in gradients.
         written: the dtype to which a kernel rounds the softmax; None: it does not.
     """
 
@@ -201,8 +202,8 @@ class Kind:
         """
         if self.order.kind == aten.WARP:
             of_few_rows = replace(self, few=True)
-            # Triton's interpreter takes programs one after the other.
-            fewer = rows <= _FEW_ROWS and device.type != "cpu" and of_few_rows.program != self.program
+            # The interpreter takes programs one after the other.
+            fewer = rows <= _FEW_ROWS and not launch.INTERPRETED and of_few_rows.program != self.program
             return of_few_rows if fewer else self
         if not self.steps:
             return self
@@ -211,8 +212,7 @@ class Kind:
 
     @property
     def by_lanes(self) -> bool:
-        """WARP: whether a thread loads the elements of its own lanes. Otherwise it loads longer vectors, and threads exchange
-        their elements."""
+        """WARP: whether a thread loads the elements of its own lanes. Otherwise it loads any, and threads exchange them."""
         if self.of_gradient and self.written is None:
             return self.longest <= (_LONGEST_IN_GRADIENTS_OF_FEW if self.few else _LONGEST_IN_GRADIENTS)
         return self.longest <= _LONGEST_BY_LANES
@@ -232,7 +232,7 @@ class Kind:
         if self.order.kind == aten.WARP:
             warps = next(warps for most, warps in _WARPS_OF_WARP.items() if self.longest <= most)
             if self.few:
-                return _LEAST_ACCESS // self.order.threads if self.by_lanes else 1, warps
+                return (_ELEMENTS_OF_FEW_ROWS // self.order.threads if self.by_lanes else 1), warps
             itemsize = max(self.dtype.itemsize, (self.written or self.result).itemsize)
             elements = _ELEMENTS_OF_VECTORS if itemsize == 2 and self.unit >= 4 else _ELEMENTS
             return max(min(elements >> self.steps, _MAX_ROWS), 1), warps
@@ -517,11 +517,13 @@ def _row_stride(kind: Kind, size: int) -> int:
 
 
 def with_small_terms(x, rows, result):
-    """Gives these rows a term of about 2**-115; of fp32 results some one whose quotient is subnormal."""
+    """Gives these rows a term of about 2**-115, each at another place; of fp32 results some one whose quotient is subnormal."""
     if x.shape[1] > 1:
-        subnormal = (torch.arange(len(x), device=x.device) % 8 == 3) & (result == torch.float32)
-        below = torch.where(subnormal, _SUBNORMAL, _SMALL)
-        x[:, 1] = torch.where(rows, x.amax(-1) - below, x[:, 1])
+        row = torch.arange(len(x), device=x.device)
+        below = torch.where((row % 8 == 3) & (result == torch.float32), _SUBNORMAL, _SMALL)
+        # A prime step: rows of programs of a power of two of rows have them in all tiles.
+        place = (row * 37 % x.shape[1])[:, None]
+        x.scatter_(1, place, torch.where(rows, x.amax(-1) - below, x.gather(1, place)[:, 0])[:, None])
 
 
 def _comparisons(kind, device):
