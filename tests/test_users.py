@@ -481,9 +481,10 @@ def test_proof_refuses_in_the_interpreter(interpreted, build, seed):
         # The interpreter is numpy, which warns of overflows.
         print(json.dumps([str(w.message) for w in caught if "lossless-kernels" in str(w.message)]))
 
-        # Without proof the kernel runs, and that it does shows in the bits.
+        # Without proof the kernel runs, and that it does shows in the bits; of five tokens not with every seed. For 16 or more
+        # the verdict of before holds.
         os.environ["LOSSLESS_PROOF"] = "off"
-        tokens = draw_tokens(seed, 5)
+        tokens = draw_tokens(seed, 15)
         assert (logits(model, tokens) != logits(original, tokens)).any()
     """
     done = interpreted(code, arguments=[build, seed])

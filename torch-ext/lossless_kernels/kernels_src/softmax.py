@@ -56,6 +56,7 @@ def _divided(terms, total, inverse, SMALL: tl.constexpr):
 
 @triton.jit
 def _divided_tiles(tiles, total, inverse, TILES: tl.constexpr, SMALL: tl.constexpr):
+    """`_divided` of each tile."""
     found = ()
     for tile in tl.static_range(TILES):
         found = found + (_divided(tiles[tile], total, inverse, SMALL),)
@@ -93,6 +94,7 @@ def _store_divided(
     TILE: tl.constexpr,
     SMALL: tl.constexpr,
 ):
+    """Stores `_divided` of each tile."""
     for tile in tl.static_range(TILES):
         element, inside = _in_tile(row, rows, length, tile, TILE)
         y = _divided(tiles[tile], total, inverse, SMALL)
