@@ -497,7 +497,7 @@ def softmaxes(compiled, direction):
 
 
 def test_softmax_moves_16_bytes_at_a_time(compiled):
-    """If a thread has as many of a tile. It has fewer in programs for few rows. A forward kernel stores in two branches."""
+    """Or all that it has of a tile, which is less in programs for few rows. A forward kernel stores in two branches."""
     for direction, read, written in (("forward", 1, 2), ("backward", 2, 1)):
         found, widths = list(softmaxes(compiled, direction)), set()
         for entry, elements, aligned in found:
@@ -530,7 +530,7 @@ QUOTIENT = (2, 3)
 
 
 def reciprocals(entry, most):
-    """Those of sums, which a thread has up to `most` of: an approximation and two FMAs each. There is no other division."""
+    """How many reciprocals of sums a thread computes, an approximation and two FMAs each. There is no other division."""
     found = entry.count(r"rcp\.approx\.ftz\.f32")
     assert 1 <= found <= most, str(entry)
     assert len(re.findall(r"\b(?:div|rcp)\.\S*f32", entry["assembly"])) == found, str(entry)

@@ -79,8 +79,8 @@ _ELEMENTS, _ELEMENTS_OF_VECTORS, _MAX_ROWS = 512, 1024, 128
 # The longest rows of which a thread loads the elements of its own lanes. Memory limits gradients of softmax itself: theirs are
 # shorter, of many rows and of few (H200).
 _LONGEST_BY_LANES, _LONGEST_IN_GRADIENTS, _LONGEST_IN_GRADIENTS_OF_FEW = 256, 64, 128
-# Up to so many rows a program has one row, or as many as give a warp so many elements at a time if threads load by lanes: more
-# multiprocessors have a program then.
+# So many rows are few: a program takes one, so that more multiprocessors have a program. By lanes it takes as many as give a
+# warp so many elements at a time.
 _FEW_ROWS, _ELEMENTS_OF_FEW_ROWS = 512, 64
 # Warps of a program that keeps a row in registers, by the most elements of the row; if rows are not read by vectors, which
 # takes more registers; and of gradients with 16 and 32 bits.
