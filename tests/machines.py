@@ -58,7 +58,7 @@ COMPILE = r"""
         signature.update(dict.fromkeys(pointers, POINTER[torch.float32]))
         signature.update((name, POINTER[t.dtype]) for name, t in zip(pointers, tensors) if t is not None)
         signature.update(dict.fromkeys(launcher.constants, "constexpr"))
-        options = launch.options(launcher.num_warps, launcher.max_registers)
+        options = launch.options(launcher.num_warps, launcher.max_registers, launcher.overlaps)
         key = (function, machine.arch, *(tuple(each.items()) for each in (options, signature, launcher.constants)))
         if key in seen:
             return
@@ -80,7 +80,7 @@ COMPILE = r"""
             made = triton.compile(
                 ASTSource(function, signature, launcher.constants, {(index,): facts for index in range(pointers)}),
                 target=GPUTarget("hip" if rocm else "cuda", machine.arch, machine.gpu.build.warp_size),
-                options=launch.options(launcher.num_warps, launcher.max_registers),
+                options=launch.options(launcher.num_warps, launcher.max_registers, launcher.overlaps),
             )
         assembly = made.asm["amdgcn" if rocm else "ptx"]
         spilled = re.findall(r"spill_count: +(\d+)", assembly) if rocm else re.findall(r"(\d+) bytes spill stores", log.getvalue())
@@ -113,6 +113,7 @@ COMPILE = r"""
     domain._KERNEL_DEVICE = "cpu"
     plans, reduction = module("plans"), module("reduce_config")
     plans.gpu = lambda device: machine.gpu
+    launch.can_overlap = lambda device: not rocm and machine.arch >= 90
     for arch, hidden_sizes in matrix:
         # Calls keep the plans of the GPU before.
         forget_calls(module)

@@ -571,10 +571,18 @@ def _layer_norm_launches(kernel, machine):
     # for 50 seconds, which `make test` leaves out.
     longest = 12292 if machine.dtype == torch.float32 else 16384 if os.environ.get("LOSSLESS_MACHINES") else 8192
     sizes = ((64, 0), (256, 0), (768, 0), (1024, 2), (1280, 0), (4096, 0), (longest, 0))
+    # Halves of lanes with different counts, of one set of warps and of four.
+    for size in (64, 320) if machine.every_case else ():
+        many = machine.module("ops.layer_norm")._fewest_rows(size)
+        kernel.layer_norm(machine.empty(many, size), size, machine.empty(size), machine.empty(size))
     for size, gap in sizes if machine.every_case else ((4096, 0),):
         x, weight, bias = machine.empty(3, size + gap)[:, :size], machine.empty(size), machine.empty(size)
         for vectors in ((weight, bias), (weight, None), (None, None))[: 3 if size in (256, 4096) else 1]:
             kernel.layer_norm(x, size, *vectors)
+        # Many rows.
+        if size in (256, 768, 1024, 4096):
+            many = machine.module("ops.layer_norm")._fewest_rows(size)
+            kernel.layer_norm(machine.empty(many, size), size, weight, bias)
         # Gradients: rows of which one, eight and 32 of ATen's threads share a column, few and many.
         for rows in {768: (3, 100, 300, 600), 256: (), 1024: (), 1280: ()}.get(size, (600,)):
             leaves = [each.requires_grad_() for each in (machine.empty(rows, size), weight, bias)]

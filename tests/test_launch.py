@@ -238,9 +238,50 @@ def test_constants_have_the_order_of_the_parameters(module):
         SimpleNamespace(arg_names=["x_ptr", "rows", "A", "B"], __name__="kernel"),
         module("launch").Launcher,
     )
-    assert list(launcher(kernel, {"B": 2, "A": 1}, 4, None, 0, ()).constants.items()) == [("A", 1), ("B", 2)]
+    assert list(launcher(kernel, {"B": 2, "A": 1}, 4, None, False, 0, ()).constants.items()) == [("A", 1), ("B", 2)]
     with pytest.raises(TypeError, match=r"kernel: expected constants .*'B'\], found \['A', 'C'\]"):
-        launcher(kernel, {"A": 1, "C": 2}, 4, None, 0, ())
+        launcher(kernel, {"A": 1, "C": 2}, 4, None, False, 0, ())
+
+
+def test_kernels_that_overlap_have_launchers_of_their_own(module):
+    """The launch's attribute is one of Triton's options."""
+    launch, device = module("launch"), torch.device("cpu")
+    kernel = type("kernel", (), {"arg_names": ["x_ptr", "rows"]})
+    bound = [launch.bind(kernel, {}, 4, device, (torch.float32,), 1, 1, overlaps=each) for each in (False, True, False)]
+    first, second, third = (each._launcher for each in bound)
+    assert first is third and first is not second
+    assert [each.overlaps for each in (first, second)] == [False, True]
+    assert launch.options(4, None, False) == {"num_warps": 4, "enable_fp_fusion": False}
+    assert launch.options(4, 64, True) == {**launch.options(4, None, False), "maxnreg": 64, "launch_pdl": True}
+
+
+@pytest.mark.parametrize(
+    "capability, driver, can", [(9, 13000, True), (9, 12020, False), (8, 13000, False), (None, 13000, False)]
+)
+def test_which_gpus_and_drivers_overlap_kernels(module, monkeypatch, capability, driver, can):
+    launch = module("launch")
+    monkeypatch.setattr(launch.plans, "gpu", lambda device: SimpleNamespace(compute_capability=capability))
+    monkeypatch.setattr(launch, "driver_version", lambda: driver)
+    assert launch.can_overlap(torch.device("cpu")) is can
+
+
+def test_the_drivers_version(module, monkeypatch):
+    """0 without a driver, or with one that does not tell."""
+    launch = module("launch")
+
+    def library(failed):
+        def tell(pointer):
+            pointer._obj.value = 12040
+            return failed
+
+        return lambda name: SimpleNamespace(cuDriverGetVersion=tell)
+
+    def none(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    for load, expected in ((library(0), 12040), (library(1), 0), (lambda name: SimpleNamespace(), 0), (none, 0)):
+        monkeypatch.setattr(launch.ctypes, "CDLL", load)
+        assert launch.driver_version.__wrapped__() == expected
 
 
 def test_the_short_path_sends_what_triton_sends(launches):

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import random
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import aten_model
 import pytest
@@ -34,6 +34,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BF16_FIRST = [DTYPES[2], *(pytest.param(each, marks=pytest.mark.long) for each in DTYPES[:2])]
 # Less than a step of all threads, whole steps, and both sides of them.
 SIZES = (64, 68, 384, 508, 512, 516, 640, 768, 1020, 1024, 1028, 1280, 2048, 2560, 4096)
+# Rows whose lanes many rows take by halves, and the next ones.
+HALVES = (*range(64, 833, 64), 1024)
 EPS = 1e-5
 
 
@@ -54,10 +56,11 @@ def transcribed(x, weight, bias, **how):
     return aten_model.layer_norm(x, weight, bias, EPS, numpy_rsqrt, multiply_add, cast, **how)
 
 
-def launched(family, x, weight, bias):
-    """The kernel's output, mean and rstd of rows x."""
+def launched(family, x, weight, bias, few=True):
+    """The output, mean and rstd of rows x, of the kernel for few rows or for many."""
     rows, size = x.shape
-    kind = family.Kind.of(x.dtype, size, x.stride(0), weight is not None, bias is not None)
+    of_kernel = 1 if few else family._fewest_rows(size)
+    kind = family.Kind.of(x.dtype, of_kernel, size, x.stride(0), weight is not None, bias is not None)
     out = torch.full((rows, size), math.nan, dtype=x.dtype)
     mean, rstd = torch.full((2, rows, 1), math.nan).unbind()
     given = x if weight is None else weight, x if bias is None else bias
@@ -82,6 +85,33 @@ def test_the_kernel_equals_the_transcription(module, seed):
             assert_bits_equal(found, expected, f"{what} of {label}")
 
 
+@interpreted
+@pytest.mark.parametrize("size", HALVES)
+def test_the_kernel_for_many_rows_equals_the_transcription(module, seed, size):
+    """Of fp32, of which each bit shows, and of a dtype of 16 bits; rows that are no multiple of a program's."""
+    family, generator, choose = module("ops.layer_norm"), torch.Generator().manual_seed(seed), random.Random(seed)
+    for dtype in (torch.float32, choose.choice(DTYPES[1:])):
+        rows = choose.choice((1, 3, 17))
+        x = torch.randn(rows, size, generator=generator) * choose.choice((0.1, 1.0, 30.0)) + choose.choice((0.0, -50.0))
+        x = special_rows(x, choose).to(dtype) if rows > 1 else x.to(dtype)
+        weight, bias = torch.randn(2, size, generator=generator).to(dtype).unbind()
+        expected = transcribed(x, weight, bias)
+        for found, wanted, what in zip(launched(family, x, weight, bias, few=False), expected, expected._fields):
+            assert_bits_equal(found, wanted, f"{what} of {rows}x{size} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_many_where_their_elements_and_programs_are(module, dtype):
+    family = module("ops.layer_norm")
+    for size in (64, 768, 1024, 4096, 16384):
+        fewest = family._fewest_rows(size)
+        kinds = [family.Kind.of(dtype, rows, size, size, True, True) for rows in (1, fewest - 1, fewest, 1 << 20)]
+        assert [kind.few for kind in kinds] == [True, True, False, False]
+        assert fewest == {64: 32768, 768: 2731, 1024: 2048}.get(size, 1024)
+        halves = size <= 768 and (size == 64 or dtype != torch.float32)
+        assert [kind.by_halves for kind in kinds] == [False, False, halves, halves]
+
+
 NEEDS = [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
 NEEDS_OF_VECTORS = [needs for needs in NEEDS if not needs[0]]
 
@@ -98,11 +128,13 @@ def transcribed_gradients(dy, x, weight, mean, rstd, **how):
 
 
 @interpreted
-def test_the_gradients_equal_the_transcription(module, seed):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_gradients_equal_the_transcription(module, monkeypatch, seed, overlaps):
+    monkeypatch.setattr(module("launch"), "can_overlap", lambda device: overlaps)
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
     # Rows of which 1, 8, 16 and 32 of ATen's threads share a column, on both sides of whole blocks; dx of a few rows.
     counts = (63, 64, 65, 100, 127, 128, 200, 255, 256, 257, 511, 512, 520)
-    for case in range(32):
+    for case in range(16):
         few = case % 4 > 0
         size = (
             choose.choice((choose.choice(SIZES[:8]), 4 * choose.randint(16, 160))) if few else choose.choice((64, 68))
@@ -134,6 +166,65 @@ def test_the_gradients_equal_the_transcription(module, seed):
             assert (mine is not None) == need
             if need:
                 assert_bits_equal(mine, expected, f"{what} of {label}")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dx_is_launched_behind_the_sums_that_it_overlaps(module, monkeypatch, dtype):
+    """And before what follows them, in the proof too. Where one of both is not needed, or rows are many and long, nothing overlaps."""
+    family, launched = module("ops.layer_norm_backward"), []
+
+    def bind(kernel, *_, overlaps=False):
+        def run(*tensors):
+            launched.append((kernel.__name__.removeprefix("layer_norm_"), overlaps))
+
+        return SimpleNamespace(__call__=run, call_6=run, call_4=run)
+
+    def of(rows, size, needs=(True, True, True)):
+        launched.clear()
+        x, weight = torch.zeros(rows, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        rstd = torch.zeros(rows, 1)
+        family.resolve(x, rows, size, (size,), weight, needs)(x, x, rstd, rstd, weight, weight)
+        return [*launched]
+
+    monkeypatch.setattr(family.launch, "bind", bind)
+    monkeypatch.setattr(family.launch, "can_overlap", lambda device: True)
+    dx, sums, threads = ("backward", True), ("sum_rows", False), ("sum_threads", False)
+    alone = "backward", False
+    assert of(4, 64) == of(500, 4096) == [sums, dx]
+    assert of(600, 64) == of(600, 4096 // dtype.itemsize) == [sums, dx, threads]
+    assert of(600, 4096 // dtype.itemsize + 4) == [alone, sums, threads]
+    assert of(600, 64, (True, False, False)) == [alone]
+    assert of(600, 64, (False, True, True)) == [sums, threads]
+    monkeypatch.setattr(family.launch, "can_overlap", lambda device: False)
+    assert of(600, 64) == [alone, sums, threads] and of(4, 64) == [alone, sums]
+
+
+@interpreted
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("centred", [True, False])
+def test_the_proof_of_dx_that_overlaps(module, monkeypatch, seed, few, centred):
+    """It launches the sums before, and passes."""
+    family, launched = module("ops.layer_norm_backward"), []
+    bind = family.launch.bind
+    monkeypatch.setattr(
+        family.launch, "bind", lambda kernel, *more, **named: launched.append(kernel) or bind(kernel, *more, **named)
+    )
+    monkeypatch.setattr(family, "_PROOF_ROWS", 600)
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", 1)
+    backward = functools.partial(aten_model.layer_norm_backward, fma=multiply_add, cast=cast)
+    monkeypatch.setattr(
+        family, "eager", lambda dy, x, shape, mean, rstd, weight, bias, needs: backward(dy, x, weight, mean, rstd)
+    )
+    if few:
+        monkeypatch.setattr(family, "_PROOF_ROWS", 100)
+    kind = family.OfInput(torch.float32, 64, 4, True, few, centred, overlaps=True)
+    for what, found, expected in family._comparisons_of_dx(kind, CPU):
+        assert_bits_equal(found, expected, what)
+    assert [kernel.__name__ for kernel in launched if "threads" not in kernel.__name__] == 2 * [
+        "layer_norm_sum_rows",
+        "layer_norm_backward",
+    ]
 
 
 @interpreted
@@ -180,7 +271,7 @@ def test_warmup_in_training_has_rows_of_every_kind(module, layer):
     assert kinds(rows for rows, _ in warmed) == kinds(range(1, 65537))
     inferred = shapes(torch.ones(768), torch.float32, CPU, None, False)
     assert (
-        inferred == [(1, 768)]
+        inferred == [(1, 768), (2731, 768)]
         if layer == "TorchLayerNorm"
         else kinds(rows for rows, _ in inferred) < kinds((1, 64, 600))
     )
@@ -192,16 +283,19 @@ def test_warmup_in_training_has_rows_of_every_kind(module, layer):
 def test_long_rows(module, seed, size, dtype):
     generator = torch.Generator().manual_seed(seed)
     x, weight, bias = torch.randn(3, 1, size, generator=generator).to(dtype).unbind()
-    for found, expected in zip(launched(module("ops.layer_norm"), x, weight[0], bias[0]), transcribed(x, weight, bias)):
-        assert_bits_equal(found, expected)
+    few = random.Random(seed).random() < 0.5
+    found = launched(module("ops.layer_norm"), x, weight[0], bias[0], few)
+    for mine, expected in zip(found, transcribed(x, weight, bias)):
+        assert_bits_equal(mine, expected, f"{few}")
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_special_rows(module, dtype):
+@pytest.mark.parametrize("few", [True, False])
+def test_special_rows(module, dtype, few):
     """Whatever order it is added up in, a row has these values."""
     x = torch.stack([torch.full((512,), value) for value in (0.0, -0.0, 3.0, math.inf, math.nan)]).to(dtype)
-    out, mean, rstd = launched(module("ops.layer_norm"), x, None, None)
+    out, mean, rstd = launched(module("ops.layer_norm"), x, None, None, few)
     assert_bits_equal(mean[:3, 0], torch.tensor([0.0, 0.0, 3.0]))
     # Every lane has 4 elements: their reciprocals are powers of two, and a constant row has no variance.
     assert_bits_equal(rstd[:3], numpy_rsqrt(torch.full((3, 1), EPS)))
@@ -285,7 +379,7 @@ def tells(family, kind) -> bool:
 def test_the_proof_tells_a_wrong_order(module, monkeypatch, seed, name, size):
     """In one dtype at random."""
     family, dtype = module("ops.layer_norm"), random.Random(seed).choice(DTYPES)
-    kind = family.Kind(dtype, size, 16 // dtype.itemsize, True, True)
+    kind = family.Kind(dtype, size, 16 // dtype.itemsize, True, True, False)
     if name is None:
         in_the_kernels_place(family, monkeypatch, seed)
         assert not tells(family, kind)
@@ -306,7 +400,7 @@ def test_1000_wrong_orders_are_told(module, monkeypatch, seed):
         name, dtype, size = choose.choice([*WRONG]), choose.choice(DTYPES), choose.choice((768, 1280))
         with monkeypatch.context() as patch:
             in_the_kernels_place(family, patch, choose.randrange(1 << 30), moments=WRONG[name])
-            assert tells(family, family.Kind(dtype, size, 16 // dtype.itemsize, True, True)), (name, dtype, size)
+            assert tells(family, family.Kind(dtype, size, 16 // dtype.itemsize, True, True, False)), (name, dtype, size)
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.long)])
@@ -314,7 +408,7 @@ def test_1000_wrong_orders_are_told(module, monkeypatch, seed):
 def test_the_proof_tells_another_output(module, monkeypatch, seed, dtype, size):
     """The last product and sum without FMA, and a weight that is multiplied first."""
     family = module("ops.layer_norm")
-    kind = family.Kind(dtype, size, 16 // dtype.itemsize, True, True)
+    kind = family.Kind(dtype, size, 16 // dtype.itemsize, True, True, False)
 
     def weight_first(x, weight, bias, eps):
         _, mean, rstd = aten_model.layer_norm(x, weight, bias, eps)
@@ -523,7 +617,7 @@ def test_proofs_pass_where_a_row_is_no_whole_number_of_units(module, monkeypatch
     monkeypatch.setattr(gradients, "_PROOF_ROWS", 16)
     monkeypatch.setattr(gradients, "eager", lambda *given: gradients.Gradients(*eager(*given)))
     monkeypatch.setattr(family.torch, "native_layer_norm", lambda x, shape, *given: transcribed(x, *given[:2]))
-    proofs = [(family._comparisons(family.Kind(torch.float16, size, unit, True, True), CPU), {"the output"})]
+    proofs = [(family._comparisons(family.Kind(torch.float16, size, unit, True, True, True), CPU), {"the output"})]
     for centred in (True, False):
         of_input = gradients.OfInput(torch.float16, size, unit, True, True, centred)
         of_vectors = gradients.OfVectors(torch.float16, size, unit, True, 1, True, centred, centred)
@@ -550,13 +644,15 @@ def test_a_proof_is_of_the_kernel_that_will_run(module, monkeypatch):
     monkeypatch.setattr(family, "_PROOF_ROWS", 80)
     monkeypatch.setattr(family, "_PROOF_ELEMENTS", 0)
     monkeypatch.setattr(family.launch, "bind", spy)
-    for kind in (family.Kind(torch.float32, 64, 1, True, False), family.Kind(torch.float16, 768, 8, True, True)):
+    kinds = family.Kind(torch.float32, 64, 1, True, False, True), family.Kind(torch.float16, 768, 8, True, True, False)
+    for kind in kinds:
         seen.clear()
         for what, found, _ in itertools.islice(family._comparisons(kind, CPU), 3):
             assert found.isnan().any() and found.isfinite().any(), what
         (constants,) = seen
         expected = {"SIZE": kind.size, "STRIDE_UNIT": kind.unit, "WEIGHT": kind.weight, "BIAS": kind.bias}
-        assert constants == {**expected, "ROWS": kind.program[0]}
+        expected |= {"FEW": kind.few, "HALVES": kind.by_halves, "ROWS": kind.rows}
+        assert constants == expected and (kind.rows, kind.by_halves) == ((4, False) if kind.few else (2, True))
 
 
 # What surrounds the kernel
@@ -919,6 +1015,57 @@ def test_output_and_gradients_are_those_of_eager(kernel, module, seed, monkeypat
         for mine, eagers in zip(ours, theirs):
             assert_bits_equal(mine, eagers, label)
             assert mine.stride() == eagers.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", HALVES)
+def test_many_rows_are_those_of_eager(kernel, module, seed, monkeypatch, size):
+    """As many as have a kernel of their own, in rows with a gap and without, and one more than a program's."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    generator, choose = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
+    rows = module("ops.layer_norm")._fewest_rows(size) + choose.choice((0, 1, 5))
+    for dtype, gap in itertools.product(DTYPES, (0, choose.choice((4, 8)))):
+        x = torch.randn(rows, size + gap, generator=generator, device="cuda")
+        x = special_rows(x, choose).to(dtype)[:, :size]
+        weight, bias = torch.randn(2, size, generator=generator, device="cuda").to(dtype)
+        with torch.no_grad():
+            found = module("ops.layer_norm").replacement(x, (size,), weight, bias, EPS)
+        assert_bits_equal(found, functional.layer_norm(x, (size,), weight, bias, EPS), f"{x.shape} {dtype}, gap {gap}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, size", [(4096, 768), (300, 768), (33, 4096), (4096, 4096)])
+def test_gradients_in_a_graph_are_complete_before_what_follows(kernel, module, seed, monkeypatch, rows, size):
+    """dx and the sums over rows overlap; the next kernel reads all of them at once, in 200 replays with other numbers."""
+    monkeypatch.setenv("LOSSLESS_PROOF", "strict")
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x, dy = torch.randn(2, rows, size, generator=generator, device="cuda").bfloat16().unbind()
+    weight, bias = torch.randn(2, size, generator=generator, device="cuda").bfloat16().unbind()
+    leaves = [each.requires_grad_() for each in (x.clone(), weight, bias)]
+
+    def gradients(function):
+        out = function(leaves[0], (size,), *leaves[1:])
+        dx, *vectors = torch.autograd.grad(out, leaves, dy)
+        return torch.cat([dx.flatten(), *vectors])
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            gradients(kernel.layer_norm)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(kernel.layer_norm)
+    (call,) = [call for call in module("ops.layer_norm")._calls.resolved.values() if call is not None]
+    (backward,) = call.backwards.values()
+    is_new = torch.cuda.get_device_capability()[0] >= 9 and module("launch").driver_version() >= 12030
+    assert module("launch").driver_version() >= 1000 * int(torch.version.cuda.split(".")[0])
+    assert backward.overlaps == (is_new and (rows, size) != (4096, 4096))
+    for replay in range(200):
+        dy.normal_(generator=generator)
+        graph.replay()
+        ours = found.clone()
+        assert_bits_equal(ours, gradients(functional.layer_norm), f"replay {replay}")
 
 
 @pytest.mark.gpu

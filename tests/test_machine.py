@@ -313,16 +313,22 @@ def test_cross_entropy_has_cudas_fmas_and_no_others(compiled):
 def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
     """Two for each element's mean and M2 (one is trivial for a lane's first), two for each of the seven levels that combine
     them, that of the bias, and two for each reciprocal of a count."""
+    seen = set()
     for entry in compiled:
         if entry["kernel"] != "layer_norm_forward":
             continue
         constants = entry["constants"]
+        seen.add((constants["FEW"], constants["HALVES"]))
         size, rows = constants["SIZE"], constants["ROWS"]
         lanes = 128 >> (size <= 128) + (size <= 256)
-        steps = -(-size // (4 * lanes))
-        of_step = rows * 4 * lanes // (32 * entry["num_warps"])
-        accesses = steps * max(of_step * entry["itemsize"] // 16, 1)
-        width = min(of_step * entry["itemsize"], 16)
+        columns = 4 * lanes
+        if constants["HALVES"]:
+            # All warps of lanes, two of four or one have the same elements.
+            sets = 1 if size % columns == 0 else 2 if size % 256 == 0 else lanes // 32
+            columns = columns // (2 * sets)
+        of_tile = rows * columns // (32 * entry["num_warps"])
+        accesses = -(-size // columns) * max(of_tile * entry["itemsize"] // 16, 1)
+        width = min(of_tile * entry["itemsize"], 16)
         of_width = {16: r"\.v4\.b32", 8: r"\.v2\.b32", 4: r"\.b32"}[width]
         reads = accesses * (constants["STRIDE_UNIT"] * entry["itemsize"] == 16)
         vectors = accesses * (constants["WEIGHT"] + constants["BIAS"])
@@ -336,12 +342,13 @@ def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
         assert entry.count(r"fma\.rn\.f32") >= fmas, str(entry)
         assert entry.count(r"(?:fma|mad)\S*\.f32") == entry.count(r"fma\.rn\.f32"), str(entry)
         assert entry.count(r"\S*\.ftz") == of_counts, str(entry)
+    assert seen == {(True, False), (False, False), (False, True)}
 
 
 def test_layer_norms_gradients_have_cudas_fmas(compiled):
     """dx: one of each element's product in the row's second sum, one in the output. Rows: one of each row in a run of eight, in
     the loop and behind it."""
-    seen = set()
+    seen, overlaps = set(), set()
     for entry in compiled:
         constants, threads, itemsize = entry["constants"], 32 * entry["num_warps"], entry["itemsize"]
         if not entry["kernel"].startswith("layer_norm_") or entry["kernel"] == "layer_norm_forward":
@@ -355,9 +362,10 @@ def test_layer_norms_gradients_have_cudas_fmas(compiled):
             least, most = 2 * rows * size // threads, 2 * tile // threads
             width = min(rows * 4 * lanes // threads * itemsize, 16)
             if constants["STRIDE_UNIT"] * itemsize == 16 and width == 16:
-                # A weight once or twice.
+                # A weight once, or twice if it is not kept. Of dy and x two steps are not read again.
                 of_row, weight = tile * itemsize // (16 * threads), constants["WEIGHT"]
-                least_read = (2 + weight + 2 * constants["AGAIN"]) * of_row
+                of_step = rows * 4 * lanes * itemsize // (16 * threads)
+                least_read = (2 + weight) * of_row + 2 * constants["AGAIN"] * (of_row - 2 * of_step)
                 assert least_read <= entry.count(r"ld\.global\S*\.v4\.b32") <= least_read + weight * of_row, str(entry)
                 assert entry.count(r"st\.global\S*\.v4\.b32") == of_row, str(entry)
         elif entry["kernel"] == "layer_norm_sum_rows":
@@ -370,12 +378,18 @@ def test_layer_norms_gradients_have_cudas_fmas(compiled):
         fmas = entry.count(r"fma\.rn\.f32")
         assert least <= fmas <= most and entry.count(r"(?:fma|mad)\S*\.f32") == fmas, str(entry)
         assert not entry.count(r"\S*\.ftz"), str(entry)
+        if "OVERLAPS" in constants:
+            waits, begins = (entry.count(rf"griddepcontrol\.{each}") for each in ("wait", "launch_dependents"))
+            of_dx = entry["kernel"] == "layer_norm_backward"
+            assert (waits, begins) == (constants["OVERLAPS"] * of_dx, constants["OVERLAPS"] * (not of_dx)), str(entry)
+            overlaps.add((entry["arch"] >= 90, constants["OVERLAPS"]))
+    assert overlaps <= {(True, True), (True, False), (False, False)} and (True, True) in overlaps
     of_rows = {
         (kernel, centred) for kernel in ("layer_norm_backward", "layer_norm_sum_rows") for centred in (True, False)
     }
     assert seen == of_rows | {("layer_norm_sum_threads", None)}
-    backward = [entry["constants"]["AGAIN"] for entry in compiled if entry["kernel"] == "layer_norm_backward"]
-    assert set(backward) == {False, True}
+    backward = [entry["constants"] for entry in compiled if entry["kernel"] == "layer_norm_backward"]
+    assert {(of["AGAIN"], of["KEPT"]) for of in backward} == {(False, False), (False, True), (True, True)}
 
 
 def test_group_norm_divides_by_three_instructions(compiled):

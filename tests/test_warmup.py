@@ -252,7 +252,7 @@ COMPILED_AHEAD = """
         before = len(made)
         left_out = len(self.kernel.arg_names) - len(self.constants) - len(scalars) - len(tensors)
         tensors = [*tensors, *[torch.empty(1)] * left_out]
-        options = launch.options(self.num_warps, self.max_registers)
+        options = launch.options(self.num_warps, self.max_registers, self.overlaps)
         self.kernel.run(*tensors, *scalars, grid=(blocks,), warmup=True, **self.constants, **options)
         launched.append(len(made) - before)
 

@@ -5,8 +5,10 @@ for an eager operator (H200). The first launch uses Triton's call, later ones th
 """
 
 import contextlib
+import ctypes
 import functools
 import operator
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -33,10 +35,31 @@ _dry_run = threading.local()
 _enter_hooks = triton_internals.launch_hooks
 
 
-def options(num_warps: int, max_registers: Optional[int]) -> dict:
+def options(num_warps: int, max_registers: Optional[int], overlaps: bool) -> dict:
     """Triton's options. Without fusion `*` and `+` compile to mul.rn and add.rn: each eager operation rounds separately."""
-    limit = {} if max_registers is None else {"maxnreg": max_registers}
-    return {"num_warps": num_warps, "enable_fp_fusion": False, **limit}
+    more = {} if max_registers is None else {"maxnreg": max_registers}
+    if overlaps:
+        more["launch_pdl"] = True
+    return {"num_warps": num_warps, "enable_fp_fusion": False, **more}
+
+
+@functools.cache
+def driver_version() -> int:
+    """The version of CUDA that the driver is for, 12030 for 12.3; 0 if there is no driver."""
+    version = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        failed = library.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else version.value
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel can begin before the one before it in its stream has ended: NVIDIA's programmatic dependent launch, from
+    compute capability 9.0 on. CUDA graphs can hold such launches since the driver of CUDA 12.3."""
+    capability = plans.gpu(device).compute_capability
+    return capability is not None and capability >= 9 and driver_version() >= 12030
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,7 @@ class Compilation:
     constants: tuple
     num_warps: int
     max_registers: Optional[int]
+    overlaps: bool
     device: int
     dtypes: tuple
     scalars: tuple = field(compare=False)
@@ -65,7 +89,7 @@ class Compilation:
 
     @property
     def options(self) -> dict:
-        return options(self.num_warps, self.max_registers)
+        return options(self.num_warps, self.max_registers, self.overlaps)
 
 
 @contextlib.contextmanager
@@ -97,6 +121,7 @@ class Launcher:
         constants: the kernel's constexpr arguments by name, in any order.
         num_warps: warps per program.
         max_registers: the most registers of a thread, of kernels that run on NVIDIA alone; None lets the compiler decide.
+        overlaps: see `bind`.
         device: index of the CUDA device.
         dtypes: dtypes of the tensors.
     """
@@ -106,6 +131,7 @@ class Launcher:
         "constants",
         "num_warps",
         "max_registers",
+        "overlaps",
         "device",
         "dtypes",
         "one_of_several",
@@ -114,7 +140,14 @@ class Launcher:
     )
 
     def __init__(
-        self, kernel, constants: dict, num_warps: int, max_registers: Optional[int], device: int, dtypes: tuple
+        self,
+        kernel,
+        constants: dict,
+        num_warps: int,
+        max_registers: Optional[int],
+        overlaps: bool,
+        device: int,
+        dtypes: tuple,
     ):
         self.kernel = kernel
         self.dtypes = dtypes
@@ -124,6 +157,7 @@ class Launcher:
             raise TypeError(f"{kernel.__name__}: expected constants {kernel.arg_names}, found {list(constants)}")
         self.num_warps = num_warps
         self.max_registers = max_registers
+        self.overlaps = overlaps
         self.device = device
         self.one_of_several = torch.cuda.device_count() > 1
         # Without a short path `launch` stays None.
@@ -145,9 +179,8 @@ class Launcher:
         if is_collecting():
             dtypes = tuple(tensor.dtype for tensor in tensors)
             constants = tuple(self.constants.items())
-            compilation = Compilation(
-                self.kernel, constants, self.num_warps, self.max_registers, self.device, dtypes, scalars
-            )
+            how = self.num_warps, self.max_registers, self.overlaps
+            compilation = Compilation(self.kernel, constants, *how, self.device, dtypes, scalars)
             _dry_run.found[compilation] = compilation
             return
         if INTERPRETED:
@@ -155,7 +188,7 @@ class Launcher:
             return
         global seconds_compiling
         start = time.perf_counter()
-        how = options(self.num_warps, self.max_registers)
+        how = options(self.num_warps, self.max_registers, self.overlaps)
         aligned = not any(tensor.data_ptr() & _ALIGNMENT_MASK for tensor in tensors)
         with torch.cuda.device(self.device):
             if self.launch is None and aligned and current_stream is not None and triton_internals.has_short_path():
@@ -172,9 +205,15 @@ class Launcher:
 # A launcher takes 5 KB. Triton itself keeps every kernel that it compiled.
 @functools.lru_cache(maxsize=1024)
 def _launcher(
-    kernel, constants: tuple, num_warps: int, max_registers: Optional[int], device: int, dtypes: tuple
+    kernel,
+    constants: tuple,
+    num_warps: int,
+    max_registers: Optional[int],
+    overlaps: bool,
+    device: int,
+    dtypes: tuple,
 ) -> Launcher:
-    return Launcher(kernel, dict(constants), num_warps, max_registers, device, dtypes)
+    return Launcher(kernel, dict(constants), num_warps, max_registers, overlaps, device, dtypes)
 
 
 def bind(
@@ -186,15 +225,20 @@ def bind(
     programs: int,
     *scalars,
     max_registers: Optional[int] = None,
+    overlaps: bool = False,
 ) -> "Launch":
     """The launch of `programs` programs with these scalars. The other arguments are `Launcher`'s; tensors omitted at
     the end of a call need no dtype.
 
     Args:
         num_warps: a program's threads / 32, for every GPU. Where a warp has 64 threads, half as many warps are launched.
+        overlaps: on a device that `can_overlap`, the kernel may begin when all programs of the kernel before it in the stream
+            have called `let_next_kernel_begin`. It must read nothing that this one writes, and one of its programs must call
+            `wait_for_previous_kernel`: otherwise the kernels that follow would not wait for the one before.
     """
     num_warps = max(num_warps * CUDA.warp_size // plans.gpu(device).build.warp_size, 1)
-    launcher = _launcher(kernel, tuple(constants.items()), num_warps, max_registers, device.index or 0, dtypes)
+    fixed = num_warps, max_registers, overlaps, device.index or 0
+    launcher = _launcher(kernel, tuple(constants.items()), *fixed, dtypes)
     return Launch(launcher, programs, scalars)
 
 

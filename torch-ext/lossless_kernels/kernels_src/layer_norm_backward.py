@@ -4,8 +4,7 @@
 import triton
 import triton.language as tl
 
-from .layer_norm import _LANES
-from .primitives import widened
+from .primitives import let_next_kernel_begin, wait_for_previous_kernel, widened
 from .summation import block_sum, in_vectors, sum_of_tile, unstack
 
 # A thread of ATen's sums over rows takes so many rows at a time, one after the other.
@@ -22,13 +21,32 @@ def _centred(x, mean, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _weighted(dy, weight_ptr, column, SIZE: tl.constexpr, WEIGHT: tl.constexpr):
-    """dy [ROWS, COLUMNS] times the weight of these columns, in fp32."""
+def _load_step(row_ptr, of_row, step: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """A step of rows that begin at row_ptr [ROWS, 1]: [ROWS, COLUMNS], zeros behind a row's end."""
+    column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(row_ptr + column, mask=of_row[:, None] & (column < SIZE), other=0.0)
+
+
+@triton.jit
+def _load_weight(
+    weight_ptr, ROWS: tl.constexpr, step: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, WEIGHT: tl.constexpr
+):
+    """The weight of a step's columns, [ROWS, COLUMNS]; without a weight any tensor of that shape.
+
+    Loaded for each row, from the L1: a single row would get another layout and pass through shared memory.
+    """
+    weight = tl.broadcast_to(step * COLUMNS + tl.arange(0, COLUMNS)[None, :], [ROWS, COLUMNS])
+    if WEIGHT:
+        weight = tl.load(weight_ptr + weight, mask=weight < SIZE, other=0.0)
+    return weight
+
+
+@triton.jit
+def _weighted(dy, weight, WEIGHT: tl.constexpr):
+    """dy times the weight, in fp32."""
     dy = widened(dy)
     if WEIGHT:
-        # Loaded for each row, from the L1: a single row would get another layout and pass through shared memory.
-        of_rows = tl.broadcast_to(column, dy.shape)
-        dy = dy * widened(tl.load(weight_ptr + of_rows, mask=of_rows < SIZE, other=0.0))
+        dy = dy * widened(weight)
     return dy
 
 
@@ -62,63 +80,79 @@ def layer_norm_backward(
     WEIGHT: tl.constexpr,
     CENTRED: tl.constexpr,
     AGAIN: tl.constexpr,
+    KEPT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """dx of `layer_norm_forward`: dx[row] = (rstd / SIZE) * ((SIZE * weight) * dy - ((x - mean) * rstd) * b - a), where
     a = sum(dy * weight) and b = sum(dy * weight * (x - mean) * rstd) of the row. Without CENTRED that of `F.rms_norm`, which
     has neither mean nor a.
 
-    A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The first programs take the last rows:
-    the L2 then has the first ones for `layer_norm_sum_rows`. The other arguments are those of `layer_norm_forward`.
+    A program takes ROWS rows of SIZE elements, a multiple of four; dy and dx are dense. The other arguments are those of
+    `layer_norm_forward`.
 
     Args:
         mean_ptr: not read without CENTRED.
         AGAIN: dy and x are read again for dx, instead of being kept in registers.
+        KEPT: the weight is kept in registers, instead of being read again for dx.
+        OVERLAPS: this kernel runs beside `layer_norm_sum_rows`, which was launched just before, and what follows waits for both.
+            Without, that kernel follows; the first programs take the last rows, and the L2 then has the first ones for it.
     """
-    # Whole warps of lanes without elements are left out.
+    # ATen's block has 128 threads, which read vectors of four elements. Whole warps of lanes without elements are left out.
     EMPTY: tl.constexpr = 2 if SIZE <= 128 else 1 if SIZE <= 256 else 0
-    LANES: tl.constexpr = _LANES >> EMPTY
+    LANES: tl.constexpr = 128 >> EMPTY
     COLUMNS: tl.constexpr = 4 * LANES
     STEPS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    last = tl.num_programs(0) - 1
+    row = (program if OVERLAPS else last - program).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     of_row = row < rows
     offset = (row * SIZE)[:, None]
-    x_offset = (row * (x_row_stride * STRIDE_UNIT))[:, None]
+    dy_rows = dy_ptr + offset
+    x_rows = x_ptr + (row * (x_row_stride * STRIDE_UNIT))[:, None]
     dys = ()
     xs = ()
-    if not AGAIN:
-        for step in tl.static_range(STEPS):
-            column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            inside = of_row[:, None] & (column < SIZE)
-            dys = dys + (tl.load(dy_ptr + offset + column, mask=inside, other=0.0),)
-            xs = xs + (tl.load(x_ptr + x_offset + column, mask=inside, other=0.0),)
+    weights = ()
+    for step in tl.static_range(STEPS):
+        if not AGAIN:
+            dys = dys + (_load_step(dy_rows, of_row, step, COLUMNS, SIZE),)
+            xs = xs + (_load_step(x_rows, of_row, step, COLUMNS, SIZE),)
+        if KEPT:
+            weights = weights + (_load_weight(weight_ptr, ROWS, step, COLUMNS, SIZE, WEIGHT),)
     mean = tl.load(mean_ptr + row, mask=of_row, other=0.0)[:, None] if CENTRED else 0.0
     rstd = tl.load(rstd_ptr + row, mask=of_row, other=0.0)[:, None]
     of_lanes = tl.reshape(tl.broadcast_to(rstd, [ROWS, LANES]), [ROWS * LANES])
     sums = tl.zeros([ROWS * LANES], tl.float32), tl.zeros([ROWS * LANES], tl.float32)
     for step in tl.static_range(STEPS):
-        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        inside = of_row[:, None] & (column < SIZE)
-        dy = tl.load(dy_ptr + offset + column, mask=inside, other=0.0) if AGAIN else dys[step]
-        x = tl.load(x_ptr + x_offset + column, mask=inside, other=0.0) if AGAIN else xs[step]
-        terms = _weighted(dy, weight_ptr, column, SIZE, WEIGHT)
+        dy = _load_step(dy_rows, of_row, step, COLUMNS, SIZE) if AGAIN else dys[step]
+        x = _load_step(x_rows, of_row, step, COLUMNS, SIZE) if AGAIN else xs[step]
+        weight = weights[step] if KEPT else _load_weight(weight_ptr, ROWS, step, COLUMNS, SIZE, WEIGHT)
+        terms = _weighted(dy, weight, WEIGHT)
         sums = _add_vectors(sums, terms, _centred(x, mean, CENTRED), of_lanes, LANES, ROWS, CENTRED)
     a = sum_of_tile(sums[0], ROWS, LANES)[:, None] if CENTRED else 0.0
     b = sum_of_tile(sums[1], ROWS, LANES)[:, None]
 
     size = tl.full([ROWS, COLUMNS], SIZE, tl.float32)
     factor = tl.div_rn(1.0, tl.cast(SIZE, tl.float32)) * rstd
+    if AGAIN:
+        dys = dys + (_load_step(dy_rows, of_row, 0, COLUMNS, SIZE),)
+        xs = xs + (_load_step(x_rows, of_row, 0, COLUMNS, SIZE),)
     for step in tl.static_range(STEPS):
-        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        inside = of_row[:, None] & (column < SIZE)
-        dy = tl.load(dy_ptr + offset + column, mask=inside, other=0.0) if AGAIN else dys[step]
-        x = tl.load(x_ptr + x_offset + column, mask=inside, other=0.0) if AGAIN else xs[step]
-        through_variance = (_centred(x, mean, CENTRED) * rstd) * b
-        scale = _weighted(size, weight_ptr, column, SIZE, WEIGHT)
+        # Before the store: loads do not pass it. The first two steps are not loaded again: no store is before them.
+        if AGAIN and step + 1 < STEPS:
+            dys = dys + (_load_step(dy_rows, of_row, step + 1, COLUMNS, SIZE),)
+            xs = xs + (_load_step(x_rows, of_row, step + 1, COLUMNS, SIZE),)
+        through_variance = (_centred(xs[step], mean, CENTRED) * rstd) * b
+        weight = weights[step] if KEPT else _load_weight(weight_ptr, ROWS, step, COLUMNS, SIZE, WEIGHT)
         # Triton computes -x as 0 - x, which is +0 for x = +0.
-        dx = tl.fma(widened(dy), scale, through_variance * -1.0)
+        dx = tl.fma(widened(dys[step]), _weighted(size, weight, WEIGHT), through_variance * -1.0)
         if CENTRED:
             dx = dx - a
+        column = step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = of_row[:, None] & (column < SIZE)
         tl.store(dx_ptr + offset + column, (dx * factor).to(dx_ptr.dtype.element_ty), mask=inside)
+    if OVERLAPS:
+        if program == last:
+            wait_for_previous_kernel()
 
 
 @triton.jit
@@ -194,6 +228,7 @@ def layer_norm_sum_rows(
     DBIAS: tl.constexpr,
     CENTRED: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """dweight = sum(dy * (x - mean) * rstd) and dbias = sum(dy) over rows, or the sums of ATen's threads.
 
@@ -206,7 +241,10 @@ def layer_norm_sum_rows(
     Args:
         DWEIGHT, DBIAS: which of them are needed.
         STAGES: from sm_80 on the rows of STAGES - 1 steps are in flight through shared memory.
+        OVERLAPS: `layer_norm_backward` runs beside this kernel.
     """
+    if OVERLAPS:
+        let_next_kernel_begin()
     COLUMN_BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     BLOCK: tl.constexpr = _RUN * THREADS
     program = tl.program_id(0)

@@ -380,6 +380,29 @@ def prefetch(pointers):
 
 
 @triton.jit
+def let_next_kernel_begin():
+    """Once all programs have called it, the stream's next kernel may begin, if it was launched to overlap (`launch.bind`)."""
+    if PTX and not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, $1;",
+            "=r,r",
+            [tl.program_id(0)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def wait_for_previous_kernel():
+    """Waits until the kernel that this one overlaps has ended and its results are visible."""
+    if PTX and not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def prefetch_bulk(pointer, wanted, BYTES: tl.constexpr):
     """Prefetches BYTES from `pointer` on into the L2, by one request of the program, if `wanted`.
 

@@ -357,7 +357,7 @@ def _halves(values, GROUPS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, alike_b, alike_a):
+def combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, alike_b, alike_a):
     """The moments of both (`cuWelfordCombine`), the sum of their counts and the sum of `alike`. Shares are computed from `alike`
     and equal those of the counts."""
     delta = mean_b - mean_a
@@ -406,7 +406,7 @@ def _welford_of_halves(mean, m2, count, alike, GROUPS: tl.constexpr, HALF: tl.co
         m2_l, m2_u = _halves(m2, GROUPS, HALF)
         count_l, count_u = _halves(count, GROUPS, HALF)
         alike_l, alike_u = _halves(alike, GROUPS, HALF)
-        return _combined(mean_l, m2_l, count_l, mean_u, m2_u, count_u, alike_l, alike_u)
+        return combined(mean_l, m2_l, count_l, mean_u, m2_u, count_u, alike_l, alike_u)
 
 
 @triton.jit
@@ -437,10 +437,27 @@ def welford_of_block(
     tl.static_assert(EMPTY == 0 or not BY_DIVISION)
     for _ in tl.static_range(EMPTY):
         nothing = tl.zeros([BLOCKS * WARPS], tl.float32)
-        mean, m2, count, alike = _combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
+        mean, m2, count, alike = combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
     for level in tl.static_range(5):
         if (WARPS >> level) > 1:
             mean, m2, count, alike = _welford_of_halves(
                 mean, m2, count, count, BLOCKS, WARPS >> (level + 1), BY_DIVISION
             )
     return mean, m2
+
+
+@triton.jit
+def combined_equal(mean_b, mean_a, m2, COUNT: tl.constexpr):
+    """`combined` of two that have COUNT elements each and m2 together. COUNT * (1 / (2 * COUNT)) must be 1/2 in fp32."""
+    delta = mean_b - mean_a
+    half = tl.full(delta.shape, 0.5, tl.float32)
+    return tl.fma(mean_a, half, 0.5 * mean_b), tl.fma(half, COUNT * (delta * delta), m2)
+
+
+@triton.jit
+def welford_of_equal_halves(mean, m2, COUNT: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """`_welford_of_halves` of lanes that have COUNT elements each. Threads exchange by sums: of `tl.split` the compiler would
+    make a computation of all lanes in each thread."""
+    lower, upper = _half(mean, GROUPS, HALF, 0), _half(mean, GROUPS, HALF, 1)
+    of_both = tl.sum(tl.reshape(m2, [GROUPS, 2, HALF]), axis=1)
+    return combined_equal(lower, upper, tl.reshape(of_both, [GROUPS * HALF]), COUNT)

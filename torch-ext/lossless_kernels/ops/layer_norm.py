@@ -149,6 +149,11 @@ _MAX_ELEMENTS = 1 << 32
 # exchanges nothing through shared memory.
 _WARPS = {4 << 10: 1, 8 << 10: 2, 32 << 10: 4, 64 << 10: 16}
 _ROWS = {128: 4, 256: 2, 1 << 14: 1}
+# By the bytes of an element the most elements of a row whose lanes are taken by halves, and the most elements and rows of its
+# program (H200).
+_HALVES = {2: (768, 1536, 16), 4: (512, 1024, 8)}
+# The time of fewer rows or elements is latency (H200).
+_FEW_ROWS, _FEW_ELEMENTS = 1024, 1 << 21
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ class Kind:
         size: elements of a row.
         unit: the number of elements, up to 16 bytes, by which row strides are counted.
         weight, bias: whether there is one.
+        few: whether there are so few rows that their time is latency.
     """
 
     dtype: torch.dtype
@@ -166,31 +172,46 @@ class Kind:
     unit: int
     weight: bool
     bias: bool
+    few: bool
 
     @classmethod
-    def of(cls, dtype: torch.dtype, size: int, row_stride: int, weight: bool, bias: bool) -> "Kind":
-        return cls(dtype, size, stride_unit(row_stride, dtype), weight, bias)
+    def of(cls, dtype: torch.dtype, rows: int, size: int, row_stride: int, weight: bool, bias: bool) -> "Kind":
+        return cls(dtype, size, stride_unit(row_stride, dtype), weight, bias, rows < _fewest_rows(size))
 
     def launch(self, rows: int, row_stride: int, device, eps: float, store_statistics: bool) -> launch.Launch:
         """The launch. Its tensors: input, weight, bias, dense output and, if they are stored, mean and rstd; any tensor of
         the input's dtype stands for a weight or bias that there is not."""
         constants = {
             "SIZE": self.size,
-            "ROWS": self.program[0],
+            "ROWS": self.rows,
+            "HALVES": self.by_halves,
+            "FEW": self.few,
             "STRIDE_UNIT": self.unit,
             "WEIGHT": self.weight,
             "BIAS": self.bias,
         }
         dtypes = (*(self.dtype,) * 4, torch.float32, torch.float32)
-        rows_per_program, warps = self.program
+        warps = next(warps for most, warps in _WARPS.items() if self.size * self.dtype.itemsize <= most)
         scalars = rows, row_stride // self.unit, int(store_statistics), eps
-        return launch.bind(layer_norm_forward, constants, warps, device, dtypes, -(-rows // rows_per_program), *scalars)
+        return launch.bind(layer_norm_forward, constants, warps, device, dtypes, -(-rows // self.rows), *scalars)
 
     @property
-    def program(self) -> tuple[int, int]:
-        """Rows and warps of a program."""
-        rows = next(rows for most, rows in _ROWS.items() if self.size <= most)
-        return rows, next(warps for most, warps in _WARPS.items() if self.size * self.dtype.itemsize <= most)
+    def by_halves(self) -> bool:
+        """Whether a program's tiles are of halves of its lanes."""
+        return not self.few and self.size % 64 == 0 and self.size <= _HALVES[self.dtype.itemsize][0]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a program."""
+        if self.by_halves:
+            _, elements, rows = _HALVES[self.dtype.itemsize]
+            return min(rows, 1 << (elements // self.size).bit_length() - 1)
+        return next(rows for most, rows in _ROWS.items() if self.size <= most)
+
+
+def _fewest_rows(size: int) -> int:
+    """The fewest that are not few."""
+    return max(_FEW_ROWS, -(-_FEW_ELEMENTS // size))
 
 
 @dataclass(eq=False)
@@ -265,7 +286,7 @@ def _resolve(x, *more):
     rows, size, row_stride = _rows(x, vectors, shape)
     if no_weight and not no_bias:
         raise Outside("a bias without a weight")
-    kind = Kind.of(x.dtype, size, row_stride, not no_weight, not no_bias)
+    kind = Kind.of(x.dtype, rows, size, row_stride, not no_weight, not no_bias)
     if not _proved(kind, x.device):
         return None
     # ATen computes with contiguous copies.
@@ -386,13 +407,14 @@ def _biases(kind, x, weight, source):
 
 
 def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, training: bool) -> list[tuple[int, ...]]:
-    """The inputs that `warmup` calls a layer with: with the given `rows`, or one for each kernel and proof. In the forward
-    pass all numbers of rows have the same."""
+    """The inputs that `warmup` calls a layer with: with the given `rows`, or one for each kernel and proof."""
     if weight is None:
         raise Outside("a norm without a weight has no normalized_shape")
-    if rows is None and training:
-        rows = layer_norm_backward.rows_of_every_kind()
-    return [(count, *weight.shape) for count in rows or (1,)]
+    if rows is None:
+        rows = [1, _fewest_rows(weight.numel())]
+        if training:
+            rows = sorted({*rows, *layer_norm_backward.rows_of_every_kind()})
+    return [(count, *weight.shape) for count in rows]
 
 
 WARMUP["TorchLayerNorm"] = Warmup(warmup_shapes)

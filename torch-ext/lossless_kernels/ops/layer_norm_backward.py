@@ -35,6 +35,8 @@ _FEW_ROWS = 512
 # vector of each step. Longer rows are read twice: registers do not hold dy and x.
 _WARPS = {2: {2048: 1, 4096: 2, 14336: 4}, 4: {1024: 1, 2048: 2, 12288: 4}}
 _MOST_WARPS, _STEP = 4, 512
+# Of few rows with at most so many bytes each the weight stays in registers, too (H200).
+_MOST_KEPT = 16 << 10
 _ROWS = {128: 4, 256: 2, 16384: 1}
 # Sums over rows: a program's columns, in elements up to a row's size and beyond it in bytes, and the bytes that it has in
 # flight (H200); and the columns of a program with all threads, and of one that adds threads' sums.
@@ -60,6 +62,7 @@ class OfInput:
     weight: bool
     few: bool
     centred: bool = True
+    overlaps: bool = False
 
     def launch(self, rows: int, row_stride: int, device: torch.device) -> launch.Launch:
         """The launch for dy, x, weight, mean, rstd and dx; x stands for a weight that there is not, and rstd for means."""
@@ -73,12 +76,17 @@ class OfInput:
             "WEIGHT": self.weight,
             "CENTRED": self.centred,
             "AGAIN": again,
+            "OVERLAPS": self.overlaps,
+            "KEPT": again or (self.few and self.size * self.dtype.itemsize <= _MOST_KEPT),
         }
         if again or (self.few and self.size >= _STEP):
             warps = _MOST_WARPS
         dtypes = (*(self.dtype,) * 3, torch.float32, torch.float32, self.dtype)
         scalars = rows, row_stride // self.unit
-        return launch.bind(layer_norm_backward, constants, warps, device, dtypes, -(-rows // of_program), *scalars)
+        programs = -(-rows // of_program)
+        return launch.bind(
+            layer_norm_backward, constants, warps, device, dtypes, programs, *scalars, overlaps=self.overlaps
+        )
 
 
 class Tile(NamedTuple):
@@ -94,7 +102,7 @@ class OfVectors:
     """The properties that the kernels of dweight and dbias are compiled for.
 
     Attributes:
-        size, unit, few, centred: as in `OfInput`.
+        size, unit, few, centred, overlaps: as in `OfInput`.
         threads: those of `norms.column_threads`; at least one.
         dweight, dbias: which of them are needed.
     """
@@ -107,6 +115,7 @@ class OfVectors:
     dweight: bool
     dbias: bool
     centred: bool = True
+    overlaps: bool = False
 
     def sum_rows(self, rows: int, row_stride: int, device: torch.device) -> launch.Launch:
         """The launch for dy, x, mean, rstd, and dweight and dbias or the threads' sums."""
@@ -121,6 +130,7 @@ class OfVectors:
             "DBIAS": self.dbias,
             "CENTRED": self.centred,
             "STAGES": tile.stages,
+            "OVERLAPS": self.overlaps,
         }
         sums = self._dtypes if tile.threads == self.threads else (torch.float32, torch.float32)
         dtypes = (self.dtype, self.dtype, torch.float32, torch.float32, *sums)
@@ -168,6 +178,7 @@ class Backward:
         empty_dx: for `[..., *shape]`.
         empty_sum: for the sums of ATen's threads.
         empty_vector: for `shape`, normalized_shape.
+        overlaps: dx runs beside `sum_rows`, which is launched first.
     """
 
     needs: Needs
@@ -180,6 +191,7 @@ class Backward:
     empty_sum: Callable[[], torch.Tensor]
     empty_vector: Callable[[], torch.Tensor]
     alignment_mask: int
+    overlaps: bool
 
     def fits(self, dy, x, weight) -> bool:
         """Whether ATen's vectorised kernel takes a contiguous dy and these tensors, and with it the arithmetic of this one.
@@ -191,20 +203,22 @@ class Backward:
 
     def __call__(self, dy, x, mean, rstd, weight, bias) -> Gradients:
         """mean is None for `F.rms_norm`."""
-        dx = dweight = dbias = None
+        dweight = dbias = None
         _, of_weight, of_bias = self.needs
         means = rstd if mean is None else mean
-        if self.dx is not None:
-            dx = self.empty_dx()
-            self.dx.call_6(dy, x, x if weight is None else weight, means, rstd, dx)
+        dx = None if self.dx is None else self.empty_dx()
+        of_dx = dy, x, x if weight is None else weight, means, rstd, dx
+        if dx is not None and not self.overlaps:
+            self.dx.call_6(*of_dx)
         if self.sum_rows is not None:
             # rstd, which is fp32, stands for tensors that are not written.
-            found = [self.empty_vector() if need else rstd for need in (of_weight, of_bias)]
-            if self.sum_threads is None:
-                self.sum_rows.call_6(dy, x, means, rstd, *found)
-            else:
+            sums = found = [self.empty_vector() if need else rstd for need in (of_weight, of_bias)]
+            if self.sum_threads is not None:
                 sums = [self.empty_sum() if need else rstd for need in (of_weight, of_bias)]
-                self.sum_rows.call_6(dy, x, means, rstd, *sums)
+            self.sum_rows.call_6(dy, x, means, rstd, *sums)
+            if self.overlaps:
+                self.dx.call_6(*of_dx)
+            if self.sum_threads is not None:
                 self.sum_threads.call_4(*sums, *found)
             dweight, dbias = (each if need else None for each, need in zip(found, (of_weight, of_bias)))
         elif of_weight or of_bias:
@@ -225,8 +239,9 @@ def resolve(
     device, size, few = x.device, math.prod(shape), rows < _FEW_ROWS
     unit = stride_unit(row_stride, x.dtype)
     threads = norms.column_threads(rows) if any(needs[1:]) else 0
-    of_input = OfInput(x.dtype, size, unit, weight is not None, few, centred)
-    of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:], centred)
+    overlaps = needs[0] and threads > 0 and _overlap(few, size * x.dtype.itemsize) and launch.can_overlap(device)
+    of_input = OfInput(x.dtype, size, unit, weight is not None, few, centred, overlaps)
+    of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:], centred, overlaps)
     if needs[0] and not _proved(of_input, "gradient of the input", _comparisons_of_dx, device):
         return None
     if threads and not _proved(of_vectors, _what(of_vectors), _comparisons_of_vectors, device):
@@ -242,7 +257,13 @@ def resolve(
         allocator((threads, size), (size, 1), torch.float32, device),
         allocator(shape, contiguous_strides(shape), x.dtype, device),
         4 * x.dtype.itemsize - 1,
+        overlaps,
     )
+
+
+def _overlap(few: bool, row_bytes: int) -> bool:
+    """Whether dx and the sums over rows take less time at once than one after the other (H200)."""
+    return few or row_bytes <= 4 << 10
 
 
 def rows_of_every_kind() -> list[int]:
@@ -284,9 +305,22 @@ def _comparisons_of_dx(kind: OfInput, device):
     for sample in (_sample, _cancelling_sample):
         dy, x, weight, mean, rstd = _in_layout(kind, kind.weight, sample(kind, rows, kind.size, device))
         dx = torch.full_like(dy, math.nan)
-        launched = kind.launch(rows, x.stride(0), device)
-        launched(dy, x, x if weight is None else weight, rstd if mean is None else mean, rstd, dx)
+        means = rstd if mean is None else mean
+        if kind.overlaps:
+            _launch_sums_before(kind, rows, dy, x, means, rstd)
+        kind.launch(rows, x.stride(0), device)(dy, x, x if weight is None else weight, means, rstd, dx)
         yield "the input's gradient", dx, eager(dy, x, (kind.size,), mean, rstd, weight, None, (True, False, False)).dx
+
+
+def _launch_sums_before(kind: OfInput, rows: int, dy, x, means, rstd) -> None:
+    """Launches the kernel that dx of this kind overlaps, as a call does."""
+    properties = kind.dtype, kind.size, kind.unit, kind.few, norms.column_threads(rows)
+    of_vectors = OfVectors(*properties, True, False, kind.centred, overlaps=True)
+    shape, dtype = (kind.size,), kind.dtype
+    if of_vectors.sum_threads(x.device) is not None:
+        shape, dtype = (of_vectors.threads, kind.size), torch.float32
+    sums = torch.empty(shape, dtype=dtype, device=x.device)
+    of_vectors.sum_rows(rows, x.stride(0), x.device)(dy, x, means, rstd, sums, rstd)
 
 
 def _comparisons_of_vectors(kind: OfVectors, device):
