@@ -49,7 +49,7 @@ def _moments(
 
 @triton.jit
 def _vectors(half: tl.constexpr, HALVES: tl.constexpr, TILES: tl.constexpr):
-    """How many of a row's tiles are of half `half` of HALVES."""
+    """How many vectors each lane of half `half` has: every HALVES-th tile has one."""
     return (TILES - half + HALVES - 1) // HALVES
 
 
@@ -179,7 +179,7 @@ def layer_norm_forward(
         x_row_stride: in units of STRIDE_UNIT elements, which show the compiler the alignment.
         store_statistics: mean and rstd are stored if this is 1.
         HALVES: see `_moments_of_halves`; SIZE is a multiple of 64.
-        FEW: rows are so few that their time is latency: weight and bias are loaded with x.
+        FEW: rows are so few that waiting decides their time: weight and bias of up to eight tiles are loaded with x.
         WEIGHT, BIAS: without them `weight_ptr` and `bias_ptr` are not accessed. A bias needs a weight.
     """
     tl.static_assert(WEIGHT or not BIAS, "without a weight ATen has another arithmetic for one element of four")
@@ -191,11 +191,12 @@ def layer_norm_forward(
     WARPS: tl.constexpr = LANES // 32 // SETS
     COLUMNS: tl.constexpr = 64 * WARPS if HALVES else 4 * LANES
     TILES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    # Tiles whose weight and bias are loaded before the moments are computed, and before the tile before is stored: loads do not
-    # pass a store. In all other cases registers would allow fewer programs at a time.
-    LOADED: tl.constexpr = 8 if FEW else 1 if x_ptr.dtype.element_ty == tl.float32 and TILES > 2 else 0
-    FIRST: tl.constexpr = LOADED if LOADED < TILES else TILES
-    AHEAD: tl.constexpr = FIRST if FIRST > 0 or TILES <= 2 else 1
+    # Loads do not pass a store, so that weight and bias of a tile are loaded before the tile before is stored: the first EARLY
+    # before the moments are computed, each of the others AHEAD tiles before its own. More would take registers, of which many
+    # rows want few; rows of two tiles need neither.
+    WANTED: tl.constexpr = 8 if FEW else 1 if x_ptr.dtype.element_ty == tl.float32 and TILES > 2 else 0
+    EARLY: tl.constexpr = WANTED if WANTED < TILES else TILES
+    AHEAD: tl.constexpr = EARLY if EARLY > 0 or TILES <= 2 else 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     of_row = row < rows
     x_offset = (row * (x_row_stride * STRIDE_UNIT))[:, None]
@@ -205,7 +206,7 @@ def layer_norm_forward(
         inside = of_row[:, None] & (column < SIZE)
         tiles = tiles + (tl.load(x_ptr + x_offset + column, mask=inside, other=0.0),)
     affine = ()
-    for tile in tl.static_range(FIRST):
+    for tile in tl.static_range(EARLY):
         column = _column(tile, WARPS, COLUMNS, HALVES)
         affine = affine + (_weight_and_bias(weight_ptr, bias_ptr, column, ROWS, SIZE, WEIGHT, BIAS),)
     if HALVES:
@@ -219,7 +220,7 @@ def layer_norm_forward(
     tl.store(mean_ptr + row, mean, mask=mask_if(of_row, store_statistics))
     tl.store(rstd_ptr + row, rstd, mask=mask_if(of_row, store_statistics))
 
-    for tile in tl.static_range(FIRST, AHEAD):
+    for tile in tl.static_range(EARLY, AHEAD):
         column = _column(tile, WARPS, COLUMNS, HALVES)
         affine = affine + (_weight_and_bias(weight_ptr, bias_ptr, column, ROWS, SIZE, WEIGHT, BIAS),)
     for tile in tl.static_range(TILES):

@@ -137,7 +137,7 @@ def layer_norm_backward(
         dys = dys + (_load_step(dy_rows, of_row, 0, COLUMNS, SIZE),)
         xs = xs + (_load_step(x_rows, of_row, 0, COLUMNS, SIZE),)
     for step in tl.static_range(STEPS):
-        # Before the store: loads do not pass it. The first two steps are not loaded again: no store is before them.
+        # Before the store, which loads do not pass. Of the first two steps the compiler has these numbers already.
         if AGAIN and step + 1 < STEPS:
             dys = dys + (_load_step(dy_rows, of_row, step + 1, COLUMNS, SIZE),)
             xs = xs + (_load_step(x_rows, of_row, step + 1, COLUMNS, SIZE),)

@@ -447,11 +447,11 @@ def welford_of_block(
 
 
 @triton.jit
-def combined_equal(mean_b, mean_a, m2, COUNT: tl.constexpr):
-    """`combined` of two that have COUNT elements each and m2 together. COUNT * (1 / (2 * COUNT)) must be 1/2 in fp32."""
+def combined_equal(mean_b, mean_a, m2_of_both, COUNT: tl.constexpr):
+    """`combined` of two that have COUNT elements each, `m2_of_both` the sum of their M2. COUNT * (1 / (2 * COUNT)) must be 1/2 in fp32."""
     delta = mean_b - mean_a
     half = tl.full(delta.shape, 0.5, tl.float32)
-    return tl.fma(mean_a, half, 0.5 * mean_b), tl.fma(half, COUNT * (delta * delta), m2)
+    return tl.fma(mean_a, half, 0.5 * mean_b), tl.fma(half, COUNT * (delta * delta), m2_of_both)
 
 
 @triton.jit

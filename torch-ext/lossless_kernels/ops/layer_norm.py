@@ -67,6 +67,8 @@ def layer_norm(
         TypeError: `input`, `weight` or `bias` is no tensor or not of a real floating dtype, or `eps` is no number.
         ValueError: `normalized_shape` is not the end of the input's shape, or `weight` or `bias` has another shape.
 
+    Few rows and many have a kernel and a proof each; `warmup` calls both.
+
     The kernel runs for fp32, fp16 and bf16 on CUDA if weight and bias have that dtype, the normalised dimensions have
     64 to 16384 elements, a multiple of 4, and rows are contiguous and equally spaced. Eager computes everything else: a
     bias without a weight, and 16 bits under autocast, which computes in fp32.
@@ -149,10 +151,10 @@ _MAX_ELEMENTS = 1 << 32
 # exchanges nothing through shared memory.
 _WARPS = {4 << 10: 1, 8 << 10: 2, 32 << 10: 4, 64 << 10: 16}
 _ROWS = {128: 4, 256: 2, 1 << 14: 1}
-# By the bytes of an element the most elements of a row whose lanes are taken by halves, and the most elements and rows of its
-# program (H200).
+# By the bytes of an element: the most elements of a row whose lanes are taken by halves, the most elements of its program, and
+# the most rows of that (H200).
 _HALVES = {2: (768, 1536, 16), 4: (512, 1024, 8)}
-# The time of fewer rows or elements is latency (H200).
+# Fewer rows or elements are few (H200).
 _FEW_ROWS, _FEW_ELEMENTS = 1024, 1 << 21
 
 
@@ -164,7 +166,7 @@ class Kind:
         size: elements of a row.
         unit: the number of elements, up to 16 bytes, by which row strides are counted.
         weight, bias: whether there is one.
-        few: whether there are so few rows that their time is latency.
+        few: whether rows are so few that a program's waiting decides their time, and not the memory's speed.
     """
 
     dtype: torch.dtype
@@ -212,6 +214,11 @@ class Kind:
 def _fewest_rows(size: int) -> int:
     """The fewest that are not few."""
     return max(_FEW_ROWS, -(-_FEW_ELEMENTS // size))
+
+
+def _has_kernel(size: int) -> bool:
+    """Whether there is a kernel for rows of so many elements."""
+    return size % _VECTOR == 0 and _MIN_SIZE <= size <= _MAX_SIZE
 
 
 @dataclass(eq=False)
@@ -315,7 +322,7 @@ def _rows(x, vectors, shape) -> tuple[int, int, int]:
         if vector.shape != shape or not vector.is_contiguous():
             raise Outside("weight or bias is not contiguous, or not of normalized_shape")
     size = math.prod(shape)
-    if x.numel() == 0 or size % _VECTOR or not _MIN_SIZE <= size <= _MAX_SIZE:
+    if x.numel() == 0 or not _has_kernel(size):
         raise Outside("an empty input, or rows that are not of 64 to 16384 elements, a multiple of 4")
     if x.numel() > _MAX_ELEMENTS or x.numel() // size > launch.MAX_PROGRAMS:
         raise Outside("too many elements or rows")
@@ -360,9 +367,11 @@ _apply = apply_of(LayerNorm)
 
 
 def _proved(kind: Kind, device) -> bool:
+    least = _fewest_rows(kind.size)
+    rows = f"up to {least - 1} rows" if kind.few else f"{least} or more rows"
     return proof.kernel_is_proved(
         ("layer_norm", kind, device),
-        proof.Subject(_EAGER, device, f"{kind.dtype}, rows of {kind.size} elements", "layer_norm"),
+        proof.Subject(_EAGER, device, f"{kind.dtype}, {rows} of {kind.size} elements", "layer_norm"),
         functools.partial(_comparisons, kind, device),
     )
 
@@ -383,6 +392,9 @@ def _comparisons(kind, device):
     values = (normal + 8.0 * spread * spread.abs()) * scales
     values[0], values[1], values[2], values[3, 0], values[4, -1] = 0.0, -0.0, 3.0, math.nan, math.inf
     values[5, ::2], values[6], values[7, 0] = 6e4, -math.inf, 6e4
+    # Lanes that differ in their means alone, and a square that is infinite when lanes without elements are combined.
+    values[8] = proof.normal(source, -(-kind.size // 64)).repeat_interleave(64)[: kind.size]
+    values[9] = 1e25
     x = torch.zeros(rows, row_stride, dtype=kind.dtype, device=device)[:, : kind.size].copy_(values)
     weight = proof.normal(source, kind.size).to(kind.dtype) if kind.weight else None
     for part, bias in _biases(kind, x, weight, source):
@@ -402,7 +414,7 @@ def _biases(kind, x, weight, source):
         return
     yield x, proof.normal(source, kind.size).to(kind.dtype)
     # The first rows have infinities and NaN.
-    for part in x[8 : 9 + _CANCELLED_ELEMENTS // kind.size].split(1):
+    for part in x[10 : 11 + _CANCELLED_ELEMENTS // kind.size].split(1):
         yield part, -torch.native_layer_norm(part, (kind.size,), weight, None, _PROOF_EPS)[0][0]
 
 
@@ -411,9 +423,9 @@ def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, traini
     if weight is None:
         raise Outside("a norm without a weight has no normalized_shape")
     if rows is None:
-        rows = [1, _fewest_rows(weight.numel())]
-        if training:
-            rows = sorted({*rows, *layer_norm_backward.rows_of_every_kind()})
+        of_training = layer_norm_backward.rows_of_every_kind() if training else []
+        of_many = [_fewest_rows(weight.numel())] if _has_kernel(weight.numel()) else []
+        rows = sorted({1, *of_training, *of_many})
     return [(count, *weight.shape) for count in rows]
 
 

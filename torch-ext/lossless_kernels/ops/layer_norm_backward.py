@@ -35,7 +35,7 @@ _FEW_ROWS = 512
 # vector of each step. Longer rows are read twice: registers do not hold dy and x.
 _WARPS = {2: {2048: 1, 4096: 2, 14336: 4}, 4: {1024: 1, 2048: 2, 12288: 4}}
 _MOST_WARPS, _STEP = 4, 512
-# Of few rows with at most so many bytes each the weight stays in registers, too (H200).
+# Of few rows with at most so many bytes each the weight stays in registers, too, as it does of rows that are read twice (H200).
 _MOST_KEPT = 16 << 10
 _ROWS = {128: 4, 256: 2, 16384: 1}
 # Sums over rows: a program's columns, in elements up to a row's size and beyond it in bytes, and the bytes that it has in
