@@ -242,7 +242,8 @@ def resolve(
     overlaps = needs[0] and threads > 0 and _overlap(few, size * x.dtype.itemsize) and launch.can_overlap(device)
     of_input = OfInput(x.dtype, size, unit, weight is not None, few, centred, overlaps)
     of_vectors = OfVectors(x.dtype, size, unit, few, threads, *needs[1:], centred, overlaps)
-    if needs[0] and not _proved(of_input, "gradient of the input", _comparisons_of_dx, device):
+    what = f"gradient of the input{', beside sums over rows' * overlaps}"
+    if needs[0] and not _proved(of_input, what, _comparisons_of_dx, device):
         return None
     if threads and not _proved(of_vectors, _what(of_vectors), _comparisons_of_vectors, device):
         return None
