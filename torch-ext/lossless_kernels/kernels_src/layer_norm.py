@@ -54,6 +54,12 @@ def _vectors(half: tl.constexpr, HALVES: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def _vectors_of_both(half: tl.constexpr, HALVES: tl.constexpr, TILES: tl.constexpr):
+    """Those of two lanes, one of half `half` and one of the next."""
+    return _vectors(half, HALVES, TILES) + _vectors(half + 1, HALVES, TILES)
+
+
+@triton.jit
 def _moments_of_half(tiles, half: tl.constexpr, HALVES: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr):
     """Means and M2 [LANES] of the lanes of a half, whose steps are every HALVES-th tile."""
     mean = tl.zeros([LANES], tl.float32)
@@ -95,14 +101,13 @@ def _moments_of_halves(
         halved = ()
         for of_set in tl.static_range(SETS):
             mean, m2 = sets[of_set]
-            count = (4 << level) * (_vectors(2 * of_set, HALVES, TILES) + _vectors(2 * of_set + 1, HALVES, TILES))
+            count = (4 << level) * _vectors_of_both(2 * of_set, HALVES, TILES)
             halved = halved + (welford_of_equal_halves(mean, m2, count, GROUPS, 8 >> level),)
         sets = halved
     warps = ()
     for of_set in tl.static_range(SETS):
         mean, m2 = sets[of_set]
-        elements = 64 * (_vectors(2 * of_set, HALVES, TILES) + _vectors(2 * of_set + 1, HALVES, TILES))
-        count = tl.full([GROUPS], elements, tl.float32)
+        count = tl.full([GROUPS], (4 << 4) * _vectors_of_both(2 * of_set, HALVES, TILES), tl.float32)
         for _ in tl.static_range(EMPTY):
             nothing = tl.zeros([GROUPS], tl.float32)
             mean, m2, count, _ = combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
@@ -191,9 +196,9 @@ def layer_norm_forward(
     WARPS: tl.constexpr = LANES // 32 // SETS
     COLUMNS: tl.constexpr = 64 * WARPS if HALVES else 4 * LANES
     TILES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    # Loads do not pass a store, so that weight and bias of a tile are loaded before the tile before is stored: the first EARLY
-    # before the moments are computed, each of the others AHEAD tiles before its own. More would take registers, of which many
-    # rows want few; rows of two tiles need neither.
+    # A load does not pass a store. So a tile's weight and bias are loaded before the tile before is stored: those of the first
+    # EARLY tiles before the moments are computed, each of the others AHEAD tiles before its own. Of one or two tiles, many rows
+    # load them where they are needed: registers decide there how many programs run at a time.
     WANTED: tl.constexpr = 8 if FEW else 1 if x_ptr.dtype.element_ty == tl.float32 and TILES > 2 else 0
     EARLY: tl.constexpr = WANTED if WANTED < TILES else TILES
     AHEAD: tl.constexpr = EARLY if EARLY > 0 or TILES <= 2 else 1

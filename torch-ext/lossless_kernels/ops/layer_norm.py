@@ -422,7 +422,7 @@ def warmup_shapes(weight, dtype: torch.dtype, device: torch.device, rows, traini
     """The inputs that `warmup` calls a layer with: with the given `rows`, or one for each kernel and proof."""
     if weight is None:
         raise Outside("a norm without a weight has no normalized_shape")
-    if rows is None:
+    if not rows:
         of_training = layer_norm_backward.rows_of_every_kind() if training else []
         of_many = [_fewest_rows(weight.numel())] if _has_kernel(weight.numel()) else []
         rows = sorted({1, *of_training, *of_many})
