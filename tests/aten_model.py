@@ -14,7 +14,9 @@ arguments, or their results are.
 """
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Union
 
@@ -700,25 +702,35 @@ def group_norm_combine(below, above, fma):
     return torch.where(count_a == 0, mean_b, mean), torch.where(count_a == 0, m2_b, m2), count
 
 
+def in_turns(values: Tensor, threads: int, vector: int) -> Iterator[Tensor]:
+    """The elements [..., N] that the threads take one after the other: thread t the vectors t, t + threads, ... in sequence. The
+    threads behind the last have none."""
+    vectors = values.unflatten(-1, (-1, vector))
+    for start in range(0, vectors.shape[-2], threads):
+        yield from vectors[..., start : start + threads, :].unbind(-1)
+
+
 def group_norm_moments(
     x: Tensor,
     fma: Callable[[Tensor, Tensor, Tensor], Tensor] = fused_multiply_add,
     combine: Callable = group_norm_combine,
     threads: Optional[int] = None,
     quotient: Callable[[Tensor, Tensor], Tensor] = torch.div,
+    vector: int = 1,
 ) -> Moments:
-    """Of rows [R, N], the groups, as `F.group_norm` finds them (group_norm_kernel.cu, `RowwiseMomentsCUDAKernel`).
+    """Of rows [R, N], the groups, as `F.group_norm` finds them (group_norm_kernel.cu, `RowwiseMomentsCUDAKernel`; from torch 2.15
+    on `RowwiseMomentsContiguousCUDAKernel`, which has vectors of 16 bytes).
 
-    A row of fewer than 512 elements has 32 threads, a longer one 512; thread t takes the elements t, t + threads, ... For each
+    A row of fewer than 512 elements has 32 threads, a longer one 512; thread t takes the vectors t, t + threads, ... For each
     of them (`WelfordOps::reduce`) it counts, moves its mean by the correctly rounded quotient of the difference and the count,
     and M2 by an FMA. Warps combine their lanes by halves, lane l with lane l + 16, and the block its warps.
     """
     rows, size = x.shape
     threads = threads or (32 if size < 512 else 512)
     h = x.float()
+    h = in_turns(h, threads, vector)
     mean, m2, count = torch.zeros(rows, threads), torch.zeros(rows, threads), torch.zeros(threads)
-    for start in range(0, size, threads):
-        value = h[:, start : start + threads]
+    for value in h:
         active = value.shape[1]
         count[:active] += 1
         delta = value - mean[:, :active]
@@ -787,18 +799,21 @@ def block_reduce_sum(lanes: Tensor) -> Tensor:
     return warps[..., 0]
 
 
-def group_norm_sums(terms: Tensor, factors: Optional[Tensor], fma, threads: Optional[int] = None) -> Tensor:
+def group_norm_sums(
+    terms: Tensor, factors: Optional[Tensor], fma, threads: Optional[int] = None, vector: int = 1
+) -> Tensor:
     """The sums of terms * factors, or of terms, over the last dimension. Below 512 elements a warp takes them, else 512 threads:
-    thread t the elements t, t + threads, ... in sequence."""
+    thread t the vectors t, t + threads, ... in sequence."""
     threads = threads or (32 if terms.shape[-1] < 512 else 512)
     lanes = torch.zeros(*terms.shape[:-1], threads)
-    for start in range(0, terms.shape[-1], threads):
-        term = terms[..., start : start + threads]
+    turns = in_turns(terms, threads, vector)
+    of_factors = itertools.repeat(None) if factors is None else in_turns(factors.expand_as(terms), threads, vector)
+    for term, factor in zip(turns, of_factors):
         active = lanes[..., : term.shape[-1]]
-        if factors is None:
+        if factor is None:
             active += term
         else:
-            active.copy_(fma(factors[..., start : start + threads].expand_as(term), term, active.clone()))
+            active.copy_(fma(factor, term, active.clone()))
     return block_reduce_sum(lanes)
 
 
@@ -959,17 +974,29 @@ def tanh(x: Tensor, exp2: Function = torch.exp2) -> Tensor:
     return torch.where(magnitude >= 0.6, large.copysign(x), fused_multiply_add(small, x, x))
 
 
-def erf(x: Tensor, exp2: Function = torch.exp2) -> Tensor:
-    """CUDA's `erff` of fp32."""
+# The coefficients of CUDA's `erff` for large and small magnitudes, and where the large begin, up to CUDA 13.1 and from 13.2 on.
+_ERF = {
+    False: (
+        (0.000112198715, -0.0013275252, 0.008396535, -0.040246584, 0.15950431, 0.9129177, 0.62906003),
+        (8.4834945e-05, -0.00082130916, 0.005213489, -0.026868774, 0.11284005, -0.37612665, 0.12837915),
+        1.00296,
+    ),
+    True: (
+        (6.784818e-05, -0.0009299388, 0.006954225, -0.037528004, 0.15668742, 0.9144432, 0.6287219),
+        (6.74986e-05, -0.00076476467, 0.005143017, -0.026827244, 0.112828694, -0.37612557, 0.12837917),
+        1.0037584,
+    ),
+}
+
+
+def erf(x: Tensor, exp2: Function = torch.exp2, cuda_13_2: bool = False) -> Tensor:
+    """CUDA's `erff` of fp32, of a toolkit before 13.2 or from it on."""
+    of_large, of_small, least = _ERF[cuda_13_2]
     magnitude = x.abs()
-    large = _polynomial(
-        magnitude, 0.000112198715, -0.0013275252, 0.008396535, -0.040246584, 0.15950431, 0.9129177, 0.62906003
-    )
+    large = _polynomial(magnitude, *of_large)
     large = 1.0 - exp2(fused_multiply_add(large, -magnitude, -magnitude))
-    small = _polynomial(
-        x * x, 8.4834945e-05, -0.00082130916, 0.005213489, -0.026868774, 0.11284005, -0.37612665, 0.12837915
-    )
-    return torch.where(magnitude >= 1.00296, large.copysign(x), fused_multiply_add(small, x, x))
+    small = _polynomial(x * x, *of_small)
+    return torch.where(magnitude >= least, large.copysign(x), fused_multiply_add(small, x, x))
 
 
 def gelu(x: Tensor, erf: Function = erf) -> Tensor:
@@ -1249,15 +1276,18 @@ def _block_in_sequence(total: Tensor) -> Tensor:
 _SHARED_MEMORY = 49152
 
 
-def softmax_forward_sum(terms: Tensor, itemsize: int, half_to_float: bool = False, misaligned: int = 0) -> Tensor:
+def softmax_forward_sum(
+    terms: Tensor, itemsize: int, half_to_float: bool = False, misaligned: int = 0, long_warps: bool = False
+) -> Tensor:
     """Row sums of exponentials, fp32 [rows, size], in the order of `host_softmax` for elements of `itemsize` bytes.
 
     Args:
         half_to_float: fp16 elements have fp32 results.
+        long_warps: such rows are a warp's up to 2048 elements, as from torch 2.15 on.
         misaligned: elements from the last multiple of 16 bytes to the tensor.
     """
     size, vector = terms.shape[1], 16 // itemsize
-    if size <= (1024 if half_to_float else 2048):
+    if size <= (1024 if half_to_float and not long_warps else 2048):
         return _warp_sum(terms)
     if size <= 9216 and not half_to_float:
         return _tree_of_block(_softmax_vectors(terms, 1024, 1))
@@ -1286,6 +1316,7 @@ def softmax(
     row_sum: Optional[Callable[[Tensor], Tensor]] = None,
     dtype: Optional[torch.dtype] = None,
     misaligned: int = 0,
+    long_warps: bool = False,
 ) -> Tensor:
     """`F.softmax(x, -1, dtype=dtype)` of a dense [rows, size]; dtype is x's or fp32, to which ATen converts bf16 first.
 
@@ -1294,6 +1325,7 @@ def softmax(
 
     Args:
         misaligned: elements from the last multiple of 16 bytes to x.
+        long_warps: as in `softmax_forward_sum`.
     """
     dtype = dtype or x.dtype
     if x.dtype == torch.bfloat16 and dtype == torch.float32:
@@ -1301,7 +1333,7 @@ def softmax(
     h = x.float()
     terms = exp(h - h.amax(-1, keepdim=True))
     if row_sum is None:
-        total = softmax_forward_sum(terms, x.element_size(), x.dtype != dtype, misaligned)
+        total = softmax_forward_sum(terms, x.element_size(), x.dtype != dtype, misaligned, long_warps)
     else:
         total = row_sum(terms)
     return cast(terms / total[:, None], dtype)

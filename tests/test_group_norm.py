@@ -49,19 +49,31 @@ def special_groups(x, dtype, choose):
     return x
 
 
-def launched(family, x, groups, weight, bias, eps=EPS, rounded=False, split=False):
+def launched(family, x, groups, weight, bias, eps=EPS, rounded=False, split=False, in_vectors=False):
     """The kernels' output, mean and rstd of x [N, C, HxW]."""
     samples, channels, positions = x.shape
     shape = family.Shape(samples, groups, channels // groups, positions)
-    kind = family.Kind.of(x.dtype, shape, weight is not None, bias is not None, rounded, split)
+    kind = family.Kind.of(x.dtype, shape, weight is not None, bias is not None, rounded, split, in_vectors)
     out, mean, rstd = torch.full_like(x, math.nan), *torch.full((2, samples, groups), math.nan).to(x.dtype)
     given = x if weight is None else weight, x if bias is None else bias
     kind.launch(shape, CPU, eps, True)(x, *given, out, mean, rstd)
     return out, mean, rstd
 
 
-def transcribed(x, groups, weight, bias, eps=EPS, rounded=False, **how):
-    return aten_model.group_norm(x, groups, weight, bias, eps, rounded, numpy_rsqrt, multiply_add, cast, **how)
+def transcribed(x, groups, weight, bias, eps=EPS, rounded=False, in_vectors=False):
+    moments = moments_of(x.dtype, in_vectors)
+    return aten_model.group_norm(x, groups, weight, bias, eps, rounded, numpy_rsqrt, multiply_add, cast, moments)
+
+
+def moments_of(dtype, in_vectors):
+    """Those of ATen's kernel, which takes vectors of 16 bytes or single elements."""
+
+    def moments(x, fma, **how):
+        vector = 16 // dtype.itemsize
+        vector = vector if in_vectors and x.shape[1] % vector == 0 else 1
+        return aten_model.group_norm_moments(x, fma, vector=vector, **how)
+
+    return moments
 
 
 def random_call(choose, generator, most=1 << 13):
@@ -83,28 +95,32 @@ def test_the_kernels_equal_the_transcription(module, seed):
     for case in range(CASES):
         x, groups, weight, bias = random_call(choose, generator)
         eps, rounded = choose.choice((EPS, 0.3, -1.0)), x.dtype != torch.float32 and choose.random() < 0.5
-        split = choose.random() < 0.3 and x.shape[2] > 1
+        split, in_vectors = choose.random() < 0.3 and x.shape[2] > 1, choose.random() < 0.5
         label = f"case {case}, {list(x.shape)} {x.dtype}, {groups} groups, {weight is not None} {bias is not None}"
         for found, expected, what in zip(
-            launched(family, x, groups, weight, bias, eps, rounded, split),
-            transcribed(x, groups, weight, bias, eps, rounded),
+            launched(family, x, groups, weight, bias, eps, rounded, split, in_vectors),
+            transcribed(x, groups, weight, bias, eps, rounded, in_vectors),
             ("output", "mean", "rstd"),
         ):
-            assert_bits_equal(found, expected, f"{what} of {label}, eps {eps}, {rounded=}, {split=}")
+            assert_bits_equal(found, expected, f"{what} of {label}, eps {eps}, {rounded=}, {split=}, {in_vectors=}")
 
 
 @interpreted
+@pytest.mark.parametrize("in_vectors", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_groups_equal_the_transcription(module, seed, dtype):
+def test_long_groups_equal_the_transcription(module, seed, dtype, in_vectors):
     """Groups of more than 40 KB have more warps, and lanes that read more at once."""
     family, generator = module("ops.group_norm"), torch.Generator().manual_seed(seed)
     shape = (2, 5, 4104 if dtype == torch.float32 else 8208)
     x, vectors = torch.randn(shape, generator=generator).to(dtype), torch.randn(2, 5, generator=generator).to(dtype)
     long, short = (
-        family.Kind.of(dtype, family.Shape(2, 1, 5, size), True, True, False, False) for size in (shape[2], 400)
+        family.Kind.of(dtype, family.Shape(2, 1, 5, size), True, True, False, False, in_vectors)
+        for size in (shape[2], 400)
     )
     assert (long.warps, short.warps) == (8, 4) and long.steps > short.steps
-    for found, expected in zip(launched(family, x, 1, *vectors), transcribed(x, 1, *vectors)):
+    assert long.vector == (16 // dtype.itemsize if in_vectors else 1)
+    ours = launched(family, x, 1, *vectors, in_vectors=in_vectors)
+    for found, expected in zip(ours, transcribed(x, 1, *vectors, in_vectors=in_vectors)):
         assert_bits_equal(found, expected)
 
 
@@ -298,9 +314,9 @@ def in_the_kernels_place(family, patch, seed, expected=None, **how):
     return rounded
 
 
-def kind_of(family, dtype, channels, positions, rounded=False, weight=True, bias=True):
+def kind_of(family, dtype, channels, positions, rounded=False, weight=True, bias=True, in_vectors=False):
     shape = family.Shape(2, 4, channels, positions)
-    return family.Kind.of(dtype, shape, weight, bias, rounded and dtype != torch.float32, False)
+    return family.Kind.of(dtype, shape, weight, bias, rounded and dtype != torch.float32, False, in_vectors)
 
 
 def tells(family, kind) -> bool:
@@ -321,6 +337,44 @@ def test_proofs_tell_a_wrong_order(module, monkeypatch, seed):
             how = {} if name is None else {"moments": WRONG[name]}
             in_the_kernels_place(family, patch, seed, **how)[0] = kind.rounded
             assert tells(family, kind) == (name is not None), (name, kind)
+
+
+def test_proofs_tell_vectors_from_other_vectors(module, monkeypatch, seed):
+    family, choose = module("ops.group_norm"), random.Random(seed)
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", dict.fromkeys(DTYPES, 1))
+    for dtype in DTYPES:
+        kind, vector = (
+            kind_of(family, dtype, *choose.choice(((18, 64), (8, 49), (2, 4096))), in_vectors=True),
+            16 // dtype.itemsize,
+        )
+        assert kind.vector == vector
+        for moments in (moments_of(dtype, True), *(
+            functools.partial(aten_model.group_norm_moments, vector=wrong) for wrong in {1, 2, vector // 2}
+        )):  # fmt: skip
+            with monkeypatch.context() as patch:
+
+                def eager(x, groups, weight, bias, eps, rounded):
+                    return aten_model.group_norm(x, groups, weight, bias, eps, rounded, moments=moments_of(dtype, True))
+
+                in_the_kernels_place(family, patch, seed, expected=eager, moments=moments)
+                right = not isinstance(moments, functools.partial)
+                assert tells(family, kind) is not right, (moments, kind)
+
+
+def test_vectors_are_found_out(module, monkeypatch):
+    """Which order eager has is told by one mean."""
+    family = module("ops.group_norm")
+    for in_vectors in (False, True):
+
+        def native_group_norm(x, weight, bias, samples, channels, positions, groups, eps, in_vectors=in_vectors):
+            moments = moments_of(x.dtype, in_vectors)
+            return aten_model.group_norm(x, groups, weight, bias, eps, False, moments=moments)
+
+        monkeypatch.setattr(torch, "native_group_norm", native_group_norm)
+        for candidate in (False, True):
+            ((_, found, expected),) = family._of_one_group(CPU, candidate)
+            assert bits_equal(found, expected) is (candidate is in_vectors)
+    assert family.takes_vectors(CPU) is False
 
 
 def test_an_m2_combined_without_fma_is_seen_in_some_groups(seed):
@@ -404,11 +458,12 @@ def test_a_proof_is_of_the_kernels_that_will_run(module, monkeypatch, chooser):
         shape = family.Shape(2, 4, channels, positions)
         if 1 < shape.size <= family._MAX_SIZE:
             split = shape.size >= family.SPLIT_SIZE and chooser.random() < 0.5
-            kind = family.Kind.of(dtype, shape, weight, weight, False, split)
+            more = weight, weight, False, split, chooser.random() < 0.5
+            kind = family.Kind.of(dtype, shape, *more)
             found = family._proof_shapes(kind)
             assert found, (kind, shape)
             for each in found:
-                assert family.Kind.of(dtype, family.Shape(1, 1, *each), weight, weight, False, split) == kind
+                assert family.Kind.of(dtype, family.Shape(1, 1, *each), *more) == kind
     monkeypatch.setattr(family, "_PROOF_ELEMENTS", dict.fromkeys(DTYPES, 1))
     for what, found, _ in family._comparisons(kind_of(family, torch.float32, 3, 5), CPU):
         assert found.isnan().any() and found.isfinite().any(), what
@@ -789,14 +844,16 @@ def test_images_have_eagers_bits(kernel, module, seed, monkeypatch, shape):
 def test_the_transcription_is_what_eager_computes(module, seed, dtype):
     """Given the reciprocal square roots of the GPU."""
     generator = torch.Generator().manual_seed(seed)
-    rounded = module("ops.group_norm")._rounds_statistics(dtype, torch.device("cuda"))
+    family, device = module("ops.group_norm"), torch.device("cuda")
+    rounded, moments = family._rounds_statistics(dtype, device), moments_of(dtype, family.takes_vectors(device))
     for shape in ((2, 12, 7), (2, 12, 64), (2, 12, 1000), (2, 2048, 1)):
         for vectors in (2, 1, 0):
             x = torch.randn(shape, generator=generator).to(dtype) + 1.0
             given = *torch.randn(2, shape[1], generator=generator).to(dtype)[:vectors], *(None,) * (2 - vectors)
             on_gpu = (each if each is None else each.cuda() for each in given)
             expected = torch.native_group_norm(x.cuda(), *on_gpu, *shape, 4, EPS)
-            found = aten_model.group_norm(x, 4, *given, EPS, rounded, rsqrt=lambda x: torch.rsqrt(x.cuda()).cpu())
+            rsqrt = {"rsqrt": lambda x: torch.rsqrt(x.cuda()).cpu()}
+            found = aten_model.group_norm(x, 4, *given, EPS, rounded, moments=moments, **rsqrt)
             for mine, eagers, what in zip(found, expected, ("output", "mean", "rstd")):
                 assert_bits_equal(mine, eagers.cpu(), f"{what} of {shape}, {vectors} vectors")
 

@@ -29,19 +29,27 @@ ALL = (True, True, True)
 CASES = int(os.environ.get("LOSSLESS_CASES", 8))
 
 
-def launched(family, dy, x, groups, mean, rstd, weight, needs=ALL, split=False):
+def launched(family, dy, x, groups, mean, rstd, weight, needs=ALL, split=False, in_vectors=False):
     """The kernels' gradients of x [N, C, HxW]; None for those that are not needed."""
     samples, channels, positions = x.shape
     shape = family.Shape(samples, groups, channels // groups, positions)
-    kind = family.Kind.of(x.dtype, shape, weight is not None, needs, split)
+    kind = family.Kind.of(x.dtype, shape, weight is not None, needs, split, in_vectors)
     found = [torch.full(size, math.nan, dtype=x.dtype) for size in (x.shape, (channels,), (channels,))]
     sums = torch.full((2, samples, channels), math.nan)
     kind.launches(shape, CPU).run(dy, x, x if weight is None else weight, mean, rstd, sums, *found)
     return [each if need else None for each, need in zip(found, needs)]
 
 
-def transcribed(dy, x, groups, mean, rstd, weight, **how):
-    return aten_model.group_norm_backward(dy, x, groups, mean, rstd, weight, multiply_add, cast, **how)
+def transcribed(dy, x, groups, mean, rstd, weight, in_vectors=False):
+    sums = sums_of(x, in_vectors)
+    return aten_model.group_norm_backward(dy, x, groups, mean, rstd, weight, multiply_add, cast, sums)
+
+
+def sums_of(x, in_vectors):
+    """Those over positions of ATen's kernel, which takes vectors of 16 bytes or single elements."""
+    vector = 16 // x.itemsize
+    vector = vector if in_vectors and x.shape[2] % vector == 0 else 1
+    return functools.partial(aten_model.group_norm_sums, vector=vector)
 
 
 def random_call(choose, generator, samples, channels, positions, groups, dtype):
@@ -72,9 +80,10 @@ def test_the_kernels_equal_the_transcription(module, seed):
         needs, split = choose.choice((ALL, ALL, (True, False, True), (False, True, True))), choose.random() < 0.4
         if choose.random() < 0.3:
             weight, needs = None, (True, False, False)
-        label = f"case {case}, {list(x.shape)} {dtype}, {groups} groups, {needs}, {weight is not None}, {split=}"
-        expected = transcribed(dy, x, groups, mean, rstd, weight)
-        found = launched(family, dy, x, groups, mean, rstd, weight, needs, split and needs[0])
+        given, in_vectors = (dy, x, groups, mean, rstd, weight), choose.random() < 0.5
+        label = f"case {case}, {list(x.shape)} {dtype}, {groups} groups, {needs}, {weight is not None}, {split=}, {in_vectors=}"
+        expected = transcribed(*given, in_vectors)
+        found = launched(family, *given, needs, split and needs[0], in_vectors)
         for mine, wanted, need, what in zip(found, expected, needs, ("dx", "dweight", "dbias")):
             if need:
                 assert_bits_equal(mine, wanted, f"{what} of {label}")
@@ -91,10 +100,11 @@ def test_long_sums_equal_the_transcription(module, seed, samples, channels, posi
     )
     dtype, groups = choose.choice(DTYPES), 1 if samples > 128 else 2
     dy, x, mean, rstd, weight = random_call(choose, generator, samples, channels, positions, groups, dtype)
-    expected = transcribed(dy, x, groups, mean, rstd, weight)
-    split = choose.random() < 0.5
-    for mine, wanted in zip(launched(family, dy, x, groups, mean, rstd, weight, split=split), expected):
-        assert_bits_equal(mine, wanted, f"{dtype}, {split=}")
+    split, in_vectors = choose.random() < 0.5, choose.random() < 0.5
+    given = dy, x, groups, mean, rstd, weight
+    found = launched(family, *given, split=split, in_vectors=in_vectors)
+    for mine, wanted in zip(found, transcribed(*given, in_vectors)):
+        assert_bits_equal(mine, wanted, f"{dtype}, {split=}, {in_vectors=}")
 
 
 @interpreted
@@ -170,8 +180,9 @@ WRONG = {
 }
 
 
-def tells(family, patch, kind, seed, **how) -> bool:
-    """Whether the proof tells the transcription, with such arithmetic, from the transcription; `seed` replaces its own."""
+def tells(family, patch, kind, seed, expected=None, **how) -> bool:
+    """Whether the proof tells the transcription, with such arithmetic, from the transcription with the expected one; `seed`
+    replaces its own."""
 
     class Launches:
         def __init__(self, shape):
@@ -183,7 +194,7 @@ def tells(family, patch, kind, seed, **how) -> bool:
                 out.copy_(value)
 
     def eager(dy, x, mean, rstd, weight, samples, channels, positions, groups, needs):
-        return aten_model.group_norm_backward(dy, x, groups, mean, rstd, weight)
+        return aten_model.group_norm_backward(dy, x, groups, mean, rstd, weight, **(expected or {}))
 
     patch.setattr(family.proof, "generator", lambda device, salt: torch.Generator(device).manual_seed(seed + salt))
     patch.setattr(family.Kind, "launches", lambda kind, shape, device, most: Launches(shape))
@@ -205,6 +216,22 @@ def test_proofs_tell_a_wrong_order(module, monkeypatch, seed):
             assert tells(family, patch, kind, seed, **how), (name, kind)
 
 
+def test_proofs_tell_vectors_from_other_vectors(module, monkeypatch, seed):
+    family, choose = module("ops.group_norm_backward"), random.Random(seed)
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", 1)
+    for dtype in DTYPES:
+        vector, shape = 16 // dtype.itemsize, family.Shape(2, 2, *choose.choice(((3, 200), (2, 1104))))
+        kind = family.Kind.of(dtype, shape, True, ALL, False, in_vectors=True)
+        right = {"sums": functools.partial(aten_model.group_norm_sums, vector=vector)}
+        assert kind.vector == vector
+        for wrong in {1, 2, vector // 2}:
+            how = {"sums": functools.partial(aten_model.group_norm_sums, vector=wrong)}
+            with monkeypatch.context() as patch:
+                assert tells(family, patch, kind, seed, expected=how, **right), (wrong, kind)
+        with monkeypatch.context() as patch:
+            assert not tells(family, patch, kind, seed, expected=right, **right), kind
+
+
 def test_every_kind_has_shapes_of_its_own(module, seed):
     """Without them a proof would compare nothing."""
     family, choose = module("ops.group_norm_backward"), random.Random(seed)
@@ -215,16 +242,15 @@ def test_every_kind_has_shapes_of_its_own(module, seed):
             channels, positions = choose.randint(512, 560), choose.randint(2, 40)
         shape = family.Shape(choose.choice((1, 128, 129)), choose.choice((1, 32)), channels, positions)
         needs = choose.choice((ALL, (True, False, False), (False, True, False)))
-        kind = family.Kind.of(
-            choose.choice(DTYPES), shape, needs[1] or choose.random() < 0.5, needs, choose.random() < 0.3
-        )
+        more = needs[1] or choose.random() < 0.5, needs, choose.random() < 0.3, choose.random() < 0.5
+        kind = family.Kind.of(choose.choice(DTYPES), shape, *more)
         shapes = family.proof_shapes(kind)
         if (
             not shapes
         ):  # Long groups of at least 512 channels, more often than ATen adds samples in sequence: left to it.
             assert kind.threads == 32 and kind.channel_lanes == 512 and kind.lanes == 512, (shape, kind)
             continue
-        assert all(family.Kind.of(kind.dtype, each, kind.weight, kind.needs, kind.split) == kind for each in shapes)
+        assert all(family.Kind.of(kind.dtype, each, *more) == kind for each in shapes)
         assert max(each.rows * each.size for each in shapes) <= 1 << 25, (shape, shapes)
 
 
@@ -383,16 +409,18 @@ def test_images_have_eagers_gradients(kernel, module, seed, monkeypatch, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_transcription_is_what_eager_computes(seed, dtype):
+def test_the_transcription_is_what_eager_computes(module, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
-    for sizes in ((2, 12, 7), (3, 12, 1000), (150, 4, 2), (2, 1200, 3)):
+    in_vectors = module("ops.group_norm").takes_vectors(torch.device("cuda"))
+    for sizes in ((2, 12, 7), (3, 12, 1000), (150, 4, 2), (2, 1200, 3), (2, 12, 4104)):
         x, dy = torch.randn(2, *sizes, generator=generator).to(dtype).unbind()
         for weight in (torch.randn(sizes[1], generator=generator).to(dtype), None):
             on_gpu = dy.cuda(), x.cuda(), None if weight is None else weight.cuda()
             _, mean, rstd = torch.native_group_norm(*on_gpu[1:], None, *sizes, 2, 1e-5)
             needs = [True, weight is not None, weight is not None]
             expected = torch.ops.aten.native_group_norm_backward(*on_gpu[:2], mean, rstd, on_gpu[2], *sizes, 2, needs)
-            found = aten_model.group_norm_backward(dy, x, 2, mean.cpu(), rstd.cpu(), weight)
+            statistics, sums = (mean.cpu(), rstd.cpu()), sums_of(x, in_vectors)
+            found = aten_model.group_norm_backward(dy, x, 2, *statistics, weight, sums=sums)
             for mine, wanted, need in zip(found, expected, needs):
                 if need:
                     assert_bits_equal(mine, wanted.cpu(), f"{sizes}, {weight is not None}")

@@ -883,6 +883,46 @@ def test_activation_gradients_equal_the_model(kernel, module, its_fma, seed, nam
         assert_bits_equal(dx, functools.reduce(torch.add, expected, other), label)
 
 
+@each_dtype
+@pytest.mark.parametrize("gated", [False, True])
+def test_gelu_of_cuda_13_2_equals_the_model(kernel, module, its_fma, seed, monkeypatch, dtype, gated):
+    """With the other `erff`, which the bits of one input tell."""
+    name = "gelu_of_cuda_13_2"
+    for family in ("ops.activation", "ops.gated_activation"):
+        monkeypatch.setattr(module(family), "constant_of", lambda activation, device: name)
+    erf = functools.partial(aten_model.erf, exp2=numpy_exp2, cuda_13_2=True)
+    model, gradients = (functools.partial(each, erf=erf) for each in (aten_model.gelu, aten_model.gelu_backward))
+    generator, activation = torch.Generator().manual_seed(seed), module("ops.activation")
+    for x in (activation_inputs(generator, dtype)[0], torch.randn(7, 480, generator=generator).to(dtype)):
+        dy, up = (torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator)) for _ in range(2))
+        kind, of_gradients = (x.dtype, activation.Layout.of(x, x), x.device), (x.dtype, x.numel(), x.device)
+        out, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+        if gated:
+            of_gate = module("ops.gated_activation")
+            layout = of_gate.Layout.of(x, up)
+            of_gate._forward(of_gate.GELU, x.dtype, layout, x.device)(x, out, up)
+            assert_bits_equal(
+                out, (model(x).float() * up.float()).to(dtype) if dtype != torch.float32 else model(x) * up
+            )
+            continue
+        activation._forward(activation.GELU, *kind)(x, out)
+        assert_bits_equal(out, model(x), f"{list(x.shape)}")
+        activation._backward(activation.GELU, *of_gradients)(dy, x, dx)
+        assert_bits_equal(dx, gradients(dy, x, exp=numpy_exp)[0], f"gradient of {list(x.shape)}")
+
+
+def test_the_erf_of_eager_is_found_out(module, monkeypatch):
+    """Which of CUDA's two `erff` eager's GELU has is told by one input, whose GELU needs no approximate instruction."""
+    activation = module("ops.activation")
+    for cuda_13_2 in (False, True):
+        erf = functools.partial(aten_model.erf, cuda_13_2=cuda_13_2)
+        monkeypatch.setattr(torch.nn.functional, "gelu", functools.partial(aten_model.gelu, erf=erf))
+        for candidate in (False, True):
+            ((_, found, expected),) = activation._gelu_of_one_input(torch.device("cpu"), candidate)
+            assert torch.equal(found, expected) is (candidate is cuda_13_2)
+    assert activation.constant_of(activation.GELU, torch.device("cpu")) == "gelu"
+
+
 # Gated activations
 
 

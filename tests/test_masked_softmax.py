@@ -361,9 +361,9 @@ def test_a_new_length_compiles_nothing(family):
 # Proof
 
 
-def kind_of(family, of_gradient, dtype, size, masked=True, multiple=None, narrow=False):
-    scale = family._SCALES[narrow]
-    return family.Kind.of(of_gradient, dtype, size, size if multiple is None else multiple, masked, scale)
+def kind_of(family, of_gradient, dtype, size, masked=True, multiple=None, narrow=False, long_warps=False):
+    of_rows = size if multiple is None else multiple, masked, family._SCALES[narrow], long_warps
+    return family.Kind.of(of_gradient, dtype, size, *of_rows)
 
 
 class Transcribed:
@@ -503,7 +503,8 @@ def with_arithmetic(call, arithmetic):
     return run
 
 
-def test_a_proof_has_rows_of_its_kind(family, chooser):
+@pytest.mark.parametrize("long_warps", [False, True])
+def test_a_proof_has_rows_of_its_kind(family, chooser, long_warps):
     """Also the shortest and the longest; every length leads to a kind that has rows."""
     kinds = {}
     for size in (*SIZES, *BLOCK_SIZES, *chooser.sample(LONG_SIZES, 6)):
@@ -511,16 +512,17 @@ def test_a_proof_has_rows_of_its_kind(family, chooser):
             (a, b, c, d) for a in (0, 1) for b in DTYPES for c in (0, 1) for d in (0, 1)
         ):
             multiple = math.gcd(size, size + gap * masked)
-            kind = kind_of(family, bool(of_gradient), dtype, size, bool(masked), multiple, chooser.random() < 0.5)
-            kinds.setdefault(kind, []).append(size)
+            more = bool(masked), multiple, chooser.random() < 0.5, long_warps
+            kinds.setdefault(kind_of(family, bool(of_gradient), dtype, size, *more), []).append(size)
     for kind, sizes in kinds.items():
-        found = family._sizes(kind)
+        found = family._sizes(kind, long_warps)
         assert found[0] <= min(sizes), kind
         assert kind.rows.order.kind == "loop" and not kind.rows.steps or found[-1] >= max(sizes), kind
         for size in found:
             rows = kind.rows
             multiple = family._multiple(kind, size)
-            assert kind_of(family, rows.of_gradient, rows.dtype, size, kind.masked, multiple, kind.narrow) == kind
+            more = kind.masked, multiple, kind.narrow, long_warps
+            assert kind_of(family, rows.of_gradient, rows.dtype, size, *more) == kind
 
 
 @interpreted
@@ -919,12 +921,14 @@ def test_small_terms_are_those_of_eager(kernel, family, seed, monkeypatch, dtype
 def test_the_transcription_is_what_eager_computes(family, seed, dtype):
     """Given the exponentials of the GPU."""
     generator = torch.Generator().manual_seed(seed)
+    more = {"long_warps": family.has_long_warps(dtype, torch.device("cuda"))}
     for size in SIZES + BLOCK_SIZES + LONG_SIZES:
         scores, dy = torch.randn(2, 2, 2, 4, size, generator=generator).to(dtype).unbind()
         mask = torch.randn(2, 1, 4, size, generator=generator).to(dtype)
         out, dx = results_of(family.eager_masked_softmax, scores.cuda(), mask.cuda(), 0.7, dy.cuda())
         rows = combined(scores, mask, 0.7, torch.Tensor.to).view(-1, size)
-        y = aten_model.softmax(rows, lambda x: torch.exp(x.cuda()).cpu(), dtype=torch.float32).view(scores.shape)
+        y = aten_model.softmax(rows, lambda x: torch.exp(x.cuda()).cpu(), dtype=torch.float32, **more)
+        y = y.view(scores.shape)
         assert_bits_equal(y.to(dtype), out.cpu(), f"output of {size}")
         assert_bits_equal(gradient_of(dy.float(), y, dtype) * 0.7, dx.cpu(), f"gradient of {size}")
 

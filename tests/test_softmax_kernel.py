@@ -64,10 +64,10 @@ def spaced(x, gap):
     return torch.zeros(x.shape[0], x.shape[1] + gap, dtype=x.dtype)[:, : x.shape[1]].copy_(x)
 
 
-def forward_of(family, x, dtype=None, shift=0, few=False):
+def forward_of(family, x, dtype=None, shift=0, few=False, long_warps=False):
     (rows, size), dtype = x.shape, dtype or x.dtype
     out = torch.full((rows, size), math.nan, dtype=dtype)
-    kind = replace(family.Kind.of(False, x.dtype, dtype, size, x.stride(0), shift), few=few)
+    kind = replace(family.Kind.of(False, x.dtype, dtype, size, x.stride(0), shift, long_warps=long_warps), few=few)
     family._bind(kind, rows, size, x.stride(0), CPU)(x, out)
     return out
 
@@ -636,10 +636,37 @@ def test_1000_wrong_orders_are_told(module, monkeypatch, seed):
         assert tells(family, monkeypatch, kind, choose.randrange(1 << 30), order), (name, kind)
 
 
+@interpreted
+def test_long_warps_of_fp16_equal_the_transcription(module, seed):
+    """fp16 rows of up to 2048 elements with fp32 results, as torch 2.15 adds them up; longer ones as before."""
+    family, generator, choose = module("ops.softmax"), torch.Generator().manual_seed(seed), random.Random(seed)
+    for size in (1000, 1025, 1032, choose.randint(1026, 2047), 2048, 2049):
+        x = rows_at_random(choose, generator, 5, size, torch.float16)
+        found = forward_of(family, x, torch.float32, few=choose.random() < 0.5, long_warps=True)
+        expected = aten_model.softmax(x, numpy_exp, cast, dtype=torch.float32, long_warps=True)
+        assert_bits_equal(found, expected, f"{size}")
+
+
+def test_long_warps_are_found_out(module, monkeypatch):
+    """Which order eager has is told by one quotient."""
+    family = module("ops.softmax")
+    for long_warps in (False, True):
+
+        def softmax(x, dim, dtype, long_warps=long_warps):
+            return aten_model.softmax(x, dtype=dtype, long_warps=long_warps)
+
+        monkeypatch.setattr(family, "functional", SimpleNamespace(softmax=softmax))
+        for candidate in (False, True):
+            ((_, found, expected),) = family._of_one_row(CPU, candidate)
+            assert bits_equal(found, expected) is (candidate is long_warps)
+    assert family.has_long_warps(torch.float16, CPU) is False
+
+
+@pytest.mark.parametrize("long_warps", [False, True])
 @pytest.mark.parametrize("of_gradient", [False, True])
-def test_a_proof_has_rows_of_its_kind(module, chooser, of_gradient):
+def test_a_proof_has_rows_of_its_kind(module, chooser, of_gradient, long_warps):
     """Also the shortest and the longest; every length leads to a kind that has rows."""
-    family, kinds = module("ops.softmax"), {}
+    family, kinds, more = module("ops.softmax"), {}, {"long_warps": long_warps}
     few = chooser.sample((*BLOCK_SIZES, *LONG_SIZES, 128256), 8)
     for dtype in DTYPES:
         for result in {dtype, torch.float32}:
@@ -647,15 +674,13 @@ def test_a_proof_has_rows_of_its_kind(module, chooser, of_gradient):
                 for gap, shift in ((0, 0), (1, 0), (8, 0), (0, 1)):
                     if shift and (of_gradient or size <= 9216 or (result != dtype and dtype == torch.bfloat16)):
                         continue
-                    kind = family.Kind.of(of_gradient, dtype, result, size, size + gap, shift)
+                    kind = family.Kind.of(of_gradient, dtype, result, size, size + gap, shift, **more)
                     kinds.setdefault(kind, []).append(size)
     for kind, sizes in kinds.items():
-        found = family._sizes(kind)
+        found = family._sizes(kind, long_warps)
         for size in found:
-            assert (
-                family.Kind.of(of_gradient, kind.dtype, kind.result, size, family._row_stride(kind, size), kind.shift)
-                == kind
-            )
+            of_rows = kind.dtype, kind.result, size, family._row_stride(kind, size), kind.shift
+            assert family.Kind.of(of_gradient, *of_rows, **more) == kind
         if kind.order.kind != "warp":
             assert found[0] <= min(sizes), kind
             assert not kind.steps or found[-1] >= max(sizes), kind
@@ -981,9 +1006,10 @@ def test_small_terms_are_those_of_eager(kernel, module, seed, monkeypatch, dtype
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_transcription_is_what_eager_computes(seed, dtype):
+def test_the_transcription_is_what_eager_computes(module, seed, dtype):
     """Given the exponentials of the GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
+    more = {"long_warps": module("ops.softmax").has_long_warps(dtype, torch.device("cuda"))}
     for size in SIZES + BLOCK_SIZES + LONG_SIZES:
         for result, shift in itertools.product({dtype, torch.float32}, (0, 1) if size > 9216 else (0,)):
             if shift and dtype == torch.bfloat16 and result == torch.float32:  # Eager's copy begins at a multiple.
@@ -991,7 +1017,8 @@ def test_the_transcription_is_what_eager_computes(seed, dtype):
             x = torch.randn(32 * size + shift, generator=generator, device="cuda").to(dtype)[shift:].view(32, size)
             dy = torch.randn(32, size, generator=generator, device="cuda").to(result)
             y, dx = gradients_of(lambda x: functional.softmax(x, -1, dtype=result), x, dy)  # noqa: B023
-            of_model = aten_model.softmax(x.cpu(), lambda x: torch.exp(x.cuda()).cpu(), dtype=result, misaligned=shift)
+            exp = lambda x: torch.exp(x.cuda()).cpu()  # noqa: E731
+            of_model = aten_model.softmax(x.cpu(), exp, dtype=result, misaligned=shift, **more)
             assert_bits_equal(of_model, y.cpu(), f"output of {size} to {result}, shift {shift}")
             of_model = aten_model.softmax_backward(dy.cpu(), y.cpu(), dtype=dtype)
             assert_bits_equal(of_model, dx.cpu(), f"gradient of {size} from {result}")

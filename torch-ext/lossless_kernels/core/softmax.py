@@ -19,10 +19,10 @@ _SHARED_MEMORY = 48 << 10
 WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
 
 # The longest rows of a kernel.
-_WARP_FORWARD = 2048
+WARP_FORWARD = 2048
 _WARP_BACKWARD = 1024
-# ATen dispatches fp16 rows with fp32 results separately.
-_WARP_FP32_OUTPUT = 1024
+# ATen dispatches fp16 rows with fp32 results separately. Up to torch 2.14 those of a warp are shorter.
+_WARP_FP32_OUTPUT = {False: 1024, True: WARP_FORWARD}
 _REGISTERS = 9216
 
 
@@ -50,18 +50,21 @@ def _of_warp(size: int) -> Softmax:
     return Softmax(WARP, min(next_power_of_two(size), _WARP_SIZE), 1)
 
 
-def softmax_forward(size: int, dtype: torch.dtype, fp32_output: bool = False, aligned: bool = True) -> Softmax:
+def softmax_forward(
+    size: int, dtype: torch.dtype, fp32_output: bool = False, aligned: bool = True, long_warps: bool = False
+) -> Softmax:
     """The kernel for rows of `size` elements.
 
     Args:
         dtype: the input's dtype.
         fp32_output: a 16-bit input has an fp32 result. ATen has such a kernel for fp16; it converts bf16 to fp32 first.
         aligned: input and output begin at multiples of 16 bytes.
+        long_warps: such rows of fp16 are a warp's up to 2048 elements, as all others are, and not only up to 1024.
     """
     if fp32_output and dtype == torch.bfloat16:
         dtype, fp32_output = torch.float32, False
     vector = _VECTOR_BYTES // dtype.itemsize
-    if size <= (_WARP_FP32_OUTPUT if fp32_output else _WARP_FORWARD):
+    if size <= (_WARP_FP32_OUTPUT[long_warps] if fp32_output else WARP_FORWARD):
         return _of_warp(size)
     if size <= _REGISTERS and not fp32_output:
         return Softmax(REGISTERS, _BLOCK, 1)

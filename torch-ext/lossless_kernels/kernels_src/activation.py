@@ -107,8 +107,8 @@ def _times_half_x(one_plus, x, DTYPE: tl.constexpr):
 def _activation(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     if ACTIVATION == "silu":
         return _silu(x, DTYPE)
-    elif ACTIVATION == "gelu":
-        return (x * 0.5) * (erf(x * _SQRT_1_2) + 1.0)
+    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_of_cuda_13_2":
+        return (x * 0.5) * (erf(x * _SQRT_1_2, ACTIVATION == "gelu_of_cuda_13_2") + 1.0)
     elif ACTIVATION == "gelu_tanh":
         return (x * 0.5) * (_gelu_tanh(x) + 1.0)
     elif ACTIVATION == "new_gelu":
@@ -142,9 +142,10 @@ def _gradients(dy, x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     if ACTIVATION == "silu":
         sigmoid = _sigmoid(x, DTYPE)
         return ((dy * sigmoid) * tl.fma(x, 1.0 - sigmoid, 1.0),)
-    elif ACTIVATION == "gelu":
+    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_of_cuda_13_2":
         density = exp((x * -0.5) * x) * _DENSITY_AT_0
-        return (dy * tl.fma(erf(x * _SQRT_1_2) + 1.0, 0.5, x * density),)
+        cumulative = erf(x * _SQRT_1_2, ACTIVATION == "gelu_of_cuda_13_2") + 1.0
+        return (dy * tl.fma(cumulative, 0.5, x * density),)
     elif ACTIVATION == "gelu_tanh":
         tanh_ = _gelu_tanh(x)
         d_inner = tl.fma(x * x, _THREE_CUBIC, 1.0) * _SQRT_2_PI

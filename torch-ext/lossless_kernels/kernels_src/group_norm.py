@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .primitives import approximate_reciprocal, divide, mask_if, rounded, rsqrt
-from .summation import welford_of_block, welford_step_by_division
+from .summation import unstack, welford_of_block, welford_step_by_division
 
 # The bits of the smallest normal number, doubled, less one: of zero, whose sign is shifted out, they are the largest.
 _SMALLEST_NORMAL = tl.constexpr((0x00800000 << 1) - 1)
@@ -23,8 +23,27 @@ def _step(mean, m2, least, x, number, DIVIDED: tl.constexpr):
 
 
 @triton.jit
-def _lanes(x_ptr, size, LANES: tl.constexpr, STEPS: tl.constexpr, DIVIDED: tl.constexpr):
-    """The mean and M2 of each lane, which takes the elements lane, lane + LANES, ... in sequence.
+def _load_vectors(x_ptr, first, vectors, LANES: tl.constexpr, VECTOR: tl.constexpr, MASKED: tl.constexpr):
+    """The elements of the vectors first, first + 1, ... of all lanes: VECTOR tensors [LANES]."""
+    lane = tl.arange(0, LANES)
+    element = tl.reshape(((first + lane) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :], [LANES * VECTOR])
+    if MASKED:
+        inside = element < vectors * VECTOR
+        values = tl.load(x_ptr + element, mask=inside, other=0.0, eviction_policy="evict_last")
+    else:
+        values = tl.load(x_ptr + element, eviction_policy="evict_last")
+    if VECTOR == 1:
+        return (values,)
+    else:
+        found = ()
+        for each in unstack(tl.reshape(values, [LANES, VECTOR, 1]), LANES, VECTOR, 1):
+            found = found + (tl.reshape(each, [LANES]),)
+        return found
+
+
+@triton.jit
+def _lanes(x_ptr, size, LANES: tl.constexpr, STEPS: tl.constexpr, VECTOR: tl.constexpr, DIVIDED: tl.constexpr):
+    """The mean and M2 of each lane, which takes the vectors lane, lane + LANES, ... of VECTOR elements in sequence.
 
     STEPS of them are read at once. Without DIVIDED, `least` below `_SMALLEST_NORMAL` or an M2 of NaN says that a quotient may
     have been none of those that `divide_by_reciprocal` rounds correctly.
@@ -33,35 +52,35 @@ def _lanes(x_ptr, size, LANES: tl.constexpr, STEPS: tl.constexpr, DIVIDED: tl.co
     mean = tl.zeros([LANES], tl.float32)
     m2 = tl.zeros([LANES], tl.float32)
     least = tl.full([LANES], 0xFFFFFFFF, tl.uint32)
-    whole = size // (STEPS * LANES) * STEPS
+    vectors = size // VECTOR
+    whole = vectors // (STEPS * LANES) * STEPS
     for first in range(0, whole, STEPS):
         steps = ()
         for step in tl.static_range(STEPS):
-            steps = steps + (tl.load(x_ptr + (first + step) * LANES + lane, eviction_policy="evict_last"),)
-        for step in tl.static_range(STEPS):
-            mean, m2, least = _step(mean, m2, least, steps[step], first + step, DIVIDED)
+            steps = steps + _load_vectors(x_ptr, (first + step) * LANES, vectors, LANES, VECTOR, MASKED=False)
+        for each in tl.static_range(STEPS * VECTOR):
+            mean, m2, least = _step(mean, m2, least, steps[each], first * VECTOR + each, DIVIDED)
     # The rest, read at once too.
-    for first in range(whole, (size + LANES - 1) // LANES, STEPS):
+    for first in range(whole, (vectors + LANES - 1) // LANES, STEPS):
         rest = ()
         for step in tl.static_range(STEPS):
-            column = (first + step) * LANES + lane
-            rest = rest + (tl.load(x_ptr + column, mask=column < size, other=0.0, eviction_policy="evict_last"),)
-        for step in tl.static_range(STEPS):
-            in_group = (first + step) * LANES + lane < size
-            new_mean, new_m2, new_least = _step(mean, m2, least, rest[step], first + step, DIVIDED)
+            rest = rest + _load_vectors(x_ptr, (first + step) * LANES, vectors, LANES, VECTOR, MASKED=True)
+        for each in tl.static_range(STEPS * VECTOR):
+            in_group = (first + each // VECTOR) * LANES + lane < vectors
+            new_mean, new_m2, new_least = _step(mean, m2, least, rest[each], first * VECTOR + each, DIVIDED)
             mean, m2 = tl.where(in_group, new_mean, mean), tl.where(in_group, new_m2, m2)
             least = tl.where(in_group, new_least, least)
     return mean, m2, least
 
 
 @triton.jit
-def _statistics(x_ptr, size, eps, LANES: tl.constexpr, STEPS: tl.constexpr):
+def _statistics(x_ptr, size, eps, LANES: tl.constexpr, STEPS: tl.constexpr, VECTOR: tl.constexpr):
     """The mean of a group and rstd = rsqrt(variance + eps), fp32 [1]."""
-    mean, m2, least = _lanes(x_ptr, size, LANES, STEPS, DIVIDED=False)
+    mean, m2, least = _lanes(x_ptr, size, LANES, STEPS, VECTOR, DIVIDED=False)
     uncertain = (least < _SMALLEST_NORMAL) | (m2 != m2)
     if tl.max(uncertain.to(tl.int32), axis=0) != 0:
-        mean, m2, least = _lanes(x_ptr, size, LANES, 1, DIVIDED=True)
-    elements = (size - tl.arange(0, LANES) + LANES - 1) // LANES
+        mean, m2, least = _lanes(x_ptr, size, LANES, 1, VECTOR, DIVIDED=True)
+    elements = (size // VECTOR - tl.arange(0, LANES) + LANES - 1) // LANES * VECTOR
     mean, m2 = welford_of_block(mean, m2, elements.to(tl.float32), LANES, BY_DIVISION=True)
     variance = divide(m2, tl.full([1], 1.0, tl.float32) * tl.cast(size, tl.float32))
     return mean, rsqrt(variance + eps)
@@ -142,6 +161,7 @@ def group_norm_forward(
     eps: tl.float32,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
     CHANNELS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -160,19 +180,21 @@ def group_norm_forward(
         units: a channel's positions, in units of UNIT elements, which show the compiler the alignment.
         store_statistics: mean and rstd are stored if this is 1.
         LANES: ATen's threads for a group: 32 below 512 elements, else 512.
-        STEPS: elements that a lane reads at once.
+        STEPS: vectors that a lane reads at once.
+        VECTOR: elements of a vector, of which a group's size is a multiple: 1, or as ATen reads from torch 2.15 on.
         CHANNELS, POSITIONS: the tile of the output.
         WEIGHT, BIAS: without them `weight_ptr` and `bias_ptr` are not accessed. A bias needs a weight.
         SINGLE: a channel has one position, and y = ((x - mean) * rstd) * weight + bias. The positions are the channels.
         ROUNDED: y is computed with the mean and rstd of the dtype of x, as ATen does up to torch 2.11.
     """
     positions = units * UNIT
-    size = channels * positions
+    # The compiler sees that groups begin at vectors.
+    size = channels * positions // VECTOR * VECTOR
     tiles = _tiles(channels, positions, CHANNELS, POSITIONS)
     for group in range(tl.program_id(0), groups, tl.num_programs(0)):
         start = tl.cast(group, tl.int64) * size
         first = group % groups_of_sample * (positions if SINGLE else channels)
-        mean, rstd = _statistics(x_ptr + start, size, eps, LANES, STEPS)
+        mean, rstd = _statistics(x_ptr + start, size, eps, LANES, STEPS, VECTOR)
         _store_statistics(mean_ptr, rstd_ptr, group, mean, rstd, store_statistics)
         if ROUNDED:
             mean, rstd = rounded(mean, x_ptr.dtype.element_ty), rounded(rstd, x_ptr.dtype.element_ty)
@@ -203,12 +225,13 @@ def group_norm_statistics(
     eps: tl.float32,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """The means of all groups and then their rstd, fp32: a program takes a group of `units` UNITs of elements."""
     group, groups = tl.program_id(0), tl.num_programs(0)
-    size = units * UNIT
-    mean, rstd = _statistics(x_ptr + tl.cast(group, tl.int64) * size, size, eps, LANES, STEPS)
+    size = units * UNIT // VECTOR * VECTOR
+    mean, rstd = _statistics(x_ptr + tl.cast(group, tl.int64) * size, size, eps, LANES, STEPS, VECTOR)
     _store_statistics(statistics_ptr, statistics_ptr + groups, group, mean, rstd, 1)
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .primitives import widened
-from .summation import block_sum, sum_of_block, sum_of_tile
+from .summation import block_sum, sum_of_block, sum_of_tile, unstack
 
 
 @triton.jit
@@ -18,6 +18,25 @@ def _load_tile(ptr, channel, position, channels, positions, MASKED: tl.constexpr
 
 
 @triton.jit
+def _load_vectors(
+    ptr, channel, first, channels, vectors, LANES: tl.constexpr, VECTOR: tl.constexpr, MASKED: tl.constexpr
+):
+    """The elements of the vectors first, first + 1, ... of all lanes: VECTOR tensors [CHANNELS, LANES]."""
+    CHANNELS: tl.constexpr = channel.shape[0]
+    vector = first + tl.arange(0, LANES)
+    if VECTOR == 1:
+        return (_load_tile(ptr, channel, vector, channels, vectors, MASKED, EVICTED="evict_last"),)
+    else:
+        element = vector[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        position = tl.reshape(element, [LANES * VECTOR])
+        tile = _load_tile(ptr, channel, position, channels, vectors * VECTOR, MASKED, EVICTED="evict_last")
+        found = ()
+        for each in unstack(tl.reshape(tile, [CHANNELS * LANES, VECTOR, 1]), CHANNELS * LANES, VECTOR, 1):
+            found = found + (tl.reshape(each, [CHANNELS, LANES]),)
+        return found
+
+
+@triton.jit
 def _add_steps(
     sums,
     dy_ptr,
@@ -25,22 +44,23 @@ def _add_steps(
     channel,
     start,
     channels,
-    positions,
+    vectors,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """STEPS steps of all lanes, read at once: each adds its elements to both of its sums."""
+    """STEPS steps of all lanes, read at once: each adds the elements of its vectors to both of its sums."""
     ds, db = sums
     dys = ()
     xs = ()
     for step in tl.static_range(STEPS):
-        position = start + step * LANES + tl.arange(0, LANES)
-        dys = dys + (_load_tile(dy_ptr, channel, position, channels, positions, MASKED, EVICTED="evict_last"),)
-        xs = xs + (_load_tile(x_ptr, channel, position, channels, positions, MASKED, EVICTED="evict_last"),)
-    for step in tl.static_range(STEPS):
-        dy = widened(dys[step])
-        ds = tl.fma(dy, widened(xs[step]), ds)
+        first = start + step * LANES
+        dys = dys + _load_vectors(dy_ptr, channel, first, channels, vectors, LANES, VECTOR, MASKED)
+        xs = xs + _load_vectors(x_ptr, channel, first, channels, vectors, LANES, VECTOR, MASKED)
+    for each in tl.static_range(STEPS * VECTOR):
+        dy = widened(dys[each])
+        ds = tl.fma(dy, widened(xs[each]), ds)
         db = db + dy
     return ds, db
 
@@ -55,18 +75,20 @@ def _channel_sums(
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """ds = sum(dy * x) and db = sum(dy) over the positions of each channel: [CHANNELS] each.
 
-    Lane l adds the positions l, l + LANES, ... in sequence. Zeros behind the last position change no sum but the sign of a
+    Lane l adds the vectors l, l + LANES, ... in sequence. Zeros behind the last position change no sum but the sign of a
     zero, and what follows adds each sum to +0.
     """
     sums = tl.zeros([CHANNELS, LANES], tl.float32), tl.zeros([CHANNELS, LANES], tl.float32)
-    whole = positions // (STEPS * LANES) * (STEPS * LANES)
+    vectors = positions // VECTOR
+    whole = vectors // (STEPS * LANES) * (STEPS * LANES)
     for start in range(0, whole, STEPS * LANES):
-        sums = _add_steps(sums, dy_ptr, x_ptr, channel, start, channels, positions, LANES, STEPS, MASKED=False)
-    if whole < positions:
-        sums = _add_steps(sums, dy_ptr, x_ptr, channel, whole, channels, positions, LANES, STEPS, MASKED=True)
+        sums = _add_steps(sums, dy_ptr, x_ptr, channel, start, channels, vectors, LANES, STEPS, VECTOR, MASKED=False)
+    if whole < vectors:
+        sums = _add_steps(sums, dy_ptr, x_ptr, channel, whole, channels, vectors, LANES, STEPS, VECTOR, MASKED=True)
     ds, db = sums
     ds = sum_of_tile(tl.reshape(ds, [CHANNELS * LANES]), CHANNELS, LANES)
     return ds, sum_of_tile(tl.reshape(db, [CHANNELS * LANES]), CHANNELS, LANES)
@@ -117,22 +139,22 @@ def _store_dx(
     start,
     channels,
     positions,
-    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
-    """STEPS tiles [CHANNELS, LANES] of dx, from position `start` on; the pointers are the group's."""
+    """STEPS tiles [CHANNELS, WIDTH] of dx, from position `start` on; the pointers are the group's."""
     dys = ()
     xs = ()
     for step in tl.static_range(STEPS):
-        position = start + step * LANES + tl.arange(0, LANES)
+        position = start + step * WIDTH + tl.arange(0, WIDTH)
         dys = dys + (_load_tile(dy_ptr, channel, position, channels, positions, MASKED=True, EVICTED="evict_first"),)
         xs = xs + (_load_tile(x_ptr, channel, position, channels, positions, MASKED=True, EVICTED="evict_first"),)
     c1 = tl.broadcast_to(rstd, channel.shape)
     if WEIGHT:
         c1 = rstd * tl.load(weight_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
     for step in tl.static_range(STEPS):
-        position = start + step * LANES + tl.arange(0, LANES)
+        position = start + step * WIDTH + tl.arange(0, WIDTH)
         dy, x = widened(dys[step]), widened(xs[step])
         dx = tl.fma(tl.broadcast_to(c1[:, None], dy.shape), dy, c2[:, None] * x) + c3[:, None]
         inside = (channel < channels)[:, None] & (position < positions)[None, :]
@@ -163,6 +185,7 @@ def group_norm_backward(
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     CHANNEL_LANES: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
@@ -180,21 +203,25 @@ def group_norm_backward(
         units: a channel's positions, in units of UNIT elements, which show the compiler the alignment.
         CHANNELS: that a program takes at once.
         LANES: ATen's threads for a channel's positions: 32 below 512, else 512.
-        STEPS: elements that a lane reads at once.
+        STEPS: vectors that a lane reads at once.
+        VECTOR: elements of a vector: 1, or as ATen reads from torch 2.15 on.
         CHANNEL_LANES: ATen's threads for a group's channels: 32 below 512, else 512.
         WEIGHT: without it `weight_ptr` is not accessed.
     """
     positions = units * UNIT
     db_ptr = sums_ptr + tl.cast(groups, tl.int64) * channels
     tiles = (channels + CHANNELS - 1) // CHANNELS
-    parts = (positions + STEPS * LANES - 1) // (STEPS * LANES)
+    WIDTH: tl.constexpr = LANES * VECTOR
+    parts = (positions + STEPS * WIDTH - 1) // (STEPS * WIDTH)
     for group in range(tl.program_id(0), groups, tl.num_programs(0)):
         first = tl.cast(group, tl.int64) * channels
         start = first * positions
         mean, rstd = _load_statistics(mean_ptr, rstd_ptr, group)
         for tile in range(tiles):
             channel = tile * CHANNELS + tl.arange(0, CHANNELS)
-            ds, db = _channel_sums(dy_ptr + start, x_ptr + start, channel, channels, positions, CHANNELS, LANES, STEPS)
+            ds, db = _channel_sums(
+                dy_ptr + start, x_ptr + start, channel, channels, positions, CHANNELS, LANES, STEPS, VECTOR
+            )
             tl.store(sums_ptr + first + channel, ds, mask=channel < channels)
             tl.store(db_ptr + first + channel, db, mask=channel < channels)
         # Other threads read the sums.
@@ -215,10 +242,10 @@ def group_norm_backward(
                     c2,
                     c3,
                     channel,
-                    (parts - 1 - part) * (STEPS * LANES),
+                    (parts - 1 - part) * (STEPS * WIDTH),
                     channels,
                     positions,
-                    LANES,
+                    WIDTH,
                     STEPS,
                     WEIGHT,
                 )
@@ -235,13 +262,16 @@ def group_norm_channel_sums(
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """The sums of `group_norm_backward` alone; a program takes CHANNELS of the `channels` of all samples."""
     positions = units * UNIT
     first = tl.program_id(0).to(tl.int64) * CHANNELS
     start = first * positions
     channel = tl.arange(0, CHANNELS)
-    ds, db = _channel_sums(dy_ptr + start, x_ptr + start, channel, channels - first, positions, CHANNELS, LANES, STEPS)
+    ds, db = _channel_sums(
+        dy_ptr + start, x_ptr + start, channel, channels - first, positions, CHANNELS, LANES, STEPS, VECTOR
+    )
     tl.store(sums_ptr + first + channel, ds, mask=first + channel < channels)
     tl.store(sums_ptr + channels + first + channel, db, mask=first + channel < channels)
 
@@ -264,6 +294,7 @@ def group_norm_input_gradient(
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     CHANNEL_LANES: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
@@ -278,7 +309,8 @@ def group_norm_input_gradient(
     c2, c3 = _coefficients(
         sums_ptr + first, db_ptr + first, weight_of_group, mean, rstd, channels, positions, WEIGHT, CHANNEL_LANES
     )
-    across = (positions + STEPS * LANES - 1) // (STEPS * LANES)
+    WIDTH: tl.constexpr = LANES * VECTOR
+    across = (positions + STEPS * WIDTH - 1) // (STEPS * WIDTH)
     for tile in range(part, (channels + CHANNELS - 1) // CHANNELS * across, parts):
         _store_dx(
             dy_ptr + start,
@@ -289,10 +321,10 @@ def group_norm_input_gradient(
             c2,
             c3,
             tile // across * CHANNELS + tl.arange(0, CHANNELS),
-            tile % across * (STEPS * LANES),
+            tile % across * (STEPS * WIDTH),
             channels,
             positions,
-            LANES,
+            WIDTH,
             STEPS,
             WEIGHT,
         )

@@ -178,26 +178,43 @@ def tanh_of_number(x):
 
 
 @triton.jit
-def erf(x):
-    """The steps of CUDA's `erff`. libdevice's has the same steps, but Triton builds it to flush subnormals to zero."""
+def _polynomial(x, c6, c5, c4, c3, c2, c1, c0):
+    """c6 * x**6 + ... + c0, by FMAs."""
+    total = tl.fma(x, c6, c5)
+    total = tl.fma(total, x, c4)
+    total = tl.fma(total, x, c3)
+    total = tl.fma(total, x, c2)
+    total = tl.fma(total, x, c1)
+    return tl.fma(total, x, c0)
+
+
+@triton.jit
+def erf(x, CUDA_13_2: tl.constexpr):
+    """The steps of CUDA's `erff`, whose constants are others from CUDA 13.2 on.
+
+    libdevice's has the steps of one of the two, but Triton builds it to flush subnormals to zero.
+    """
     if PTX:
-        magnitude = tl.abs(x)
-        large = tl.fma(magnitude, 0.000112198715, -0.0013275252)
-        large = tl.fma(large, magnitude, 0.008396535)
-        large = tl.fma(large, magnitude, -0.040246584)
-        large = tl.fma(large, magnitude, 0.15950431)
-        large = tl.fma(large, magnitude, 0.9129177)
-        large = tl.fma(large, magnitude, 0.62906003)
+        magnitude, square = tl.abs(x), x * x
+        if CUDA_13_2:
+            large = _polynomial(
+                magnitude, 6.784818e-05, -0.0009299388, 0.006954225, -0.037528004, 0.15668742, 0.9144432, 0.6287219
+            )
+            small = _polynomial(
+                square, 6.74986e-05, -0.00076476467, 0.005143017, -0.026827244, 0.112828694, -0.37612557, 0.12837917
+            )
+            is_large = magnitude >= 1.0037584
+        else:
+            large = _polynomial(
+                magnitude, 0.000112198715, -0.0013275252, 0.008396535, -0.040246584, 0.15950431, 0.9129177, 0.62906003
+            )
+            small = _polynomial(
+                square, 8.4834945e-05, -0.00082130916, 0.005213489, -0.026868774, 0.11284005, -0.37612665, 0.12837915
+            )
+            is_large = magnitude >= 1.00296
         large = 1.0 - approximate_exp2(tl.fma(large, -magnitude, -magnitude))
-        square = x * x
-        small = tl.fma(square, 8.4834945e-05, -0.00082130916)
-        small = tl.fma(small, square, 0.005213489)
-        small = tl.fma(small, square, -0.026868774)
-        small = tl.fma(small, square, 0.11284005)
-        small = tl.fma(small, square, -0.37612665)
-        small = tl.fma(small, square, 0.12837915)
-        # `large` is at least 0.84 from a magnitude of 1.00296 on.
-        return tl.where(magnitude >= 1.00296, _with_sign(large, x), tl.fma(small, x, x))
+        # `large` is at least 0.84 where it is taken.
+        return tl.where(is_large, _with_sign(large, x), tl.fma(small, x, x))
     else:
         return libdevice.erf(x)
 

@@ -118,7 +118,7 @@ class Activation:
     """An activation function, as eager computes it.
 
     Attributes:
-        name: the kernels' constant ACTIVATION.
+        name: as in the kernels' constant ACTIVATION.
         forward: `forward(module, input)`, the layer's forward.
         gradients: `gradients(dy, input)`, the input's gradients in the order of arrival, one for each path to the
             output. Autograd adds them one by one to the input's other gradients, never their sum.
@@ -202,6 +202,27 @@ QUICK_GELU = Activation("quick_gelu", _quick_gelu, _quick_gelu_gradients, paths=
 _ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH, NEW_GELU, FAST_GELU, QUICK_GELU)}
 
 
+# An input, and its GELU by the `erff` of CUDA 13.2; by that of earlier ones it is -0.11326064, six numbers away.
+_ERF_INPUT, _GELU_OF_CUDA_13_2 = -1.3984375, -0.11326068639755249
+
+
+def constant_of(activation: Activation, device: torch.device) -> str:
+    """The kernels' constant ACTIVATION: the activation's name, for GELU with the `erff` that eager has on this device."""
+    if activation is not GELU or device.type != "cuda":
+        return activation.name
+    candidates = {
+        name: functools.partial(_gelu_of_one_input, device, name != GELU.name)
+        for name in (GELU.name, "gelu_of_cuda_13_2")
+    }
+    subject = proof.Subject(torch.nn.functional.gelu, device, "erf")
+    return proof.match_formula(("gelu's erf", device), subject, candidates) or GELU.name
+
+
+def _gelu_of_one_input(device, is_of_cuda_13_2):
+    found = torch.nn.functional.gelu(torch.tensor([_ERF_INPUT], device=device)) == _GELU_OF_CUDA_13_2
+    yield "the output", found.float(), torch.full_like(found, is_of_cuda_13_2, dtype=torch.float32)
+
+
 def _autocast_changes(activation, input) -> bool:
     """Whether autocast computes a part of the activation in fp32: it does so for powers."""
     return activation is NEW_GELU and input.dtype != torch.float32 and is_autocast(input.device)
@@ -234,7 +255,8 @@ def _forward(activation, dtype, layout: Layout, device: torch.device) -> launch.
     """The launch of the forward kernel, to be called with input and out."""
     plan = launch_plan(activation.name, dtype.itemsize, plans.gpu(device))
     one_row, unit = layout.order is None, layout.unit(dtype)
-    constants = {"ACTIVATION": activation.name, "ONE_ROW": one_row, "UNIT": unit, "BLOCK": plan.block}
+    constants = {"ONE_ROW": one_row, "UNIT": unit, "BLOCK": plan.block}
+    constants["ACTIVATION"] = constant_of(activation, device)
     return layout.launch(activation_forward, constants, plan.num_warps, (dtype,) * 2, device)
 
 
@@ -246,7 +268,7 @@ def _backward(activation, dtype, numel, device: torch.device, total: bool = True
     """
     unit = access_unit(numel, numel, dtype)
     plan = launch_plan(f"{activation.name}_backward", dtype.itemsize, plans.gpu(device))
-    constants = {"ACTIVATION": activation.name, "SUM": total, "UNIT": unit, "BLOCK": plan.block}
+    constants = {"SUM": total, "UNIT": unit, "BLOCK": plan.block, "ACTIVATION": constant_of(activation, device)}
     dtypes, programs = (dtype,) * (2 + activation.paths), -(-numel // plan.block)
     return launch.bind(activation_backward, constants, plan.num_warps, device, dtypes, programs, numel // unit)
 

@@ -37,6 +37,7 @@ from .activation import (
     Activation,
     all_inputs,
     by_value,
+    constant_of,
     forward_of,
     original_of,
     with_forward,
@@ -147,7 +148,8 @@ _TENSORS = 5
 
 def _forward(activation, dtype, layout: Layout, device) -> launch.Launch:
     """The launch of the forward kernel, to be called with gate, out and up, or with the packed tensor and out."""
-    constants = {"ACTIVATION": activation.name, **layout.kind(dtype), "BLOCK": _forward_block(activation)}
+    constants = {**layout.kind(dtype), "BLOCK": _forward_block(activation)}
+    constants["ACTIVATION"] = constant_of(activation, device)
     return layout.launch(gated_activation_forward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 
@@ -156,7 +158,8 @@ def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launc
 
     A packed one is called with dy, the packed tensor and its gradient.
     """
-    constants = {"ACTIVATION": activation.name, "D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
+    constants = {"D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
+    constants["ACTIVATION"] = constant_of(activation, device)
     return layout.launch(gated_activation_backward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 

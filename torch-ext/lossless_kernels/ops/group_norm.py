@@ -37,7 +37,7 @@ from .affine_norm import (
     register_gradient,
     through_autograd,
 )
-from .group_norm_shape import SPLIT_SIZE, Shape, sizes_of
+from .group_norm_shape import SPLIT_SIZE, Shape, sizes_of, vector_of
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm import group_norm_forward, group_norm_output, group_norm_statistics
@@ -169,7 +169,8 @@ class Kind:
 
     Args:
         warps: of a program.
-        steps: elements that a lane reads at once.
+        steps: vectors that a lane reads at once.
+        vector: elements of a vector.
         unit: elements that a vector of 16 bytes and all channels have in common.
         channels: of a tile of the output.
         positions: of a tile of the output.
@@ -182,6 +183,7 @@ class Kind:
     lanes: int
     warps: int
     steps: int
+    vector: int
     unit: int
     channels: int
     positions: int
@@ -192,25 +194,29 @@ class Kind:
     split: bool
 
     @classmethod
-    def of(cls, dtype, shape: Shape, weight: bool, bias: bool, rounded: bool, split: bool) -> "Kind":
+    def of(
+        cls, dtype, shape: Shape, weight: bool, bias: bool, rounded: bool, split: bool, in_vectors: bool = False
+    ) -> "Kind":
+        """`in_vectors`: as `takes_vectors` returns it."""
         channels, positions = _rows_of_group(shape, weight)
-        lanes = norms.block_threads(shape.size)
+        lanes, vector = norms.block_threads(shape.size), vector_of(shape.size, dtype, in_vectors)
         warps = _warps(shape.size, dtype.itemsize)
         most_steps = _SHORT_STEPS if warps == _SHORT_WARPS else _LANE_BYTES // dtype.itemsize
-        steps = min(next_power_of_two(-(-shape.size // lanes)), most_steps)
+        steps = min(next_power_of_two(-(-shape.size // (lanes * vector))), max(most_steps // vector, 1))
         tile = 32 * warps * _THREAD_BYTES // dtype.itemsize
         of_positions = min(next_power_of_two(positions), tile)
         of_channels = min(next_power_of_two(channels), tile // of_positions)
         unit = math.gcd(positions, 16 // dtype.itemsize)
         single = weight and shape.positions == 1
-        return cls(dtype, lanes, warps, steps, unit, of_channels, of_positions, weight, bias, single, rounded, split)
+        tile = of_channels, of_positions
+        return cls(dtype, lanes, warps, steps, vector, unit, *tile, weight, bias, single, rounded, split)
 
     @property
     def max_registers(self) -> Optional[int]:
         """The most registers of a thread that computes both, the statistics and the output."""
         if self.lanes < norms.BLOCK:
             return None
-        return _MAX_REGISTERS if self.steps > 2 else _MAX_REGISTERS_OF_FEW_STEPS
+        return _MAX_REGISTERS if self.steps * self.vector > 2 else _MAX_REGISTERS_OF_FEW_STEPS
 
     def launch(
         self, shape: Shape, device, eps: float, store_statistics: bool, most_programs: int = launch.MAX_PROGRAMS
@@ -219,7 +225,7 @@ class Kind:
         bias that there is not, and for mean and rstd that are not stored."""
         channels, positions = _rows_of_group(shape, self.weight)
         units, eps, stored = positions // self.unit, _rounded(eps, self.dtype), int(store_statistics)
-        moments = {"LANES": self.lanes, "STEPS": self.steps, "UNIT": self.unit}
+        moments = {"LANES": self.lanes, "STEPS": self.steps, "VECTOR": self.vector, "UNIT": self.unit}
         tile = {"CHANNELS": self.channels, "POSITIONS": self.positions, "WEIGHT": self.weight, "BIAS": self.bias}
         dtypes, warps, gpu = (self.dtype,) * 6, self.warps, plans.gpu(device)
         if not self.split:
@@ -283,15 +289,22 @@ class _Split:
 
 @dataclass(eq=False)
 class _Call:
-    """A call resolved for its tensors' shapes, dtype and device."""
+    """A call resolved for its tensors' shapes, dtype and device.
+
+    Args:
+        in_vectors: whether ATen reads an input in vectors that begins at a multiple of 16 bytes, and no other.
+    """
 
     launch: Callable[..., None]
     empty: Callable[[], torch.Tensor]
     empty_statistics: Callable[[], torch.Tensor]
     groups: int
     eps: float
+    in_vectors: bool
 
     def __call__(self, input, weight, bias):
+        if self.in_vectors and input.data_ptr() % 16:
+            return _EAGER(input, self.groups, weight, bias, self.eps)
         out = self.empty()
         self.launch.call_6(input, input if weight is None else weight, input if bias is None else bias, out, out, out)
         return out
@@ -304,6 +317,8 @@ class _Call:
 
     def launched(self, input, weight=None, bias=None):
         """The same, whatever modes are active: none sees a call from Inductor's code."""
+        if self.in_vectors and input.data_ptr() % 16:
+            return _eager_with_statistics(input, self.groups, weight, bias, self.eps)
         out, mean, rstd = self.empty(), self.empty_statistics(), self.empty_statistics()
         weight, bias = input if weight is None else weight, input if bias is None else bias
         self.launch.call_6(input, weight, bias, out, mean, rstd)
@@ -324,14 +339,22 @@ class _Training(_Call, Training):
         return _apply(self, input, weight, bias)
 
     def find_backward(self, input, weight, needs):
-        return group_norm_backward.resolve(input, self.groups, weight, needs)
+        return group_norm_backward.resolve(input, self.groups, weight, needs, takes_vectors(input.device))
 
     def eagers_gradients(self, dy, input, mean, rstd, weight, bias, needs):
         return gradients(dy, input, self.groups, mean, rstd, weight, bias, self.eps, needs)
 
 
 def _eager_with_statistics(input, groups, weight, bias, eps):
-    return torch.native_group_norm(input.contiguous(), weight, bias, *sizes_of(input), groups, eps)
+    found = torch.native_group_norm(input.contiguous(), weight, bias, *sizes_of(input), groups, eps)
+    if _has_another_kernel(input):
+        return _EAGER(input, groups, weight, bias, eps).contiguous(), *found[1:]
+    return found
+
+
+def _has_another_kernel(input) -> bool:
+    """Whether this torch may compute an input of torch.compile's by a kernel for channels that are last."""
+    return not input.is_contiguous() and takes_vectors(input.device)
 
 
 def _resolve(x, *more):
@@ -342,7 +365,10 @@ def _resolve(x, *more):
     rounded = _rounds_statistics(x.dtype, x.device)
     if rounded is None:
         return None
-    kind = Kind.of(x.dtype, shape, not no_weight, not no_bias, rounded, shape.is_split(plans.gpu(x.device)))
+    in_vectors, split = takes_vectors(x.device), shape.is_split(plans.gpu(x.device))
+    if in_vectors and is_channels_last(x):
+        raise Outside("images in which channels may be last, for which this torch has a kernel of its own")
+    kind = Kind.of(x.dtype, shape, not no_weight, not no_bias, rounded, split, in_vectors)
     if not _proved(kind, x.device):
         return None
     empty = allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device)
@@ -350,7 +376,8 @@ def _resolve(x, *more):
     empty_statistics = allocator(of_groups, contiguous_strides(of_groups), x.dtype, x.device)
     layouts = layouts_of(x, None if no_weight else vectors[0])
     make = functools.partial(_Training, layouts) if needs_grad else _Call
-    return make(kind.launch(shape, x.device, eps, needs_grad), empty, empty_statistics, groups, eps)
+    of_kind = kind.launch(shape, x.device, eps, needs_grad)
+    return make(of_kind, empty, empty_statistics, groups, eps, kind.vector > 1)
 
 
 def _shape(x, vectors, groups) -> Shape:
@@ -387,7 +414,7 @@ def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[
     Args:
         mean, rstd: in the dtype of the input, with the bits that ATen's forward pass saves.
     """
-    if not is_grad_enabled():
+    if not is_grad_enabled() and not _has_another_kernel(input):
         input = input.contiguous()
         if not dy.is_cuda:  # A CPU's operator wants statistics of the input's dtype.
             _, mean, rstd = _eager_with_statistics(input, groups, None, None, eps)
@@ -419,6 +446,29 @@ def _rounds_statistics(dtype: torch.dtype, device: torch.device) -> Optional[boo
     return proof.match_formula(("group_norm's mean and rstd", dtype, device), subject, candidates)
 
 
+def takes_vectors(device: torch.device) -> bool:
+    """Whether eager's threads take vectors of 16 bytes in turn, as from torch 2.15 on, and not single elements."""
+    if device.type != "cuda":
+        return False
+    candidates = {found: functools.partial(_of_one_group, device, found) for found in (False, True)}
+    subject = proof.Subject(_EAGER, device, "vectors")
+    return bool(proof.match_formula(("group_norm's vectors", device), subject, candidates))
+
+
+def _of_one_group(device, in_vectors):
+    """Ones, and two numbers that cancel: where one thread adds both, the mean is 0.984375, and otherwise 0.9375."""
+    x = torch.ones(1, 1, 128, device=device)
+    x[..., 0], x[..., 32] = 2.0**26, -(2.0**26)
+    _, mean, _ = torch.native_group_norm(x, None, None, *sizes_of(x), 1, 1e-5)
+    yield "the mean", (mean < 0.96).float(), torch.full_like(mean, in_vectors)
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether the strides of a contiguous tensor are those of channels that are last, too, as with one channel or one position."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in layouts and x.is_contiguous(memory_format=layouts[x.dim()])
+
+
 def _of_two_values(dtype, device, rounded):
     """Two neighbours, whose mean lies between them: rounded, it is one of them, and that one's output is zero."""
     x = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps], dtype=dtype, device=device)
@@ -427,7 +477,8 @@ def _of_two_values(dtype, device, rounded):
 
 
 def _proved(kind: Kind, device) -> bool:
-    where = f"{kind.dtype}, {kind.lanes} lanes, tiles of {kind.channels} channels and {kind.positions} positions"
+    lanes = f"{kind.lanes} lanes{f' of vectors of {kind.vector}' if kind.vector > 1 else ''}"
+    where = f"{kind.dtype}, {lanes}, tiles of {kind.channels} channels and {kind.positions} positions"
     return proof.kernel_is_proved(
         ("group_norm", kind, device),
         proof.Subject(_EAGER, device, where, "group_norm"),
@@ -444,7 +495,7 @@ _PROOF_EPS = (1e-5, -1.0, 0.3)
 
 def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
     """Channels of a group and their positions: of the shortest groups of the kind, and of longer ones."""
-    of_steps = kind.lanes * kind.steps // 2 + 1 if kind.steps > 1 else 2
+    of_steps = kind.lanes * kind.steps * kind.vector // 2 + 1 if kind.steps > 1 else 2
     of_warps = {1: 2, _SHORT_WARPS: norms.BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
     least = max(of_steps, of_warps[kind.warps], SPLIT_SIZE * kind.split)
 
@@ -453,17 +504,24 @@ def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
         first, last = -(-max(tile // 2 + 1, -(-least // others)) // step) * step, tile // step * step
         return {first, first + step, 3 * first, last, max(last - step, step)} - {0}
 
-    of_channels, of_positions = numbers(kind.channels, least, 1), numbers(kind.positions, least, kind.unit)
+    # So many channels make whole vectors.
+    step = max(kind.vector // kind.unit, 1)
+    of_channels, of_positions = numbers(kind.channels, least, step), numbers(kind.positions, least, kind.unit)
     pairs = {(c, p) for c in of_channels for p in numbers(kind.positions, c, kind.unit)}
-    pairs |= {(c, p) for p in of_positions for c in numbers(kind.channels, p, 1)}
+    pairs |= {(c, p) for p in of_positions for c in numbers(kind.channels, p, step)}
     shapes = [Shape(1, 1, *((p, 1) if kind.single else (c, p))) for c, p in pairs if c == 1 or kind.weight]
     found = sorted(
-        (shape.size, shape.channels, shape.positions)
-        for shape in shapes
-        if shape.size >= least and Kind.of(kind.dtype, shape, kind.weight, kind.bias, kind.rounded, kind.split) == kind
+        (shape.size, shape.channels, shape.positions) for shape in shapes if shape.size >= least and _is_of(kind, shape)
     )
+    # With vectors a group of whole ones is another kind.
+    found = [each for each in found if each[0] % (16 // kind.dtype.itemsize)] or found if kind.vector == 1 else found
     longer = [each for each in found if each[0] <= 8 * found[0][0]]
     return [each[1:] for each in (*found[:1], *longer[1:][-1:])]
+
+
+def _is_of(kind: Kind, shape: Shape) -> bool:
+    properties = kind.weight, kind.bias, kind.rounded, kind.split
+    return Kind.of(kind.dtype, shape, *properties, kind.vector > 1) == kind
 
 
 def _samples_of(kind: Kind, shape: Shape, device, source) -> torch.Tensor:
@@ -484,7 +542,8 @@ def _samples_of(kind: Kind, shape: Shape, device, source) -> torch.Tensor:
     x = torch.where(row % 4 == 1, opposite * 8192.0, x)
     x = torch.where(row % 4 == 2, opposite.sign(), x)
     # Lanes without variance: that of the group is the difference of their means.
-    x = torch.where(row % 4 == 3, x[:, torch.arange(size, device=device) % kind.lanes % size], x)
+    lane = torch.arange(size, device=device) // kind.vector % kind.lanes
+    x = torch.where(row % 4 == 3, x[:, lane % size], x)
     x[0], x[1], x[2], x[3, 0], x[4, -1], x[5], x[6, ::2] = 0.0, -0.0, 3.0, math.nan, math.inf, -math.inf, 6e4
     # Subnormal quotients, and one infinity that stays alone in its lane.
     x[7], x[8], x[9], x[9, -1] = x[7] * 1e-38, opposite[8] * 1e-38, 0.0, 1e-44

@@ -14,7 +14,7 @@ from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides
 from ..core.reduction import next_power_of_two
 from .affine_norm import Gradients, Needs
-from .group_norm_shape import Shape, sizes_of
+from .group_norm_shape import Shape, sizes_of, vector_of
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm_backward import (
@@ -50,7 +50,8 @@ class Kind:
         lanes: ATen's threads for a channel's positions.
         channel_lanes: ATen's threads for a group's channels.
         channels: of a tile.
-        steps: elements that a lane reads at once.
+        steps: vectors that a lane reads at once.
+        vector: elements of a vector.
         warps: of a program.
         weight: whether there is one.
         needs: which gradients are computed.
@@ -64,6 +65,7 @@ class Kind:
     channel_lanes: int
     channels: int
     steps: int
+    vector: int
     warps: int
     weight: bool
     needs: Needs
@@ -71,22 +73,26 @@ class Kind:
     split: bool
 
     @classmethod
-    def of(cls, dtype: torch.dtype, shape: Shape, weight: bool, needs: Needs, split: bool) -> "Kind":
-        vector = 16 // dtype.itemsize
+    def of(
+        cls, dtype: torch.dtype, shape: Shape, weight: bool, needs: Needs, split: bool, in_vectors: bool = False
+    ) -> "Kind":
+        """`in_vectors`: as `group_norm.takes_vectors` returns it."""
+        elements, vector = 16 // dtype.itemsize, vector_of(shape.positions, dtype, in_vectors)
         lanes, channel_lanes = norms.block_threads(shape.positions), norms.block_threads(shape.channels)
         bytes_of_group = shape.size * dtype.itemsize
         warps = next((warps for most, warps in _WARPS.items() if bytes_of_group <= most), _MOST_WARPS)
         warps = min(warps, _SPLIT_WARPS) if split else warps
-        channels = min(next_power_of_two(shape.channels), max(32 * warps * vector // lanes, 1))
-        steps = min(next_power_of_two(-(-shape.positions // lanes)), _STEPS)
+        channels = min(next_power_of_two(shape.channels), max(32 * warps * elements // (lanes * vector), 1))
+        steps = min(next_power_of_two(-(-shape.positions // (lanes * vector))), max(_STEPS // vector, 1))
         threads = norms.sample_threads(shape.samples) if any(needs[1:]) else 0
-        unit = math.gcd(shape.positions, vector)
-        return cls(dtype, unit, lanes, channel_lanes, channels, steps, warps, weight, needs, threads, split)
+        unit, of_lane = math.gcd(shape.positions, elements), (steps, vector)
+        return cls(dtype, unit, lanes, channel_lanes, channels, *of_lane, warps, weight, needs, threads, split)
 
     def launches(self, shape: Shape, device: torch.device, most_programs: int = launch.MAX_PROGRAMS) -> "Launches":
         """Those of a call of the kind. At most `most_programs` programs take the groups in turn."""
         units, channels, gpu = shape.positions // self.unit, shape.rows * shape.channels, plans.gpu(device)
-        sums = {"UNIT": self.unit, "CHANNELS": self.channels, "LANES": self.lanes, "STEPS": self.steps}
+        of_lane = {"LANES": self.lanes, "STEPS": self.steps, "VECTOR": self.vector}
+        sums = {"UNIT": self.unit, "CHANNELS": self.channels, **of_lane}
         of_input = {**sums, "CHANNEL_LANES": self.channel_lanes, "WEIGHT": self.weight}
         of_inputs = (self.dtype,) * 5
         scalars = shape.rows, shape.groups, shape.channels, units
@@ -104,7 +110,7 @@ class Kind:
             of_sums = sums, warps, device, dtypes, programs
             channel_sums = launch.bind(group_norm_channel_sums, *of_sums, channels, units)
         if self.needs[0] and self.split:
-            tiles = -(-shape.channels // self.channels) * -(-shape.positions // (self.steps * self.lanes))
+            tiles = -(-shape.channels // self.channels) * -(-shape.positions // (self.steps * self.lanes * self.vector))
             parts = min(tiles, -(-_WARPS_OF_MULTIPROCESSOR // self.warps * gpu.multiprocessors // shape.rows))
             dtypes, programs = (*of_inputs, torch.float32, self.dtype), shape.rows * parts
             of_parts = of_input, self.warps, device, dtypes, programs
@@ -165,6 +171,7 @@ class Backward:
     """The gradients of all calls of the same shapes, dtypes and device.
 
     Args:
+        in_vectors: whether ATen reads dy and x in vectors if both begin at multiples of 16 bytes, and else not.
         layouts: of x and the weight.
         empty_dx: for a tensor like x.
         empty_sums: for ds and db of all channels.
@@ -172,6 +179,7 @@ class Backward:
     """
 
     needs: Needs
+    in_vectors: bool
     layouts: tuple
     launches: Launches
     empty_dx: Callable[[], torch.Tensor]
@@ -181,6 +189,8 @@ class Backward:
     def fits(self, dy, x, weight) -> bool:
         """Whether the tensors are those that the kernels were chosen for. Autograd does not notice if `.to(dtype)` or a new
         `.data` has changed a weight since the forward pass."""
+        if self.in_vectors and (dy.data_ptr() | x.data_ptr()) % 16:
+            return False
         return dy.dtype == x.dtype and are_as_saved(self.layouts, x, weight)
 
     def __call__(self, dy, x, mean, rstd, weight, bias=None) -> Gradients:
@@ -192,18 +202,19 @@ class Backward:
         return Gradients(dx if of_input else None, dweight if of_weight else None, dbias if of_bias else None)
 
 
-def resolve(x, groups: int, weight, needs: Needs) -> Optional[Backward]:
+def resolve(x, groups: int, weight, needs: Needs, in_vectors: bool = False) -> Optional[Backward]:
     """The gradients of a call in the forward kernel's domain; None if ATen's operator must compute them."""
     samples, channels, positions = sizes_of(x)
     shape = Shape(samples, groups, channels // groups, positions)
     if positions == 1 or samples * channels > launch.MAX_PROGRAMS:
         return None
     split = needs[0] and shape.is_split(plans.gpu(x.device), _SPLIT_SIZE)
-    kind = Kind.of(x.dtype, shape, weight is not None, needs, split)
+    kind = Kind.of(x.dtype, shape, weight is not None, needs, split, in_vectors)
     if not proof_shapes(kind) or not _proved(kind, x.device):
         return None
     return Backward(
         needs,
+        kind.vector > 1,
         layouts_of(x, weight),
         kind.launches(shape, x.device),
         allocator(x.shape, contiguous_strides(x.shape), x.dtype, x.device),
@@ -248,10 +259,10 @@ def proof_shapes(kind: Kind) -> tuple[Shape, ...]:
 
     def of(channels: int, positions: int) -> Kind:
         shape = Shape(samples, _LEAST_GROUPS, channels, positions)
-        return Kind.of(kind.dtype, shape, kind.weight, kind.needs, kind.split)
+        return Kind.of(kind.dtype, shape, kind.weight, kind.needs, kind.split, kind.vector > 1)
 
     def is_alike(other: Kind) -> bool:
-        return (other.unit, other.lanes, other.steps) == (kind.unit, kind.lanes, kind.steps)
+        return (other.unit, other.lanes, other.steps, other.vector) == (kind.unit, kind.lanes, kind.steps, kind.vector)
 
     # The number of channels changes none of these. Powers of two are whole steps of all lanes.
     of_positions = {kind.unit * (number | 1) for number in _NUMBERS} | {32, 256, 512, 1024, 4096}

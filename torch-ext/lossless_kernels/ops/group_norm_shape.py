@@ -46,3 +46,14 @@ class Shape:
 def sizes_of(input: torch.Tensor) -> tuple[int, int, int]:
     """Samples, channels, and positions of a channel."""
     return input.shape[0], input.shape[1], math.prod(input.shape[2:])
+
+
+def vector_of(elements: int, dtype: torch.dtype, in_vectors: bool) -> int:
+    """The neighbours among so many elements that one of ATen's threads takes at a time, if its tensors begin at multiples of
+    16 bytes.
+
+    Args:
+        in_vectors: whether ATen's threads take vectors.
+    """
+    vector = 16 // dtype.itemsize
+    return vector if in_vectors and elements % vector == 0 else 1

@@ -31,7 +31,7 @@ from ..core.domain import (
 )
 from ..core.layout import contiguous_strides, divider, row_levels
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .softmax import LONG_LENGTHS, SoftmaxPlan, softmax, with_small_terms
+from .softmax import LONG_LENGTHS, SoftmaxPlan, has_long_warps, softmax, with_small_terms
 from .softmax import Kind as KindOfRows
 from .softmax import _formula as eager_gradient
 
@@ -108,9 +108,23 @@ class Kind:
     narrow: bool
 
     @classmethod
-    def of(cls, of_gradient: bool, dtype: torch.dtype, size: int, multiple: int, masked: bool, scale: float) -> "Kind":
-        """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`."""
-        rows, unit = KindOfRows.of(of_gradient, dtype, torch.float32, size, size, written=dtype), 16 // dtype.itemsize
+    def of(
+        cls,
+        of_gradient: bool,
+        dtype: torch.dtype,
+        size: int,
+        multiple: int,
+        masked: bool,
+        scale: float,
+        long_warps: bool = False,
+    ) -> "Kind":
+        """The kind for rows of `size` elements; all strides, and the size, are multiples of `multiple`.
+
+        Args:
+            long_warps: as `has_long_warps` returns it.
+        """
+        rows = KindOfRows.of(of_gradient, dtype, torch.float32, size, size, written=dtype, long_warps=long_warps)
+        unit = 16 // dtype.itemsize
         unit = 1 if multiple % unit else unit
         if rows.order.kind == aten.LOOP and unit == 1 and not rows.head:  # Rows without vectors take more registers.
             rows = replace(rows, steps=0)
@@ -295,10 +309,8 @@ def _resolve(scores, *others) -> Optional[_Call]:
         raise Outside("a mask in another memory order")
     if walk.rows > _MAX_ROWS or walk.size > _MAX_SIZE:
         raise Outside("too many rows, or too long ones")
-    kinds = [
-        Kind.of(each, dtype, walk.size, walk.multiple, bool(mask), scale).planned(walk.size, walk.rows, device)
-        for each in (False, True)
-    ]
+    of_call = walk.size, walk.multiple, bool(mask), scale, has_long_warps(dtype, device)
+    kinds = [Kind.of(each, dtype, *of_call).planned(walk.size, walk.rows, device) for each in (False, True)]
     if not all(_proved(kind, device) for kind in kinds[: 1 + needs_grad]):
         return None
     return _Call(
@@ -385,8 +397,8 @@ _SMALL_TERM = 2.0**-115
 _SHORTEST_LOOP, _FEW_THREADS = 1025, 2055
 
 
-def _sizes(kind: Kind) -> list[int]:
-    """The shortest and the longest row of a kind; of one without a longest, a long one."""
+def _sizes(kind: Kind, long_warps: bool = False) -> list[int]:
+    """The shortest and the longest row of a kind; of one without a longest, a long one. `long_warps`: as in `Kind.of`."""
     rows = kind.rows
     if rows.order.kind == aten.WARP:
         first, last = (rows.longest // 2 + 1 if rows.steps else 1), [range(rows.longest, 0, -1)]
@@ -400,7 +412,8 @@ def _sizes(kind: Kind) -> list[int]:
         if size % rows.unit:
             return False
         multiple, scale = _multiple(kind, size), _SCALES[kind.narrow]
-        found = Kind.of(rows.of_gradient, rows.dtype, size, multiple, kind.masked, scale)
+        of_rows = size, multiple, kind.masked, scale, long_warps
+        found = Kind.of(rows.of_gradient, rows.dtype, *of_rows)
         return found == replace(kind, rows=replace(rows, plan=None, few=False))
 
     shortest = next(filter(fits, range(first, LONG_LENGTHS.start)))
@@ -442,7 +455,7 @@ def _comparisons(kind, device):
     """The output, and the fp32 softmax that the statistics lead to."""
     source, is_block = proof.generator(device, kind.rows.steps), kind.rows.order.kind != aten.WARP
     scale = _SCALES[kind.narrow]
-    for size in _sizes(kind):
+    for size in _sizes(kind, has_long_warps(kind.rows.dtype, device)):
         rows = max(_ELEMENTS // size, _ROWS_OF_BLOCKS if is_block else 0) // 6 * 6 + 6
         values = proof.normal(source, rows, size)
         if is_block:
@@ -475,7 +488,7 @@ def _gradient_comparisons(kind, device):
     """
     source, dtype, masked = proof.generator(device, kind.rows.steps), kind.rows.dtype, kind.masked
     scale = _SCALES[kind.narrow]
-    for size in _sizes(kind):
+    for size in _sizes(kind, has_long_warps(kind.rows.dtype, device)):
         rows = max(min(_GRADIENT_ROWS, _GRADIENT_ELEMENTS // size) // 6, 2) * 6
         y = proof.uniform(source, rows, size) / size
         dy = proof.normal(source, rows, size)
@@ -488,7 +501,8 @@ def _gradient_comparisons(kind, device):
         dy[1], dy[3], dy[5, 0], dy[7, -1] = -0.0, 0.0, math.inf, math.nan
         scores, mask, walk = _sample(kind, device, source, y.log(), at)
         dy, x = dy.view_as(scores).to(dtype), _combined(scores, *mask or (None,), scale)
-        kinds = (Kind.of(False, dtype, size, walk.multiple, masked, scale), kind)
+        of_call = size, walk.multiple, masked, scale, has_long_warps(dtype, device)
+        kinds = (Kind.of(False, dtype, *of_call), kind)
         empty = functools.partial(torch.full_like, scores, math.nan)
         statistics = torch.tensor([0.0, 1.0], dtype=torch.float32, device=device).repeat(rows, 1)
         call = _Call(*(walk.bind(each, scale, device) for each in kinds), scale, empty, statistics.clone)

@@ -150,12 +150,18 @@ class Kind:
         row_stride: int,
         shift: int = 0,
         written: Optional[torch.dtype] = None,
+        long_warps: bool = False,
     ) -> "Kind":
-        """The kind for rows of `size` elements; `row_stride` is the input's or that of the output's gradient."""
+        """The kind for rows of `size` elements.
+
+        Args:
+            row_stride: the input's or that of the output's gradient.
+            long_warps: as `has_long_warps` returns it. What it decides is in the kind's order.
+        """
         if of_gradient:
             order, itemsize = aten.softmax_backward(size, result), result.itemsize
         else:
-            order, itemsize = aten.softmax_forward(size, dtype, result != dtype, shift == 0), dtype.itemsize
+            order, itemsize = aten.softmax_forward(size, dtype, result != dtype, shift == 0, long_warps), dtype.itemsize
         unit = math.gcd(size, row_stride, 16 // itemsize)
         kind = cls(of_gradient, dtype, result, order, 0, unit, written=written)
         if order.kind == aten.WARP:
@@ -357,13 +363,14 @@ def _resolve(x, needs_grad, dtype):
             return None
 
     def at(shift):
-        kind = Kind.of(False, x_dtype, result, size, row_stride, shift)
+        kind = Kind.of(False, x_dtype, result, size, row_stride, shift, long_warps=long_warps)
         kind = kind.planned("softmax", x_dtype, size, rows, device)
         return (
             launch.UnaryCall(_bind(kind, rows, size, row_stride, device), out.empty) if _proved(kind, device) else None
         )
 
-    x_dtype, aligned = x.dtype, Kind.of(False, x.dtype, result, size, row_stride)
+    x_dtype, long_warps = x.dtype, result == torch.float32 and has_long_warps(x.dtype, device)
+    aligned = Kind.of(False, x.dtype, result, size, row_stride, long_warps=long_warps)
     # Eager copies rows with gaps; ATen converts bf16 by an operation of its own.
     is_copied = row_stride != size or (x.dtype == torch.bfloat16 and result == torch.float32)
     if is_copied or aligned.order.kind in (aten.WARP, aten.REGISTERS):
@@ -464,6 +471,27 @@ def _proved(kind: Kind, device) -> bool:
     )
 
 
+def has_long_warps(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether eager computes fp16 rows of up to 2048 elements with fp32 results by one of ATen's warps.
+
+    ATen does so from torch 2.15 on; before, only up to 1024 elements.
+    """
+    if dtype != torch.float16 or device.type != "cuda":
+        return False
+    candidates = {found: functools.partial(_of_one_row, device, found) for found in (False, True)}
+    subject = proof.Subject(functional.softmax, device, "fp16 to fp32")
+    return bool(proof.match_formula(("softmax's rows of fp16 with fp32 results", device), subject, candidates))
+
+
+def _of_one_row(device, by_warp):
+    """The term 1 and 2047 of 2**-24.5, which are lost where they are added to it one by one: 63 of them in a thread of a
+    warp, seven in one of a block. The sum of the others shows in the first quotient: it is 8.21e-5 or 8.45e-5 below 1."""
+    x = torch.full((1, 2048), -17.0, dtype=torch.float16, device=device)
+    x[0, 0] = 0.0
+    found = functional.softmax(x, -1, dtype=torch.float32)[0, :1] > 1.0 - 8.33e-5
+    yield "the output", found.float(), torch.full_like(found, by_warp, dtype=torch.float32)
+
+
 # In fp32 another order of additions shows in many quotients of a row, in bf16 in one of about 300,000.
 _PROOF_ELEMENTS = {torch.float32: 1 << 16, torch.float16: 1 << 19, torch.bfloat16: 1 << 22}
 # The least rows of one block in a proof, and the factor between its terms and those of one thread in half of the rows:
@@ -485,15 +513,16 @@ _SHORTEST_OF_BLOCKS, _LONGEST_OF_BLOCKS = 1025, 24600
 LONG_LENGTHS = range(40000, 40064)
 
 
-def _sizes(kind: Kind) -> list[int]:
-    """The longest and the shortest row of a kind; of one without a longest, a long one."""
+def _sizes(kind: Kind, long_warps: bool = False) -> list[int]:
+    """The longest and the shortest row of a kind; of one without a longest, a long one. `long_warps`: as in `Kind.of`."""
     if kind.order.kind == aten.WARP:
         shortest = (kind.longest // 2 // kind.unit + 1) * kind.unit
         return sorted({kind.longest, min(shortest, kind.longest)})
 
     def fits(size):
         row_stride = size if kind.dense else size + kind.unit
-        found = Kind.of(kind.of_gradient, kind.dtype, kind.result, size, row_stride, kind.shift)
+        dtypes = kind.dtype, kind.result
+        found = Kind.of(kind.of_gradient, *dtypes, size, row_stride, kind.shift, long_warps=long_warps)
         return found == replace(kind, plan=None, few=False)
 
     first = max(_SHORTEST_OF_BLOCKS, (kind.steps - 1) * kind.tile - kind.before + 1)
@@ -529,7 +558,7 @@ def with_small_terms(x, rows, result):
 def _comparisons(kind, device):
     source, is_block = proof.generator(device, kind.steps), kind.order.kind != aten.WARP
     times = _TIMES_OF_BLOCKS[kind.result] * (2 if kind.steps else 1) if is_block else 1
-    for size in _sizes(kind) * times:
+    for size in _sizes(kind, has_long_warps(kind.dtype, device)) * times:
         rows = _PROOF_ELEMENTS[kind.result] // size
         if is_block:
             rows = max(rows * _MORE_OF_BLOCKS[kind.result], _BLOCK_ROWS)
