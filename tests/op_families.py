@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable
+from unittest import mock
 
 import torch
 
@@ -269,6 +270,11 @@ def _activation_launches(kernel, machine):
                 gated.gradients(function, dy, one, other, with_up)
         gated.packed_replacement(packed, function)
         gated.packed_gradient(function, dy, packed)
+    # With the `erff` of CUDA 13.2.
+    with mock.patch.object(activation, "constant_of", return_value="gelu_of_cuda_13_2"):
+        kind = machine.dtype, dy.numel(), dy.device
+        activation._forward(activation.GELU, machine.dtype, activation.Layout.of(x, x), x.device)(x, dy)
+        activation._backward(activation.GELU, *kind)(dy, gate, up)
 
 
 # Rotary embeddings
@@ -624,6 +630,18 @@ def _group_norm_launches(kernel, machine):
     family, empty = machine.module("ops.group_norm"), machine.empty
     # Samples, channels, positions and groups.
     shapes = [(2, 64, 64, 32), (5, 320, 4096, 32), (1, 16, 1 << 17, 4)]
+    # As from torch 2.15 on. Resolved calls would be found again.
+    with mock.patch.object(family, "takes_vectors", return_value=True):
+        family._calls.clear()
+        for samples, channels, positions, groups in [
+            *shapes,
+            *([(2, 64, 49, 8), (2, 4096, 1, 4)] * machine.every_case),
+        ]:
+            leaves = [
+                empty(*size).requires_grad_() for size in ((samples, channels, positions), (channels,), (channels,))
+            ]
+            kernel.group_norm(leaves[0], groups, *leaves[1:]).backward(leaves[0].detach())
+        family._calls.clear()
     if machine.every_case:
         shapes += [(2, 64, 1, 8), (2, 6, 49, 2), (2, 6, 1001, 2), (2, 4096, 1, 4)]
     for samples, channels, positions, groups in shapes:

@@ -339,26 +339,21 @@ def test_proofs_tell_a_wrong_order(module, monkeypatch, seed):
             assert tells(family, kind) == (name is not None), (name, kind)
 
 
-def test_proofs_tell_vectors_from_other_vectors(module, monkeypatch, seed):
-    family, choose = module("ops.group_norm"), random.Random(seed)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_proofs_tell_vectors_from_other_vectors(module, monkeypatch, seed, dtype):
+    family, vector = module("ops.group_norm"), 16 // dtype.itemsize
     monkeypatch.setattr(family, "_PROOF_ELEMENTS", dict.fromkeys(DTYPES, 1))
-    for dtype in DTYPES:
-        kind, vector = (
-            kind_of(family, dtype, *choose.choice(((18, 64), (8, 49), (2, 4096))), in_vectors=True),
-            16 // dtype.itemsize,
-        )
-        assert kind.vector == vector
-        for moments in (moments_of(dtype, True), *(
-            functools.partial(aten_model.group_norm_moments, vector=wrong) for wrong in {1, 2, vector // 2}
-        )):  # fmt: skip
-            with monkeypatch.context() as patch:
+    kind = kind_of(family, dtype, *random.Random(seed).choice(((18, 64), (8, 49), (2, 4096))), in_vectors=True)
+    assert kind.vector == vector
 
-                def eager(x, groups, weight, bias, eps, rounded):
-                    return aten_model.group_norm(x, groups, weight, bias, eps, rounded, moments=moments_of(dtype, True))
+    def eager(x, groups, weight, bias, eps, rounded):
+        return aten_model.group_norm(x, groups, weight, bias, eps, rounded, moments=moments_of(dtype, True))
 
-                in_the_kernels_place(family, patch, seed, expected=eager, moments=moments)
-                right = not isinstance(moments, functools.partial)
-                assert tells(family, kind) is not right, (moments, kind)
+    for each in {1, 2, vector // 2, vector}:
+        with monkeypatch.context() as patch:
+            moments = functools.partial(aten_model.group_norm_moments, vector=each)
+            in_the_kernels_place(family, patch, seed, expected=eager, moments=moments)
+            assert tells(family, kind) == (each != vector), (each, kind)
 
 
 def test_vectors_are_found_out(module, monkeypatch):

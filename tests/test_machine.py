@@ -18,6 +18,7 @@ ONES = ("0x3F80", "16256", "1065369472", "0xBF80", "-16512", "-1082081408")
 FMAS = {
     "silu": ({"bfloat16": 1, "float32": 3}, {"bfloat16": 6, "float32": 1}),
     "gelu": (7 + 7, 3 + 1),
+    "gelu_of_cuda_13_2": (7 + 7, 3 + 1),
     "gelu_tanh": (1 + 6, 3),
     "new_gelu": (6, {"bfloat16": 0, "float32": 1}),
     "fast_gelu": (6, {"bfloat16": 0, "float32": 1}),
@@ -409,12 +410,12 @@ def test_group_norm_divides_by_three_instructions(compiled):
             assert fmas == output, str(entry)
             continue
         lanes, levels = constants["LANES"] // entry.threads, 5 if constants["LANES"] == 32 else 9
-        quotients = 2 * constants["STEPS"] * lanes
-        assert entry.count(r"\{? ?rcp\.approx\.ftz\.f32") == 2 * constants["STEPS"], str(entry)
-        combined, rest = divmod(fmas - 3 * quotients - 2 * lanes - output, 2)
+        of_vectors = 2 * constants["VECTOR"] * lanes
+        assert entry.count(r"\{? ?rcp\.approx\.ftz\.f32") == 2 * constants["STEPS"] * constants["VECTOR"], str(entry)
+        combined, rest = divmod(fmas - 3 * constants["STEPS"] * of_vectors - of_vectors - output, 2)
         # A thread may combine two or three pairs of lanes of a level, and two pairs of the same counts by one division.
         assert rest == 0 and levels <= combined <= max(2, 1 + lanes // 2) * levels, str(entry)
-        divisions = entry.count(r"\{? ?div\.rn\.f32") - 2 * lanes - 1
+        divisions = entry.count(r"\{? ?div\.rn\.f32") - of_vectors - 1
         assert max(levels, combined - 1) <= divisions <= combined, str(entry)
 
 
@@ -434,7 +435,7 @@ def test_group_norms_gradients_have_cudas_fmas(compiled):
             of_thread = max(constants["THREADS"] * constants["COLUMNS"] // entry.threads, 1)
             expected = 2 * constants["RUN"] * of_thread * constants["DWEIGHT"]
         else:
-            of_thread = max(constants["CHANNELS"] * constants["LANES"] // entry.threads, 1)
+            of_thread = max(constants["CHANNELS"] * constants["LANES"] // entry.threads, 1) * constants["VECTOR"]
             elements, passes = constants["STEPS"] * of_thread, 0
             passes += 2 * (name != "group_norm_input_gradient")
             expected = passes * elements

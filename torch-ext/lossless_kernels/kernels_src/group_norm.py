@@ -25,8 +25,7 @@ def _step(mean, m2, least, x, number, DIVIDED: tl.constexpr):
 @triton.jit
 def _load_vectors(x_ptr, first, vectors, LANES: tl.constexpr, VECTOR: tl.constexpr, MASKED: tl.constexpr):
     """The elements of the vectors first, first + 1, ... of all lanes: VECTOR tensors [LANES]."""
-    lane = tl.arange(0, LANES)
-    element = tl.reshape(((first + lane) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :], [LANES * VECTOR])
+    element = first * VECTOR + tl.arange(0, LANES * VECTOR)
     if MASKED:
         inside = element < vectors * VECTOR
         values = tl.load(x_ptr + element, mask=inside, other=0.0, eviction_policy="evict_last")
@@ -35,9 +34,10 @@ def _load_vectors(x_ptr, first, vectors, LANES: tl.constexpr, VECTOR: tl.constex
     if VECTOR == 1:
         return (values,)
     else:
+        elements = unstack(tl.reshape(values, [LANES, VECTOR, 1]), LANES, VECTOR, 1)
         found = ()
-        for each in unstack(tl.reshape(values, [LANES, VECTOR, 1]), LANES, VECTOR, 1):
-            found = found + (tl.reshape(each, [LANES]),)
+        for each in tl.static_range(VECTOR):
+            found = found + (tl.reshape(elements[each], [LANES]),)
         return found
 
 

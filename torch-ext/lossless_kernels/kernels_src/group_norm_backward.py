@@ -23,16 +23,15 @@ def _load_vectors(
 ):
     """The elements of the vectors first, first + 1, ... of all lanes: VECTOR tensors [CHANNELS, LANES]."""
     CHANNELS: tl.constexpr = channel.shape[0]
-    vector = first + tl.arange(0, LANES)
+    position = first * VECTOR + tl.arange(0, LANES * VECTOR)
+    tile = _load_tile(ptr, channel, position, channels, vectors * VECTOR, MASKED, EVICTED="evict_last")
     if VECTOR == 1:
-        return (_load_tile(ptr, channel, vector, channels, vectors, MASKED, EVICTED="evict_last"),)
+        return (tile,)
     else:
-        element = vector[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-        position = tl.reshape(element, [LANES * VECTOR])
-        tile = _load_tile(ptr, channel, position, channels, vectors * VECTOR, MASKED, EVICTED="evict_last")
+        elements = unstack(tl.reshape(tile, [CHANNELS * LANES, VECTOR, 1]), CHANNELS * LANES, VECTOR, 1)
         found = ()
-        for each in unstack(tl.reshape(tile, [CHANNELS * LANES, VECTOR, 1]), CHANNELS * LANES, VECTOR, 1):
-            found = found + (tl.reshape(each, [CHANNELS, LANES]),)
+        for each in tl.static_range(VECTOR):
+            found = found + (tl.reshape(elements[each], [CHANNELS, LANES]),)
         return found
 
 
