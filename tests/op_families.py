@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -631,7 +632,10 @@ def _group_norm_launches(kernel, machine):
     # Samples, channels, positions and groups.
     shapes = [(2, 64, 64, 32), (5, 320, 4096, 32), (1, 16, 1 << 17, 4)]
     # As from torch 2.15 on. Resolved calls would be found again.
-    with mock.patch.object(family, "takes_vectors", return_value=True):
+    backward = machine.module("ops.group_norm_backward")
+    with contextlib.ExitStack() as stack:
+        for each in (family, backward):
+            stack.enter_context(mock.patch.object(each, "takes_vectors", return_value=True))
         family._calls.clear()
         for samples, channels, positions, groups in [
             *shapes,

@@ -358,7 +358,7 @@ def test_proofs_tell_vectors_from_other_vectors(module, monkeypatch, seed, dtype
 
 def test_vectors_are_found_out(module, monkeypatch):
     """Which order eager has is told by one mean."""
-    family = module("ops.group_norm")
+    family = module("ops.group_norm_shape")
     for in_vectors in (False, True):
 
         def native_group_norm(x, weight, bias, samples, channels, positions, groups, eps, in_vectors=in_vectors):

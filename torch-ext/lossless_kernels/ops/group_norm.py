@@ -37,7 +37,7 @@ from .affine_norm import (
     register_gradient,
     through_autograd,
 )
-from .group_norm_shape import SPLIT_SIZE, Shape, sizes_of, vector_of
+from .group_norm_shape import SPLIT_SIZE, Shape, sizes_of, takes_vectors, vector_of
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm import group_norm_forward, group_norm_output, group_norm_statistics
@@ -339,7 +339,7 @@ class _Training(_Call, Training):
         return _apply(self, input, weight, bias)
 
     def find_backward(self, input, weight, needs):
-        return group_norm_backward.resolve(input, self.groups, weight, needs, takes_vectors(input.device))
+        return group_norm_backward.resolve(input, self.groups, weight, needs)
 
     def eagers_gradients(self, dy, input, mean, rstd, weight, bias, needs):
         return gradients(dy, input, self.groups, mean, rstd, weight, bias, self.eps, needs)
@@ -444,23 +444,6 @@ def _rounds_statistics(dtype: torch.dtype, device: torch.device) -> Optional[boo
     candidates = {rounded: functools.partial(_of_two_values, dtype, device, rounded) for rounded in (False, True)}
     subject = proof.Subject(_EAGER, device, f"{dtype}, mean and rstd")
     return proof.match_formula(("group_norm's mean and rstd", dtype, device), subject, candidates)
-
-
-def takes_vectors(device: torch.device) -> bool:
-    """Whether eager's threads take vectors of 16 bytes in turn, as from torch 2.15 on, and not single elements."""
-    if device.type != "cuda":
-        return False
-    candidates = {found: functools.partial(_of_one_group, device, found) for found in (False, True)}
-    subject = proof.Subject(_EAGER, device, "vectors")
-    return bool(proof.match_formula(("group_norm's vectors", device), subject, candidates))
-
-
-def _of_one_group(device, in_vectors):
-    """Ones, and two numbers that cancel: where one thread adds both, the mean is 0.984375, and otherwise 0.9375."""
-    x = torch.ones(1, 1, 128, device=device)
-    x[..., 0], x[..., 32] = 2.0**26, -(2.0**26)
-    _, mean, _ = torch.native_group_norm(x, None, None, *sizes_of(x), 1, 1e-5)
-    yield "the mean", (mean < 0.96).float(), torch.full_like(mean, in_vectors)
 
 
 def is_channels_last(x: torch.Tensor) -> bool:

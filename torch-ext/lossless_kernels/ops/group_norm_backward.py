@@ -14,7 +14,7 @@ from ..core.domain import allocator, are_as_saved, layouts_of
 from ..core.layout import contiguous_strides
 from ..core.reduction import next_power_of_two
 from .affine_norm import Gradients, Needs
-from .group_norm_shape import Shape, sizes_of, vector_of
+from .group_norm_shape import Shape, sizes_of, takes_vectors, vector_of
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm_backward import (
@@ -76,7 +76,7 @@ class Kind:
     def of(
         cls, dtype: torch.dtype, shape: Shape, weight: bool, needs: Needs, split: bool, in_vectors: bool = False
     ) -> "Kind":
-        """`in_vectors`: as `group_norm.takes_vectors` returns it."""
+        """`in_vectors`: as `takes_vectors` returns it."""
         elements, vector = 16 // dtype.itemsize, vector_of(shape.positions, dtype, in_vectors)
         lanes, channel_lanes = norms.block_threads(shape.positions), norms.block_threads(shape.channels)
         bytes_of_group = shape.size * dtype.itemsize
@@ -202,14 +202,14 @@ class Backward:
         return Gradients(dx if of_input else None, dweight if of_weight else None, dbias if of_bias else None)
 
 
-def resolve(x, groups: int, weight, needs: Needs, in_vectors: bool = False) -> Optional[Backward]:
+def resolve(x, groups: int, weight, needs: Needs) -> Optional[Backward]:
     """The gradients of a call in the forward kernel's domain; None if ATen's operator must compute them."""
     samples, channels, positions = sizes_of(x)
     shape = Shape(samples, groups, channels // groups, positions)
     if positions == 1 or samples * channels > launch.MAX_PROGRAMS:
         return None
     split = needs[0] and shape.is_split(plans.gpu(x.device), _SPLIT_SIZE)
-    kind = Kind.of(x.dtype, shape, weight is not None, needs, split, in_vectors)
+    kind = Kind.of(x.dtype, shape, weight is not None, needs, split, takes_vectors(x.device))
     if not proof_shapes(kind) or not _proved(kind, x.device):
         return None
     return Backward(

@@ -1,11 +1,13 @@
-"""The shape of a call of GroupNorm, by which its kernels are chosen."""
+"""What GroupNorm's kernels are chosen by: the shape of a call, and whether ATen's threads take vectors."""
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
-from ..core import plans
+from ..core import plans, proof
 
 # From this size on groups that are fewer than the multiprocessors are written by several programs each, in the forward pass. Not
 # tuned.
@@ -46,6 +48,23 @@ class Shape:
 def sizes_of(input: torch.Tensor) -> tuple[int, int, int]:
     """Samples, channels, and positions of a channel."""
     return input.shape[0], input.shape[1], math.prod(input.shape[2:])
+
+
+def takes_vectors(device: torch.device) -> bool:
+    """Whether eager's threads take vectors of 16 bytes in turn, as from torch 2.15 on, and not single elements."""
+    if device.type != "cuda":
+        return False
+    candidates = {found: functools.partial(_of_one_group, device, found) for found in (False, True)}
+    subject = proof.Subject(functional.group_norm, device, "vectors")
+    return bool(proof.match_formula(("group_norm's vectors", device), subject, candidates))
+
+
+def _of_one_group(device, in_vectors):
+    """Ones, and two numbers that cancel: where one thread adds both, the mean is 0.984375, and otherwise 0.9375."""
+    x = torch.ones(1, 1, 128, device=device)
+    x[..., 0], x[..., 32] = 2.0**26, -(2.0**26)
+    _, mean, _ = torch.native_group_norm(x, None, None, *sizes_of(x), 1, 1e-5)
+    yield "the mean", (mean < 0.96).float(), torch.full_like(mean, in_vectors)
 
 
 def vector_of(elements: int, dtype: torch.dtype, in_vectors: bool) -> int:
