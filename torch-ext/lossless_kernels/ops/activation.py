@@ -219,7 +219,8 @@ def constant_of(activation: Activation, device: torch.device) -> str:
 
 
 def _gelu_of_one_input(device, is_of_cuda_13_2):
-    found = torch.nn.functional.gelu(torch.tensor([_ERF_INPUT], device=device)) == _GELU_OF_CUDA_13_2
+    x = torch.tensor([_ERF_INPUT], dtype=torch.float32, device=device)
+    found = torch.nn.functional.gelu(x) == _GELU_OF_CUDA_13_2
     yield "the output", found.float(), torch.full_like(found, is_of_cuda_13_2, dtype=torch.float32)
 
 

@@ -61,7 +61,7 @@ def takes_vectors(device: torch.device) -> bool:
 
 def _of_one_group(device, in_vectors):
     """Ones, and two numbers that cancel: where one thread adds both, the mean is 0.984375, and otherwise 0.9375."""
-    x = torch.ones(1, 1, 128, device=device)
+    x = torch.ones(1, 1, 128, dtype=torch.float32, device=device)
     x[..., 0], x[..., 32] = 2.0**26, -(2.0**26)
     _, mean, _ = torch.native_group_norm(x, None, None, *sizes_of(x), 1, 1e-5)
     yield "the mean", (mean < 0.96).float(), torch.full_like(mean, in_vectors)
