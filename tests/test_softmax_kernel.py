@@ -638,7 +638,7 @@ def test_1000_wrong_orders_are_told(module, monkeypatch, seed):
 
 @interpreted
 def test_long_warps_of_fp16_equal_the_transcription(module, seed):
-    """fp16 rows of up to 2048 elements with fp32 results, as torch 2.15 adds them up; longer ones as before."""
+    """fp16 rows of up to 2048 elements with fp32 results, as torch 2.14 and later add them up; longer ones as before."""
     family, generator, choose = module("ops.softmax"), torch.Generator().manual_seed(seed), random.Random(seed)
     for size in (1000, 1025, 1032, choose.randint(1026, 2047), 2048, 2049):
         x = rows_at_random(choose, generator, 5, size, torch.float16)

@@ -21,7 +21,7 @@ WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
 # The longest rows of a kernel.
 WARP_FORWARD = 2048
 _WARP_BACKWARD = 1024
-# ATen dispatches fp16 rows with fp32 results separately. Up to torch 2.14 those of a warp are shorter.
+# ATen dispatches fp16 rows with fp32 results separately. Up to torch 2.13 those of a warp are shorter.
 _WARP_FP32_OUTPUT = {False: 1024, True: WARP_FORWARD}
 _REGISTERS = 9216
 

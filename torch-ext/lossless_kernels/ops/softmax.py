@@ -474,7 +474,7 @@ def _proved(kind: Kind, device) -> bool:
 def has_long_warps(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether eager computes fp16 rows of up to 2048 elements with fp32 results by one of ATen's warps.
 
-    ATen does so from torch 2.15 on; before, only up to 1024 elements.
+    ATen does so from torch 2.14 on; before, only up to 1024 elements.
     """
     if dtype != torch.float16 or device.type != "cuda":
         return False
