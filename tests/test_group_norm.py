@@ -10,7 +10,7 @@ import math
 import os
 import random
 import re
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import aten_model
 import pytest
@@ -134,6 +134,47 @@ def test_special_groups(module, dtype):
     rounded = torch.full((3, 1), EPS, dtype=dtype).float()
     assert_bits_equal(rstd[:3], cast(numpy_rsqrt(rounded), dtype))
     assert not out[:3].any() and out[3:].isnan().all() and rstd[3:].isnan().all()
+
+
+@pytest.fixture
+def in_vectors(module, monkeypatch):
+    """Eager's threads take vectors here, as from torch 2.15 on."""
+    for name in ("ops.group_norm", "ops.group_norm_backward"):
+        monkeypatch.setattr(module(name), "takes_vectors", lambda device: True)
+    module("ops.group_norm")._calls.clear()
+    yield
+    module("ops.group_norm")._calls.clear()
+
+
+@interpreted
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_an_input_between_vectors_is_left_to_eager(module, monkeypatch, seed, in_vectors, needs_grad):
+    """A recorded call has tensors of any address, and ATen takes single elements of those that begin elsewhere."""
+    family, launches, generator = module("ops.group_norm"), [], torch.Generator().manual_seed(seed)
+    launch = family.Kind.launch
+
+    def spy(*arguments):
+        found = launch(*arguments)
+        return SimpleNamespace(call_6=lambda *tensors: (launches.append(tensors[0].data_ptr()), found.call_6(*tensors)))
+
+    monkeypatch.setattr(family.Kind, "launch", spy)
+    for shift in (0, 1, 2, 4, 0):
+        x = torch.randn(2 * 8 * 16 + shift, generator=generator)[shift:].view(2, 8, 16).requires_grad_(needs_grad)
+        launches.clear()
+        out = family.replacement(x, 2, None, None, EPS)
+        assert launches == ([x.data_ptr()] if shift % 4 == 0 else []), shift
+        if shift % 4:
+            assert_bits_equal(out, functional.group_norm(x, 2))
+
+
+@interpreted
+def test_images_that_may_be_channels_last_are_left_to_eager(module, in_vectors):
+    """torch 2.15 computes those with one channel or one position by its kernels for channels that are last."""
+    family = module("ops.group_norm")
+    for shape, groups in (((2, 8, 1, 1), 2), ((2, 1, 4, 4), 1), ((2, 8, 1, 1, 1), 2)):
+        assert family.replacement(torch.randn(shape), groups, None, None, EPS) is None, shape
+    for shape in ((2, 8, 4, 4), (2, 8, 1), (2, 8)):
+        assert family.replacement(torch.randn(shape), 2, None, None, EPS) is not None, shape
 
 
 @interpreted

@@ -286,6 +286,20 @@ def test_a_changed_weight_gets_eagers_gradients(kernel, module, seed):
 
 
 @interpreted
+def test_gradients_between_vectors_are_left_to_eager(module, monkeypatch):
+    """Where ATen takes vectors, it takes single elements if dy or x begins elsewhere."""
+    family, weight = module("ops.group_norm_backward"), torch.ones(8)
+    monkeypatch.setattr(family, "takes_vectors", lambda device: True)
+    aligned, elsewhere = torch.ones(3, 8, 20), torch.ones(3 * 8 * 20 + 1)[1:].view(3, 8, 20)
+    backward = family.resolve(aligned, 2, weight, ALL)
+    assert backward.fits(aligned, aligned, weight)
+    assert not backward.fits(elsewhere, aligned, weight) and not backward.fits(aligned, elsewhere, weight)
+    # Channels that vectors do not fill are taken element by element, wherever they begin.
+    aligned, elsewhere = torch.ones(3, 8, 21), torch.ones(3 * 8 * 21 + 1)[1:].view(3, 8, 21)
+    assert family.resolve(aligned, 2, weight, ALL).fits(elsewhere, elsewhere, weight)
+
+
+@interpreted
 def test_a_bias_may_be_written_to_between_the_passes(kernel, module, seed):
     """Eager saves none. It saves the weight, and notices."""
     generator = torch.Generator().manual_seed(seed)

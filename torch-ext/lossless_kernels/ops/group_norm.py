@@ -346,15 +346,7 @@ class _Training(_Call, Training):
 
 
 def _eager_with_statistics(input, groups, weight, bias, eps):
-    found = torch.native_group_norm(input.contiguous(), weight, bias, *sizes_of(input), groups, eps)
-    if _has_another_kernel(input):
-        return _EAGER(input, groups, weight, bias, eps).contiguous(), *found[1:]
-    return found
-
-
-def _has_another_kernel(input) -> bool:
-    """Whether this torch may compute an input of torch.compile's by a kernel for channels that are last."""
-    return not input.is_contiguous() and takes_vectors(input.device)
+    return torch.native_group_norm(input.contiguous(), weight, bias, *sizes_of(input), groups, eps)
 
 
 def _resolve(x, *more):
@@ -414,7 +406,7 @@ def gradients(dy, input, groups, mean, rstd, weight, bias, eps, needs) -> tuple[
     Args:
         mean, rstd: in the dtype of the input, with the bits that ATen's forward pass saves.
     """
-    if not is_grad_enabled() and not _has_another_kernel(input):
+    if not is_grad_enabled():
         input = input.contiguous()
         if not dy.is_cuda:  # A CPU's operator wants statistics of the input's dtype.
             _, mean, rstd = _eager_with_statistics(input, groups, None, None, eps)
@@ -599,6 +591,8 @@ register_gradient(_group_norm_op, _group_norm_backward_op, saves_bias=False)
 def _compiled(input, num_groups, weight, bias, eps):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original."""
     if not is_traceable(input, weight, bias) or input.dim() < 2 or input.shape[1] % num_groups:
+        return None
+    if not input.is_contiguous():  # The operator would copy it, where eager may have a kernel for it.
         return None
     vectors = given(input, weight, bias)[1:]
     if any(vector.shape != input.shape[1:2] for vector in vectors) or input.numel() <= num_groups:
