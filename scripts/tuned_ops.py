@@ -433,8 +433,9 @@ steps of ATen's threads, up to 32768 elements"""
         x = given.x
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         if self.masked:
-            multiple = self._walk(package, given).multiple
-            kind = package.module("ops.masked_softmax").Kind.of(backward, x.dtype, size, multiple, True, 1.0)
+            multiple, family = self._walk(package, given).multiple, package.module("ops.masked_softmax")
+            long_warps = family.has_long_warps(x.dtype, device)
+            kind = family.Kind.of(backward, x.dtype, size, multiple, True, 1.0, long_warps)
             return kind.planned(size, rows, device)
         kind = package.module("ops.softmax").Kind.of(backward, x.dtype, x.dtype, size, size)
         return kind.planned("softmax", x.dtype, size, rows, device)

@@ -1283,7 +1283,7 @@ def softmax_forward_sum(
 
     Args:
         half_to_float: fp16 elements have fp32 results.
-        long_warps: such rows are a warp's up to 2048 elements, as from torch 2.14 on.
+        long_warps: fp16 rows with fp32 results are a warp's up to 2048 elements, as from torch 2.14 on.
         misaligned: elements from the last multiple of 16 bytes to the tensor.
     """
     size, vector = terms.shape[1], 16 // itemsize

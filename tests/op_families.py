@@ -272,8 +272,13 @@ def _activation_launches(kernel, machine):
         gated.packed_replacement(packed, function)
         gated.packed_gradient(function, dy, packed)
     # With the `erff` of CUDA 13.2.
-    with mock.patch.object(activation, "constant_of", return_value="gelu_of_cuda_13_2"):
+    with contextlib.ExitStack() as stack:
+        for each in (activation, gated):
+            stack.enter_context(mock.patch.object(each, "constant_of", return_value="gelu_of_cuda_13_2"))
         kind = machine.dtype, dy.numel(), dy.device
+        layout = gated.Layout.of(gate, up)
+        gated._forward(gated.GELU, machine.dtype, layout, dy.device)(gate, dy, up)
+        gated._backward(gated.GELU, machine.dtype, layout, dy.device, False)(dy, gate, up, up)
         activation._forward(activation.GELU, machine.dtype, activation.Layout.of(x, x), x.device)(x, dy)
         activation._backward(activation.GELU, *kind)(dy, gate, up)
 

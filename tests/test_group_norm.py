@@ -397,6 +397,36 @@ def test_proofs_tell_vectors_from_other_vectors(module, monkeypatch, seed, dtype
             assert tells(family, kind) == (each != vector), (each, kind)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_proof_tells_that_the_probe_was_wrong(module, monkeypatch, seed, dtype):
+    """Single elements are compared in groups of whole vectors, which eager would read in vectors; whatever the kind's unit."""
+    family = module("ops.group_norm")
+    monkeypatch.setattr(family, "_PROOF_ELEMENTS", dict.fromkeys(DTYPES, 1))
+    kind = kind_of(family, dtype, *random.Random(seed).choice(((8, 49), (10, 500), (20, 196), (2, 4096))))
+    assert kind.vector == 1
+
+    def eager(x, groups, weight, bias, eps, rounded):
+        return aten_model.group_norm(x, groups, weight, bias, eps, rounded, moments=moments_of(dtype, True))
+
+    with monkeypatch.context() as patch:
+        in_the_kernels_place(family, patch, seed, expected=eager)
+        assert tells(family, kind), kind
+
+
+@interpreted
+def test_without_an_answer_eager_runs(module, monkeypatch):
+    """As during the capture of a CUDA graph."""
+    family, backward = module("ops.group_norm"), module("ops.group_norm_backward")
+    x = torch.randn(2, 8, 16)
+    assert family.replacement(x, 2, None, None, EPS) is not None
+    assert backward.resolve(x, 2, None, (True, False, False)) is not None
+    for each in (family, backward):
+        monkeypatch.setattr(each, "takes_vectors", lambda device: None)
+    family._calls.clear()
+    assert family.replacement(x, 2, None, None, EPS) is None
+    assert backward.resolve(x, 2, None, (True, False, False)) is None
+
+
 def test_vectors_are_found_out(module, monkeypatch):
     """Which order eager has is told by one mean."""
     family = module("ops.group_norm_shape")
@@ -496,7 +526,7 @@ def test_a_proof_is_of_the_kernels_that_will_run(module, monkeypatch, chooser):
             split = shape.size >= family.SPLIT_SIZE and chooser.random() < 0.5
             more = weight, weight, False, split, chooser.random() < 0.5
             kind = family.Kind.of(dtype, shape, *more)
-            found = family._proof_shapes(kind)
+            found = family._proof_shapes(kind, more[-1])
             assert found, (kind, shape)
             for each in found:
                 assert family.Kind.of(dtype, family.Shape(1, 1, *each), *more) == kind

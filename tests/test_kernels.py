@@ -896,11 +896,16 @@ def test_gelu_of_cuda_13_2_equals_the_model(kernel, module, its_fma, seed, monke
     for x in (activation_inputs(generator, dtype)[0], torch.randn(7, 480, generator=generator).to(dtype)):
         dy, up = (torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator)) for _ in range(2))
         kind, of_gradients = (x.dtype, activation.Layout.of(x, x), x.device), (x.dtype, x.numel(), x.device)
-        out, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+        out, dx, d_up = (torch.full_like(x, float("nan")) for _ in range(3))
         if gated:
             of_gate = module("ops.gated_activation")
             layout = of_gate.Layout.of(x, up)
             of_gate._forward(of_gate.GELU, x.dtype, layout, x.device)(x, out, up)
+            of_gate._backward(of_gate.GELU, x.dtype, layout, x.device, True)(dy, x, dx, up, d_up)
+            half = (lambda each: each) if dtype == torch.float32 else (lambda each: each.to(dtype).float())
+            assert_bits_equal(d_up, (dy.float() * half(model(x).float())).to(dtype))
+            of_product = half(dy.float() * up.float()).to(dtype)
+            assert_bits_equal(dx, gradients(of_product, x, exp=numpy_exp)[0], "gradient of the gate")
             assert_bits_equal(
                 out, (model(x).float() * up.float()).to(dtype) if dtype != torch.float32 else model(x) * up
             )

@@ -47,7 +47,7 @@ WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
 def test_forward(module, size, dtype, fp32_output, aligned, kind, threads, vector):
     softmax = module("softmax")
     assert softmax.softmax_forward(size, dtype, fp32_output, aligned) == softmax.Softmax(kind, threads, vector)
-    # Of these rows torch 2.14 and later have others of fp16 with fp32 results.
+    # From torch 2.14 on a warp takes fp16 rows with fp32 results up to 2048 elements.
     order = softmax.softmax_forward(size, dtype, fp32_output, aligned, long_warps=True)
     is_warp = fp32_output and dtype == FP16 and size <= 2048
     assert order == softmax.Softmax(*((WARP, 32, 1) if is_warp else (kind, threads, vector)))

@@ -19,10 +19,10 @@ _SHARED_MEMORY = 48 << 10
 WARP, REGISTERS, SHARED, LOOP = "warp", "registers", "shared", "loop"
 
 # The longest rows of a kernel.
-WARP_FORWARD = 2048
+_WARP_FORWARD = 2048
 _WARP_BACKWARD = 1024
 # ATen dispatches fp16 rows with fp32 results separately. Up to torch 2.13 those of a warp are shorter.
-_WARP_FP32_OUTPUT = {False: 1024, True: WARP_FORWARD}
+_SHORT_WARP_FORWARD = 1024
 _REGISTERS = 9216
 
 
@@ -59,12 +59,12 @@ def softmax_forward(
         dtype: the input's dtype.
         fp32_output: a 16-bit input has an fp32 result. ATen has such a kernel for fp16; it converts bf16 to fp32 first.
         aligned: input and output begin at multiples of 16 bytes.
-        long_warps: such rows of fp16 are a warp's up to 2048 elements, as all others are, and not only up to 1024.
+        long_warps: fp16 rows with an fp32 result are a warp's up to 2048 elements, as all others are, and not up to 1024.
     """
     if fp32_output and dtype == torch.bfloat16:
         dtype, fp32_output = torch.float32, False
     vector = _VECTOR_BYTES // dtype.itemsize
-    if size <= (_WARP_FP32_OUTPUT[long_warps] if fp32_output else WARP_FORWARD):
+    if size <= (_SHORT_WARP_FORWARD if fp32_output and not long_warps else _WARP_FORWARD):
         return _of_warp(size)
     if size <= _REGISTERS and not fp32_output:
         return Softmax(REGISTERS, _BLOCK, 1)

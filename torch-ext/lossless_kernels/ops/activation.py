@@ -202,12 +202,15 @@ QUICK_GELU = Activation("quick_gelu", _quick_gelu, _quick_gelu_gradients, paths=
 _ACTIVATIONS = {each.name: each for each in (SILU, GELU, GELU_TANH, NEW_GELU, FAST_GELU, QUICK_GELU)}
 
 
-# An input, and its GELU by the `erff` of CUDA 13.2; by that of earlier ones it is -0.11326064, six numbers away.
+# An input, and its GELU by the `erff` of CUDA 13.2. Earlier versions' gives -0.11326064, which is six numbers away.
 _ERF_INPUT, _GELU_OF_CUDA_13_2 = -1.3984375, -0.11326068639755249
 
 
 def constant_of(activation: Activation, device: torch.device) -> str:
-    """The kernels' constant ACTIVATION: the activation's name, for GELU with the `erff` that eager has on this device."""
+    """The kernels' constant ACTIVATION: the activation's name, for GELU with the `erff` that eager has on this device.
+
+    Raises Outside where that cannot be found out now, as during the capture of a CUDA graph.
+    """
     if activation is not GELU or device.type != "cuda":
         return activation.name
     candidates = {
@@ -215,7 +218,10 @@ def constant_of(activation: Activation, device: torch.device) -> str:
         for name in (GELU.name, "gelu_of_cuda_13_2")
     }
     subject = proof.Subject(torch.nn.functional.gelu, device, "erf")
-    return proof.match_formula(("gelu's erf", device), subject, candidates) or GELU.name
+    found = proof.match_formula(("gelu's erf", device), subject, candidates)
+    if found is None:
+        raise Outside("GELU whose erf is not known")
+    return found
 
 
 def _gelu_of_one_input(device, is_of_cuda_13_2):
@@ -256,8 +262,8 @@ def _forward(activation, dtype, layout: Layout, device: torch.device) -> launch.
     """The launch of the forward kernel, to be called with input and out."""
     plan = launch_plan(activation.name, dtype.itemsize, plans.gpu(device))
     one_row, unit = layout.order is None, layout.unit(dtype)
-    constants = {"ONE_ROW": one_row, "UNIT": unit, "BLOCK": plan.block}
-    constants["ACTIVATION"] = constant_of(activation, device)
+    name = constant_of(activation, device)
+    constants = {"ACTIVATION": name, "ONE_ROW": one_row, "UNIT": unit, "BLOCK": plan.block}
     return layout.launch(activation_forward, constants, plan.num_warps, (dtype,) * 2, device)
 
 
@@ -269,7 +275,8 @@ def _backward(activation, dtype, numel, device: torch.device, total: bool = True
     """
     unit = access_unit(numel, numel, dtype)
     plan = launch_plan(f"{activation.name}_backward", dtype.itemsize, plans.gpu(device))
-    constants = {"SUM": total, "UNIT": unit, "BLOCK": plan.block, "ACTIVATION": constant_of(activation, device)}
+    name = constant_of(activation, device)
+    constants = {"ACTIVATION": name, "SUM": total, "UNIT": unit, "BLOCK": plan.block}
     dtypes, programs = (dtype,) * (2 + activation.paths), -(-numel // plan.block)
     return launch.bind(activation_backward, constants, plan.num_warps, device, dtypes, programs, numel // unit)
 

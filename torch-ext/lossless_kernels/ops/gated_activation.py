@@ -148,8 +148,8 @@ _TENSORS = 5
 
 def _forward(activation, dtype, layout: Layout, device) -> launch.Launch:
     """The launch of the forward kernel, to be called with gate, out and up, or with the packed tensor and out."""
-    constants = {**layout.kind(dtype), "BLOCK": _forward_block(activation)}
-    constants["ACTIVATION"] = constant_of(activation, device)
+    name = constant_of(activation, device)
+    constants = {"ACTIVATION": name, **layout.kind(dtype), "BLOCK": _forward_block(activation)}
     return layout.launch(gated_activation_forward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 
@@ -158,8 +158,8 @@ def _backward(activation, dtype, layout: Layout, device, with_up: bool) -> launc
 
     A packed one is called with dy, the packed tensor and its gradient.
     """
-    constants = {"D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
-    constants["ACTIVATION"] = constant_of(activation, device)
+    name = constant_of(activation, device)
+    constants = {"ACTIVATION": name, "D_UP": with_up, **layout.kind(dtype), "BLOCK": BLOCK}
     return layout.launch(gated_activation_backward, constants, NUM_WARPS, (dtype,) * _TENSORS, device)
 
 

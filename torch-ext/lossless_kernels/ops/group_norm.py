@@ -18,6 +18,7 @@ from ..core.domain import (
     FLOAT_DTYPES,
     PLAIN_TYPES,
     allocator,
+    at_trace_time,
     check_floating,
     layouts_of,
     runs_kernels,
@@ -37,7 +38,7 @@ from .affine_norm import (
     register_gradient,
     through_autograd,
 )
-from .group_norm_shape import SPLIT_SIZE, Shape, sizes_of, takes_vectors, vector_of
+from .group_norm_shape import SPLIT_SIZE, Shape, is_channels_last, sizes_of, takes_vectors, vector_of
 
 if launch.AVAILABLE:
     from ..kernels_src.group_norm import group_norm_forward, group_norm_output, group_norm_statistics
@@ -292,7 +293,7 @@ class _Call:
     """A call resolved for its tensors' shapes, dtype and device.
 
     Args:
-        in_vectors: whether ATen reads an input in vectors that begins at a multiple of 16 bytes, and no other.
+        in_vectors: whether ATen reads an input that begins at a multiple of 16 bytes in vectors. Eager computes all others.
     """
 
     launch: Callable[..., None]
@@ -358,6 +359,8 @@ def _resolve(x, *more):
     if rounded is None:
         return None
     in_vectors, split = takes_vectors(x.device), shape.is_split(plans.gpu(x.device))
+    if in_vectors is None:
+        return None
     if in_vectors and is_channels_last(x):
         raise Outside("images in which channels may be last, for which this torch has a kernel of its own")
     kind = Kind.of(x.dtype, shape, not no_weight, not no_bias, rounded, split, in_vectors)
@@ -438,12 +441,6 @@ def _rounds_statistics(dtype: torch.dtype, device: torch.device) -> Optional[boo
     return proof.match_formula(("group_norm's mean and rstd", dtype, device), subject, candidates)
 
 
-def is_channels_last(x: torch.Tensor) -> bool:
-    """Whether the strides of a contiguous tensor are those of channels that are last, too, as with one channel or one position."""
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in layouts and x.is_contiguous(memory_format=layouts[x.dim()])
-
-
 def _of_two_values(dtype, device, rounded):
     """Two neighbours, whose mean lies between them: rounded, it is one of them, and that one's output is zero."""
     x = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps], dtype=dtype, device=device)
@@ -468,8 +465,14 @@ _LEAST_ROWS = 48
 _PROOF_EPS = (1e-5, -1.0, 0.3)
 
 
-def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
-    """Channels of a group and their positions: of the shortest groups of the kind, and of longer ones."""
+def _proof_shapes(kind: Kind, in_vectors: bool = False) -> list[tuple[int, int]]:
+    """Channels of a group and their positions: of the shortest groups of the kind, and of longer ones.
+
+    Single elements are compared in groups that whole vectors fill, too, if eager takes no vectors: that is thereby proved.
+
+    Args:
+        in_vectors: as `takes_vectors` returns it.
+    """
     of_steps = kind.lanes * kind.steps * kind.vector // 2 + 1 if kind.steps > 1 else 2
     of_warps = {1: 2, _SHORT_WARPS: norms.BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
     least = max(of_steps, of_warps[kind.warps], SPLIT_SIZE * kind.split)
@@ -479,19 +482,25 @@ def _proof_shapes(kind: Kind) -> list[tuple[int, int]]:
         first, last = -(-max(tile // 2 + 1, -(-least // others)) // step) * step, tile // step * step
         return {first, first + step, 3 * first, last, max(last - step, step)} - {0}
 
-    # So many channels make whole vectors.
-    step = max(kind.vector // kind.unit, 1)
-    of_channels, of_positions = numbers(kind.channels, least, step), numbers(kind.positions, least, kind.unit)
-    pairs = {(c, p) for c in of_channels for p in numbers(kind.positions, c, kind.unit)}
-    pairs |= {(c, p) for p in of_positions for c in numbers(kind.channels, p, step)}
+    # Multiples of so many channels fill whole vectors.
+    vector = 16 // kind.dtype.itemsize
+    pairs = set()
+    for step in {1, vector // kind.unit} if kind.vector == 1 else {vector // kind.unit}:
+        of_channels, of_positions = numbers(kind.channels, least, step), numbers(kind.positions, least, kind.unit)
+        pairs |= {(c, p) for c in of_channels for p in numbers(kind.positions, c, kind.unit)}
+        pairs |= {(c, p) for p in of_positions for c in numbers(kind.channels, p, step)}
     shapes = [Shape(1, 1, *((p, 1) if kind.single else (c, p))) for c, p in pairs if c == 1 or kind.weight]
     found = sorted(
         (shape.size, shape.channels, shape.positions) for shape in shapes if shape.size >= least and _is_of(kind, shape)
     )
-    # With vectors a group of whole ones is another kind.
-    found = [each for each in found if each[0] % (16 // kind.dtype.itemsize)] or found if kind.vector == 1 else found
+    whole, others = [each for each in found if not each[0] % vector], [each for each in found if each[0] % vector]
+    if in_vectors:  # The other groups are of another kind.
+        found = whole if kind.vector > 1 else others
     longer = [each for each in found if each[0] <= 8 * found[0][0]]
-    return [each[1:] for each in (*found[:1], *longer[1:][-1:])]
+    picked = {*found[:1], *longer[1:][-1:]}
+    if not in_vectors:
+        picked |= {*whole[:1], *others[:1]}
+    return [each[1:] for each in sorted(picked)]
 
 
 def _is_of(kind: Kind, shape: Shape) -> bool:
@@ -527,7 +536,7 @@ def _samples_of(kind: Kind, shape: Shape, device, source) -> torch.Tensor:
 
 
 def _comparisons(kind, device) -> Iterator[proof.Comparison]:
-    for channels, positions in _proof_shapes(kind):
+    for channels, positions in _proof_shapes(kind, bool(takes_vectors(device))):
         groups = max(_PROOF_ELEMENTS[kind.dtype] // (2 * channels * positions), _LEAST_ROWS // 2)
         shape = Shape(2, groups, channels, positions)
         source = proof.generator(device, shape.size)
@@ -588,11 +597,17 @@ def _group_norm_backward_op(
 register_gradient(_group_norm_op, _group_norm_backward_op, saves_bias=False)
 
 
+@at_trace_time
+def _has_kernels_for_channels_last(device) -> bool:
+    """Whether eager may have kernels for channels that are last, where the operator would compute a copy."""
+    return takes_vectors(device) is not False
+
+
 def _compiled(input, num_groups, weight, bias, eps):
     """`replacement` while torch.compile traces: the registered op, or None to trace the original."""
     if not is_traceable(input, weight, bias) or input.dim() < 2 or input.shape[1] % num_groups:
         return None
-    if not input.is_contiguous():  # The operator would copy it, where eager may have a kernel for it.
+    if not input.is_contiguous() and is_channels_last(input) and _has_kernels_for_channels_last(input.device):
         return None
     vectors = given(input, weight, bias)[1:]
     if any(vector.shape != input.shape[1:2] for vector in vectors) or input.numel() <= num_groups:

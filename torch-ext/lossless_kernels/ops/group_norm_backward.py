@@ -209,7 +209,10 @@ def resolve(x, groups: int, weight, needs: Needs) -> Optional[Backward]:
     if positions == 1 or samples * channels > launch.MAX_PROGRAMS:
         return None
     split = needs[0] and shape.is_split(plans.gpu(x.device), _SPLIT_SIZE)
-    kind = Kind.of(x.dtype, shape, weight is not None, needs, split, takes_vectors(x.device))
+    in_vectors = takes_vectors(x.device)
+    if in_vectors is None:
+        return None
+    kind = Kind.of(x.dtype, shape, weight is not None, needs, split, in_vectors)
     if not proof_shapes(kind) or not _proved(kind, x.device):
         return None
     return Backward(

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch.nn import functional
@@ -50,13 +51,16 @@ def sizes_of(input: torch.Tensor) -> tuple[int, int, int]:
     return input.shape[0], input.shape[1], math.prod(input.shape[2:])
 
 
-def takes_vectors(device: torch.device) -> bool:
-    """Whether eager's threads take vectors of 16 bytes in turn, as from torch 2.15 on, and not single elements."""
+def takes_vectors(device: torch.device) -> Optional[bool]:
+    """Whether eager's threads take vectors of 16 bytes in turn, as from torch 2.15 on, and not single elements.
+
+    None where that cannot be found out now, as during the capture of a CUDA graph.
+    """
     if device.type != "cuda":
         return False
     candidates = {found: functools.partial(_of_one_group, device, found) for found in (False, True)}
     subject = proof.Subject(functional.group_norm, device, "vectors")
-    return bool(proof.match_formula(("group_norm's vectors", device), subject, candidates))
+    return proof.match_formula(("group_norm's vectors", device), subject, candidates)
 
 
 def _of_one_group(device, in_vectors):
@@ -68,11 +72,18 @@ def _of_one_group(device, in_vectors):
 
 
 def vector_of(elements: int, dtype: torch.dtype, in_vectors: bool) -> int:
-    """The neighbours among so many elements that one of ATen's threads takes at a time, if its tensors begin at multiples of
-    16 bytes.
+    """How many neighbours one of ATen's threads takes at a time. The tensors begin at multiples of 16 bytes.
 
     Args:
-        in_vectors: whether ATen's threads take vectors.
+        elements: of a group or channel.
+        in_vectors: as `takes_vectors` returns it.
     """
     vector = 16 // dtype.itemsize
     return vector if in_vectors and elements % vector == 0 else 1
+
+
+def is_channels_last(input: torch.Tensor) -> bool:
+    """Whether the strides are those of channels that are last. Those of a contiguous input with one channel or one position are,
+    too."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return input.dim() in layouts and input.is_contiguous(memory_format=layouts[input.dim()])

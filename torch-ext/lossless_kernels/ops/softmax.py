@@ -156,7 +156,7 @@ class Kind:
 
         Args:
             row_stride: the input's or that of the output's gradient.
-            long_warps: as `has_long_warps` returns it. What it decides is in the kind's order.
+            long_warps: as `has_long_warps` returns it. The kind keeps it only in `order`.
         """
         if of_gradient:
             order, itemsize = aten.softmax_backward(size, result), result.itemsize
@@ -474,18 +474,21 @@ def _proved(kind: Kind, device) -> bool:
 def has_long_warps(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether eager computes fp16 rows of up to 2048 elements with fp32 results by one of ATen's warps.
 
-    ATen does so from torch 2.14 on; before, only up to 1024 elements.
+    ATen does so from torch 2.14 on; before, only up to 1024 elements. Raises Outside where that cannot be found out now.
     """
     if dtype != torch.float16 or device.type != "cuda":
         return False
     candidates = {found: functools.partial(_of_one_row, device, found) for found in (False, True)}
     subject = proof.Subject(functional.softmax, device, "fp16 to fp32")
-    return bool(proof.match_formula(("softmax's rows of fp16 with fp32 results", device), subject, candidates))
+    found = proof.match_formula(("softmax's rows of fp16 with fp32 results", device), subject, candidates)
+    if found is None:
+        raise Outside("fp16 with an fp32 result, whose order is not known")
+    return found
 
 
 def _of_one_row(device, by_warp):
-    """The term 1 and 2047 of 2**-24.5, which are lost where they are added to it one by one: 63 of them in a thread of a
-    warp, seven in one of a block. The sum of the others shows in the first quotient: it is 8.21e-5 or 8.45e-5 below 1."""
+    """One term is 1, the other 2047 are 2**-24.5. Those that its thread adds to 1 one by one are lost: 63 in a warp, seven in a
+    block. The first quotient shows the sum of all others: it is 8.21e-5 or 8.45e-5 below 1."""
     x = torch.full((1, 2048), -17.0, dtype=torch.float16, device=device)
     x[0, 0] = 0.0
     found = functional.softmax(x, -1, dtype=torch.float32)[0, :1] > 1.0 - 8.33e-5
