@@ -178,6 +178,27 @@ def test_images_that_may_be_channels_last_are_left_to_eager(module, in_vectors):
 
 
 @interpreted
+def test_compiled_images_of_any_layout(kernel, module, monkeypatch, seed):
+    """The operator is traced, but for channels that are last, where eager may have kernels for these."""
+    family, calls, (x,) = (
+        module("ops.group_norm"),
+        [],
+        torch.randn(1, 3, 8, 4, 5, generator=torch.Generator().manual_seed(seed)),
+    )
+    operator = family._group_norm_op
+    monkeypatch.setattr(family, "_group_norm_op", lambda *given: (calls.append(given), operator(*given))[1])
+    layouts = x, x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3)
+    for vectors, taken in ((False, (1, 1, 1)), (True, (1, 0, 1))):
+        monkeypatch.setattr(family, "takes_vectors", lambda device, vectors=vectors: vectors)
+        for each, count in zip(layouts, taken):
+            torch._dynamo.reset()
+            calls.clear()
+            family._calls.clear()
+            torch.compile(lambda x: kernel.group_norm(x, 2), backend="eager", fullgraph=True)(each)
+            assert len(calls) == count, (vectors, each.stride())
+
+
+@interpreted
 def test_programs_take_several_groups(module, monkeypatch):
     """More groups than programs."""
     family = module("ops.group_norm")
