@@ -102,7 +102,10 @@ def test_calls_at_random(kernel, rotary, module, seed, name):
     """Outputs and gradients, with other consumers of query and key before and after the function, and without."""
     choose, generator = random.Random(seed), torch.Generator(DEVICE).manual_seed(seed)
     variant = module("rotary_formulas").FORMULAS[name]
-    for case in range(CASES):
+    for case in range(10 * CASES):
+        # Eager's gradients of chunks may have another memory order in all of a few cases.
+        if case >= CASES and (not variant.chunked or any(rotary._gradient_calls.resolved.values())):
+            break
         call = specials(random_call(choose, generator, variant))
         theirs = function_of(choose.choice(FOLDERS[name]))
         ours = functools.partial(rotary.replacement, subject=variant.eager)
