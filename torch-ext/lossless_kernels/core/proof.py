@@ -9,6 +9,7 @@ tensors in another order than CUDA tensors) or `strict` (raise instead of fallin
 """
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -249,6 +250,19 @@ def match_formula(
     if verdict is None:
         verdict = _judge(key, subject, candidates, described, refuse)
     return verdict.chosen if verdict else None
+
+
+def find_out(key: Hashable, subject: Subject, is_so: Callable[[], torch.Tensor]) -> Optional[bool]:
+    """Which of two arithmetics eager has on the subject's device: what `is_so()` says, a bool of one element.
+
+    None where nothing can be computed now, as during the capture of a CUDA graph. It follows the rules of `match_formula`.
+    """
+
+    def compared(expected):
+        found = is_so()
+        yield "the answer", found.float(), torch.full_like(found, expected, dtype=torch.float32)
+
+    return match_formula(key, subject, {each: functools.partial(compared, each) for each in (False, True)})
 
 
 class Difference(Exception):

@@ -213,21 +213,16 @@ def constant_of(activation: Activation, device: torch.device) -> str:
     """
     if activation is not GELU or device.type != "cuda":
         return activation.name
-    candidates = {
-        name: functools.partial(_gelu_of_one_input, device, name != GELU.name)
-        for name in (GELU.name, "gelu_of_cuda_13_2")
-    }
     subject = proof.Subject(torch.nn.functional.gelu, device, "erf")
-    found = proof.match_formula(("gelu's erf", device), subject, candidates)
+    found = proof.find_out(("gelu's erf", device), subject, functools.partial(_has_erf_of_cuda_13_2, device))
     if found is None:
         raise Outside("GELU whose erf is not known")
-    return found
+    return "gelu_of_cuda_13_2" if found else GELU.name
 
 
-def _gelu_of_one_input(device, is_of_cuda_13_2):
+def _has_erf_of_cuda_13_2(device):
     x = torch.tensor([_ERF_INPUT], dtype=torch.float32, device=device)
-    found = torch.nn.functional.gelu(x) == _GELU_OF_CUDA_13_2
-    yield "the output", found.float(), torch.full_like(found, is_of_cuda_13_2, dtype=torch.float32)
+    return torch.nn.functional.gelu(x) == _GELU_OF_CUDA_13_2
 
 
 def _autocast_changes(activation, input) -> bool:

@@ -478,21 +478,20 @@ def has_long_warps(dtype: torch.dtype, device: torch.device) -> bool:
     """
     if dtype != torch.float16 or device.type != "cuda":
         return False
-    candidates = {found: functools.partial(_of_one_row, device, found) for found in (False, True)}
     subject = proof.Subject(functional.softmax, device, "fp16 to fp32")
-    found = proof.match_formula(("softmax's rows of fp16 with fp32 results", device), subject, candidates)
+    key = "softmax's rows of fp16 with fp32 results", device
+    found = proof.find_out(key, subject, functools.partial(_adds_by_a_warp, device))
     if found is None:
         raise Outside("fp16 with an fp32 result, whose order is not known")
     return found
 
 
-def _of_one_row(device, by_warp):
+def _adds_by_a_warp(device):
     """One term is 1, the other 2047 are 2**-24.5. Those that its thread adds to 1 one by one are lost: 63 in a warp, seven in a
     block. The first quotient shows the sum of all others: it is 8.21e-5 or 8.45e-5 below 1."""
     x = torch.full((1, 2048), -17.0, dtype=torch.float16, device=device)
     x[0, 0] = 0.0
-    found = functional.softmax(x, -1, dtype=torch.float32)[0, :1] > 1.0 - 8.33e-5
-    yield "the output", found.float(), torch.full_like(found, by_warp, dtype=torch.float32)
+    return functional.softmax(x, -1, dtype=torch.float32)[0, :1] > 1.0 - 8.33e-5
 
 
 # In fp32 another order of additions shows in many quotients of a row, in bf16 in one of about 300,000.
