@@ -35,7 +35,7 @@ BF16_FIRST = [DTYPES[2], *(pytest.param(each, marks=pytest.mark.long) for each i
 # Less than a step of all threads, whole steps, and both sides of them.
 SIZES = (64, 68, 384, 508, 512, 516, 640, 768, 1020, 1024, 1028, 1280, 2048, 2560, 4096)
 # Rows whose lanes many rows take by halves, and the next ones.
-HALVES = (*range(64, 833, 64), 1024)
+HALVES = (*range(64, 833, 64), 68, 100, 196, 300, 600, 900, 1100, 1600, 2500, 1024)
 EPS = 1e-5
 
 
@@ -126,8 +126,8 @@ def test_rows_are_many_where_their_elements_and_programs_are(module, dtype):
         kinds = [family.Kind.of(dtype, rows, size, size, True, True) for rows in (1, fewest - 1, fewest, 1 << 20)]
         assert [kind.few for kind in kinds] == [True, True, False, False]
         assert fewest == {64: 32768, 768: 2731, 1024: 2048}.get(size, 1024)
-        halves = size <= 768 and (size == 64 or dtype != torch.float32)
-        assert [kind.by_halves for kind in kinds] == [False, False, halves, halves]
+        halves = size <= 1024
+        assert [kind.by_halves for kind in kinds] == [halves] * 4
 
 
 NEEDS = [needs for needs in itertools.product((True, False), repeat=3) if any(needs)]
@@ -713,7 +713,7 @@ def test_a_proof_is_of_the_kernel_that_will_run(module, monkeypatch):
         (constants,) = seen
         expected = {"SIZE": kind.size, "STRIDE_UNIT": kind.unit, "WEIGHT": kind.weight, "BIAS": kind.bias}
         expected |= {"FEW": kind.few, "HALVES": kind.by_halves, "ROWS": kind.rows}
-        assert constants == expected and (kind.rows, kind.by_halves) == ((4, False) if kind.few else (2, True))
+        assert constants == expected and kind.by_halves and kind.rows == 2
 
 
 # What surrounds the kernel

@@ -81,7 +81,7 @@ def _statistics(x_ptr, size, eps, LANES: tl.constexpr, STEPS: tl.constexpr, VECT
     if tl.max(uncertain.to(tl.int32), axis=0) != 0:
         mean, m2, least = _lanes(x_ptr, size, LANES, 1, VECTOR, DIVIDED=True)
     elements = (size // VECTOR - tl.arange(0, LANES) + LANES - 1) // LANES * VECTOR
-    mean, m2 = welford_of_block(mean, m2, elements.to(tl.float32), LANES, BY_DIVISION=True)
+    mean, m2 = welford_of_block(mean, m2, elements.to(tl.float32), LANES)
     variance = divide(m2, tl.full([1], 1.0, tl.float32) * tl.cast(size, tl.float32))
     return mean, rsqrt(variance + eps)
 

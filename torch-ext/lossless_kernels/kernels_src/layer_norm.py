@@ -4,128 +4,190 @@ import triton
 import triton.language as tl
 
 from .primitives import divide, mask_if, rsqrt, widened
-from .summation import (
-    combined,
-    combined_equal,
-    in_vectors,
-    welford_of_block,
-    welford_of_equal_halves,
-    welford_step,
-)
+from .summation import combined, halves, in_vectors, unstack, welford_step
 
 
 @triton.jit
-def _with_vectors(mean, m2, x, step: tl.constexpr, LANES: tl.constexpr):
-    """Step `step` of LANES lanes: each adds its vector of four to its mean and M2."""
-    values = in_vectors(tl.reshape(widened(x), [LANES * 4]), LANES)
+def _with_vectors(mean, m2, x, step: tl.constexpr, lane, WITH: tl.constexpr, ALL: tl.constexpr):
+    """Step `step`: each lane adds its vector of four to its mean and M2. Lanes from WITH on have none; ALL is the number of lanes."""
+    before, m2_before = mean, m2
+    values = in_vectors(tl.reshape(widened(x), [mean.numel * 4]), mean.numel)
     for position in tl.static_range(4):
         mean, m2 = welford_step(mean, m2, values[position], 1.0 / (4 * step + position + 1))
+    if WITH < ALL:
+        mean, m2 = tl.where(lane < WITH, mean, before), tl.where(lane < WITH, m2, m2_before)
     return mean, m2
+
+
+@triton.jit
+def _share(count: tl.constexpr, of_both: tl.constexpr):
+    """What share `count` elements are: count * (1 / of_both), rounded twice to fp32. Of nothing it is zero, as ATen's moments are.
+
+    The compiler computes the reciprocal in fp64 and rounds it to 24 bits (Veltkamp); the product is exact in fp64.
+    """
+    RECIPROCAL: tl.constexpr = 1.0 / of_both if of_both else 0.0
+    SCALED: tl.constexpr = 536870913.0 * RECIPROCAL
+    PRODUCT: tl.constexpr = count * (SCALED - (SCALED - RECIPROCAL))
+    return tl.full([], PRODUCT, tl.float32)
+
+
+@triton.jit
+def _of_counts(mean_b, mean_a, m2_of_both, COUNT_B: tl.constexpr, COUNT_A: tl.constexpr):
+    """`combined` of so many elements."""
+    BOTH: tl.constexpr = COUNT_B + COUNT_A
+    share_b = tl.full(mean_b.shape, _share(COUNT_B, BOTH), tl.float32)
+    share_a = tl.full(mean_b.shape, _share(COUNT_A, BOTH), tl.float32)
+    return combined(mean_b, mean_a, m2_of_both, share_b, share_a, tl.full(mean_b.shape, COUNT_A, tl.float32))
+
+
+@triton.jit
+def _of_lanes(mean_b, mean_a, m2_of_both, warp, lane, HALF: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """`combined` of lane i and lane i + HALF, where each warp has 2 * HALF lanes left.
+
+    Of `SIZE // 4` vectors the first warps have one more in each lane than the last. The lanes of one warp, MIXED, may have both.
+    """
+    OF_LANE: tl.constexpr = 16 // HALF
+    FEWER: tl.constexpr = SIZE // 4 // LANES * OF_LANE * 4
+    MORE: tl.constexpr = FEWER + OF_LANE * 4
+    MIXED: tl.constexpr = SIZE // 4 % LANES // 32
+    IN_MIXED: tl.constexpr = SIZE // 4 % 32
+    LOW: tl.constexpr = FEWER + IN_MIXED // (2 * HALF) * 4
+    HIGH: tl.constexpr = LOW + 4
+    high_b = lane < IN_MIXED % (2 * HALF)
+    high_a = lane + HALF < IN_MIXED % (2 * HALF)
+    share_b = tl.where(high_b, _share(HIGH, HIGH + LOW), _share(LOW, LOW + LOW))
+    share_b = tl.where(high_a, _share(HIGH, HIGH + HIGH), share_b)
+    share_a = tl.where(high_b, _share(LOW, HIGH + LOW), _share(LOW, LOW + LOW))
+    share_a = tl.where(high_a, _share(HIGH, HIGH + HIGH), share_a)
+    count_a = tl.where(high_a, HIGH, LOW).to(tl.float32)
+    of_others = tl.where(warp < MIXED, _share(MORE, MORE + MORE), _share(FEWER, FEWER + FEWER))
+    share_b, share_a = tl.where(warp == MIXED, share_b, of_others), tl.where(warp == MIXED, share_a, of_others)
+    count_a = tl.where(warp == MIXED, count_a, tl.where(warp < MIXED, MORE, FEWER).to(tl.float32))
+    return combined(mean_b, mean_a, m2_of_both, share_b, share_a, count_a)
+
+
+@triton.jit
+def _of_two(moments, b: tl.constexpr, a: tl.constexpr, COUNT_B: tl.constexpr, COUNT_A: tl.constexpr):
+    """`combined` of the moments b and a."""
+    mean_b, m2_b = moments[b]
+    mean_a, m2_a = moments[a]
+    return _of_counts(mean_b, mean_a, m2_a + m2_b, COUNT_B, COUNT_A)
+
+
+@triton.jit
+def _by_warp(mean, m2, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """[ROWS * WARPS] -> the moments [ROWS] of each warp, which all threads have then."""
+    means = unstack(tl.reshape(mean, [ROWS, WARPS, 1]), ROWS, WARPS, 1)
+    m2s = unstack(tl.reshape(m2, [ROWS, WARPS, 1]), ROWS, WARPS, 1)
+    warps = ()
+    for warp in tl.static_range(WARPS):
+        warps = warps + ((tl.reshape(means[warp], [ROWS]), tl.reshape(m2s[warp], [ROWS])),)
+    return warps
+
+
+@triton.jit
+def _of_warps(sets, SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Mean and M2 of each row from those of its warps, in sets."""
+    EACH: tl.constexpr = SIZE // 4 // LANES * 32
+    REST: tl.constexpr = SIZE // 4 % LANES
+    COUNT_0: tl.constexpr = 4 * (EACH + (REST if REST < 32 else 32))
+    COUNT_1: tl.constexpr = 4 * (EACH + (0 if REST < 32 else REST - 32 if REST < 64 else 32))
+    COUNT_2: tl.constexpr = 4 * (EACH + (0 if REST < 64 else REST - 64 if REST < 96 else 32))
+    COUNT_3: tl.constexpr = 4 * (EACH + (0 if REST < 96 else REST - 96))
+    if LANES == 128:
+        if len(sets) == 2:
+            mean, m2 = _of_two(sets, 0, 1, COUNT_0, COUNT_2)
+            halves_of_row = _by_warp(mean, m2, ROWS, 2)
+        else:
+            if len(sets) == 1:
+                mean, m2 = sets[0]
+                warps = _by_warp(mean, m2, ROWS, 4)
+            else:
+                warps = sets
+            halves_of_row = (_of_two(warps, 0, 2, COUNT_0, COUNT_2), _of_two(warps, 1, 3, COUNT_1, COUNT_3))
+        return _of_two(halves_of_row, 0, 1, COUNT_0 + COUNT_2, COUNT_1 + COUNT_3)
+    else:
+        # ATen's block has 128 threads: the moments of each warp are combined with those of warps without elements.
+        if len(sets) == 1 and LANES == 64:
+            mean, m2 = sets[0]
+            warps = _by_warp(mean, m2, ROWS, 2)
+        else:
+            warps = sets
+        mean, m2 = warps[0]
+        nothing = tl.zeros([ROWS], tl.float32)
+        first = _of_counts(mean, nothing, m2, COUNT_0, 0)
+        if LANES == 64:
+            mean, m2 = warps[1]
+            return _of_two((first, _of_counts(mean, nothing, m2, COUNT_1, 0)), 0, 1, COUNT_0, COUNT_1)
+        else:
+            mean, m2 = first
+            return _of_counts(mean, nothing, m2, COUNT_0, 0)
 
 
 @triton.jit
 def _moments(
-    tiles, SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, EMPTY: tl.constexpr
+    tiles,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    SETS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Mean and M2 of each row. A tile is a step of all lanes."""
-    lane = tl.arange(0, ROWS * LANES) % LANES
-    mean = tl.zeros([ROWS * LANES], tl.float32)
-    m2 = tl.zeros([ROWS * LANES], tl.float32)
-    for step in tl.static_range(STEPS):
-        old_mean, old_m2 = mean, m2
-        mean, m2 = _with_vectors(mean, m2, tiles[step], step, ROWS * LANES)
-        if (step + 1) * 4 * LANES > SIZE:
-            in_row = lane < SIZE // 4 - step * LANES
-            mean, m2 = tl.where(in_row, mean, old_mean), tl.where(in_row, m2, old_m2)
-    vectors = (SIZE // 4 - lane + LANES - 1) // LANES
-    # In rows of a multiple of 128 elements all lanes of a warp have the same number n of elements. The share of one in two lanes
-    # is n / 2n, which is 1/2 in fp32 for every n here. Any other n has this share. The compiler sees that STEPS vectors a lane
-    # are a constant. (With a constant from the start it would compute the moments of all lanes in each thread.)
-    tl.static_assert(STEPS <= 40, "41 * (1 / 82) is not 1/2 in fp32")
-    alike = (STEPS * LANES - lane + LANES - 1) // LANES if SIZE % 128 == 0 else vectors
-    count, alike = (4 * vectors).to(tl.float32), (4 * alike).to(tl.float32)
-    return welford_of_block(mean, m2, count, LANES, alike, BLOCKS=ROWS, EMPTY=EMPTY)
-
-
-@triton.jit
-def _vectors(half: tl.constexpr, HALVES: tl.constexpr, TILES: tl.constexpr):
-    """How many vectors each lane of half `half` has: every HALVES-th tile has one."""
-    return (TILES - half + HALVES - 1) // HALVES
-
-
-@triton.jit
-def _vectors_of_both(half: tl.constexpr, HALVES: tl.constexpr, TILES: tl.constexpr):
-    """Those of two lanes, one of half `half` and one of the next."""
-    return _vectors(half, HALVES, TILES) + _vectors(half + 1, HALVES, TILES)
-
-
-@triton.jit
-def _moments_of_half(tiles, half: tl.constexpr, HALVES: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr):
-    """Means and M2 [LANES] of the lanes of a half, whose steps are every HALVES-th tile."""
-    mean = tl.zeros([LANES], tl.float32)
-    m2 = tl.zeros([LANES], tl.float32)
-    for tile in tl.static_range(half, TILES, HALVES):
-        mean, m2 = _with_vectors(mean, m2, tiles[tile], tile // HALVES, LANES)
-    return mean, m2
-
-
-@triton.jit
-def _moments_of_both(tiles, half: tl.constexpr, HALVES: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr):
-    """Means and M2 [LANES]: each lane of half `half` with that of the next half, 16 lanes later in its warp."""
-    vectors_b = _vectors(half, HALVES, TILES)
-    vectors_a = _vectors(half + 1, HALVES, TILES)
-    mean_b, m2_b = _moments_of_half(tiles, half, HALVES, LANES, TILES)
-    mean_a, m2_a = _moments_of_half(tiles, half + 1, HALVES, LANES, TILES)
-    if vectors_b == vectors_a:
-        mean, m2 = combined_equal(mean_b, mean_a, m2_a + m2_b, 4 * vectors_b)
-    else:
-        count_b, count_a = tl.full([LANES], 4 * vectors_b, tl.float32), tl.full([LANES], 4 * vectors_a, tl.float32)
-        mean, m2, _, _ = combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, count_b, count_a)
-    return mean, m2
-
-
-@triton.jit
-def _moments_of_halves(
-    tiles, ROWS: tl.constexpr, WARPS: tl.constexpr, SETS: tl.constexpr, TILES: tl.constexpr, EMPTY: tl.constexpr
-):
-    """Mean and M2 of each row. The lanes are SETS sets of WARPS warps each. A tile is a step of half of the lanes of each warp of
-    a set: a thread has both lanes of most pairs that are combined first, and all lanes of a tile have as many elements."""
-    tl.static_assert(WARPS * TILES <= 40, "41 * (1 / 82) is not 1/2 in fp32")
-    HALVES: tl.constexpr = 2 * SETS
-    GROUPS: tl.constexpr = ROWS * WARPS
+    """Mean and M2 of each row. The lanes are SETS sets of whole warps. A tile is a step of a part of the lanes of each warp of a
+    set: with two PARTS a thread has both lanes of most pairs that are combined first."""
+    STEP: tl.constexpr = SETS * PARTS
+    WARPS: tl.constexpr = LANES // 32 // SETS
+    OF_WARP: tl.constexpr = 32 // PARTS
+    position = tl.arange(0, ROWS * WARPS * OF_WARP)
+    warp, lane = position // OF_WARP % WARPS, position % OF_WARP
     sets = ()
     for of_set in tl.static_range(SETS):
-        sets = sets + (_moments_of_both(tiles, 2 * of_set, HALVES, GROUPS * 16, TILES),)
-    # At each level all sets exchange at once.
-    for level in tl.static_range(4):
+        parts = ()
+        for part in tl.static_range(PARTS):
+            mean = tl.zeros([ROWS * WARPS * OF_WARP], tl.float32)
+            m2 = tl.zeros([ROWS * WARPS * OF_WARP], tl.float32)
+            for tile in tl.static_range(of_set * PARTS + part, TILES, STEP):
+                # That many of the part's lanes, empty ones between its warps included, have a vector in this step.
+                with_one = SIZE // 4 - tile // STEP * LANES - of_set * WARPS * 32 - part * OF_WARP
+                mean, m2 = _with_vectors(
+                    mean, m2, tiles[tile], tile // STEP, 32 * warp + lane, with_one, 32 * (WARPS - 1) + OF_WARP
+                )
+            parts = parts + ((mean, m2),)
+        sets = sets + (parts,)
+    for level in tl.static_range(5):
+        # At each level all sets exchange at once.
         halved = ()
         for of_set in tl.static_range(SETS):
-            mean, m2 = sets[of_set]
-            count = (4 << level) * _vectors_of_both(2 * of_set, HALVES, TILES)
-            halved = halved + (welford_of_equal_halves(mean, m2, count, GROUPS, 8 >> level),)
+            halved = halved + (_halved(sets[of_set], of_set * WARPS, 16 >> level, SIZE, ROWS, LANES, WARPS),)
         sets = halved
-    warps = ()
+    moments = ()
     for of_set in tl.static_range(SETS):
-        mean, m2 = sets[of_set]
-        count = tl.full([GROUPS], (4 << 4) * _vectors_of_both(2 * of_set, HALVES, TILES), tl.float32)
-        for _ in tl.static_range(EMPTY):
-            nothing = tl.zeros([GROUPS], tl.float32)
-            mean, m2, count, _ = combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
-        warps = warps + ((mean, m2, count),)
-    for level in tl.static_range(2):
-        if (SETS >> level) > 1:
-            of_both = ()
-            for i in tl.static_range(SETS >> (level + 1)):
-                mean_b, m2_b, count_b = warps[i]
-                mean_a, m2_a, count_a = warps[i + (SETS >> (level + 1))]
-                mean, m2, count, _ = combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, count_b, count_a)
-                of_both = of_both + ((mean, m2, count),)
-            warps = of_both
-    mean, m2, _ = warps[0]
-    for level in tl.static_range(2):
-        if (WARPS >> level) > 1:
-            mean, m2 = welford_of_equal_halves(mean, m2, (64 * TILES) << level, ROWS, WARPS >> (level + 1))
-    return mean, m2
+        moments = moments + (sets[of_set][0],)
+    return _of_warps(moments, SIZE, ROWS, LANES)
+
+
+@triton.jit
+def _halved(
+    parts,
+    FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """The moments of lanes i and i + HALF combined, of WARPS warps from FIRST on. They are in two parts or in one."""
+    if len(parts) == 2:
+        mean_b, m2_b = parts[0]
+        mean_a, m2_a = parts[1]
+        m2_of_both = m2_a + m2_b
+    else:
+        mean, m2 = parts[0]
+        mean_b, mean_a, m2_of_both = halves(mean, m2, ROWS * WARPS, HALF)
+    position = tl.arange(0, ROWS * WARPS * HALF)
+    warp, lane = FIRST + position // HALF % WARPS, position % HALF
+    return (_of_lanes(mean_b, mean_a, m2_of_both, warp, lane, HALF, SIZE, LANES),)
 
 
 @triton.jit
@@ -189,13 +251,18 @@ def layer_norm_forward(
     """
     tl.static_assert(WEIGHT or not BIAS, "without a weight ATen has another arithmetic for one element of four")
     # ATen's block has 128 threads, which read vectors of four elements. Whole warps of lanes without elements are left out.
-    EMPTY: tl.constexpr = 2 if SIZE <= 128 else 1 if SIZE <= 256 else 0
-    LANES: tl.constexpr = 128 >> EMPTY
-    # All warps of a set have the same elements.
-    SETS: tl.constexpr = 1 if SIZE % (4 * LANES) == 0 or not HALVES else 2 if SIZE % 256 == 0 else LANES // 32
+    LANES: tl.constexpr = 32 if SIZE <= 128 else 64 if SIZE <= 256 else 128
+    PARTS: tl.constexpr = 2 if HALVES else 1
+    # All lanes of a set's tile have as many elements, if the tiles can be so.
+    SETS: tl.constexpr = (
+        1 if not HALVES or SIZE % 512 == 0 or SIZE % 64 or SIZE > 1024 else 2 if SIZE % 256 == 0 else LANES // 32
+    )
     WARPS: tl.constexpr = LANES // 32 // SETS
-    COLUMNS: tl.constexpr = 64 * WARPS if HALVES else 4 * LANES
-    TILES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    COLUMNS: tl.constexpr = 4 * LANES // SETS // PARTS
+    REST: tl.constexpr = SIZE // 4 % LANES
+    IN_SET: tl.constexpr = (REST % (LANES // SETS) + 32 // PARTS - 1) // (32 // PARTS)
+    OF_REST: tl.constexpr = REST // (LANES // SETS) * PARTS + (IN_SET if IN_SET < PARTS else PARTS)
+    TILES: tl.constexpr = SIZE // 4 // LANES * SETS * PARTS + OF_REST
     # A load does not pass a store. So a tile's weight and bias are loaded before the tile before is stored: those of the first
     # EARLY tiles before the moments are computed, each of the others AHEAD tiles before its own. Of one or two tiles, many rows
     # load them where they are needed: registers decide there how many programs run at a time.
@@ -214,10 +281,7 @@ def layer_norm_forward(
     for tile in tl.static_range(EARLY):
         column = _column(tile, WARPS, COLUMNS, HALVES)
         affine = affine + (_weight_and_bias(weight_ptr, bias_ptr, column, ROWS, SIZE, WEIGHT, BIAS),)
-    if HALVES:
-        mean, m2 = _moments_of_halves(tiles, ROWS, WARPS, SETS, TILES, EMPTY)
-    else:
-        mean, m2 = _moments(tiles, SIZE, ROWS, LANES, TILES, EMPTY)
+    mean, m2 = _moments(tiles, SIZE, ROWS, LANES, SETS, PARTS, TILES)
     # By a power of two a product has the quotient's bits, subnormal ones too.
     POWER_OF_TWO: tl.constexpr = SIZE & (SIZE - 1) == 0
     variance = m2 * (1.0 / SIZE) if POWER_OF_TWO else divide(m2, tl.full([ROWS], SIZE, tl.float32))

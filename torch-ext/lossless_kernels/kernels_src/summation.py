@@ -8,7 +8,7 @@ of length two. NEIGHBOURS is `RowReduction.neighbours`: ROCm's warps of so many 
 import triton
 import triton.language as tl
 
-from .primitives import divide, divide_by_reciprocal, exp_add, reciprocal
+from .primitives import divide, divide_by_reciprocal, exp_add
 
 
 @triton.jit
@@ -350,24 +350,11 @@ def welford_step_by_division(mean, m2, value, count, reciprocal, DIVIDED: tl.con
 
 
 @triton.jit
-def _halves(values, GROUPS: tl.constexpr, HALF: tl.constexpr):
-    """[GROUPS * 2 * HALF] -> the lower and the upper half of each group: [GROUPS * HALF] each."""
-    lower, upper = tl.split(tl.permute(tl.reshape(values, [GROUPS, 2, HALF]), [0, 2, 1]))
-    return tl.reshape(lower, [GROUPS * HALF]), tl.reshape(upper, [GROUPS * HALF])
-
-
-@triton.jit
-def combined(mean_b, m2_b, count_b, mean_a, m2_a, count_a, alike_b, alike_a):
-    """The moments of both (`cuWelfordCombine`), the sum of their counts and the sum of `alike`. Shares are computed from `alike`
-    and equal those of the counts."""
+def combined(mean_b, mean_a, m2_of_both, share_b, share_a, count_a):
+    """The moments of both, `m2_of_both` the sum of their M2 and the shares those of the number of both (`cuWelfordCombine`)."""
     delta = mean_b - mean_a
-    alike = alike_a + alike_b
-    # Of no elements it is NaN, and not used.
-    factor = reciprocal(alike, NORMAL=True)
-    n_a, n_b = alike_a * factor, alike_b * factor
-    mean = tl.fma(mean_a, n_a, n_b * mean_b)
-    m2 = tl.fma(n_b, count_a * (delta * delta), m2_a + m2_b)
-    return tl.where(alike > 0.0, mean, 0.0), tl.where(alike > 0.0, m2, 0.0), count_a + count_b, alike
+    mean = tl.fma(mean_a, share_a, share_b * mean_b)
+    return mean, tl.fma(share_b, count_a * (delta * delta), m2_of_both)
 
 
 @triton.jit
@@ -384,8 +371,8 @@ def _combined_by_division(mean_a, m2_a, count_a, mean_b, m2_b, count_b):
 
 @triton.jit
 def _half(values, GROUPS: tl.constexpr, HALF: tl.constexpr, UPPER: tl.constexpr):
-    """One of `_halves`. Threads exchange it: of `tl.split` the compiler may make a computation of all lanes in each thread,
-    which spills. The sum of a number's bits and zero are these bits."""
+    """[GROUPS * 2 * HALF] -> the lower or the upper half of each group: [GROUPS * HALF]. Threads exchange it: of `tl.split` the
+    compiler may make a computation of all lanes in each thread. The sum of a number's bits and zero are these bits."""
     pairs = tl.reshape(values.to(tl.int32, bitcast=True), [GROUPS, 2, HALF])
     wanted = tl.reshape(tl.arange(0, 2), [1, 2, 1]) == UPPER
     bits = tl.sum(tl.where(tl.broadcast_to(wanted, pairs.shape), pairs, 0), axis=1)
@@ -393,71 +380,29 @@ def _half(values, GROUPS: tl.constexpr, HALF: tl.constexpr, UPPER: tl.constexpr)
 
 
 @triton.jit
-def _welford_of_halves(mean, m2, count, alike, GROUPS: tl.constexpr, HALF: tl.constexpr, BY_DIVISION: tl.constexpr):
-    """Lane i of each group combines its moments with those of lane i + HALF."""
-    if BY_DIVISION:
-        mean_l, mean_u = _half(mean, GROUPS, HALF, 0), _half(mean, GROUPS, HALF, 1)
-        m2_l, m2_u = _half(m2, GROUPS, HALF, 0), _half(m2, GROUPS, HALF, 1)
-        count_l, count_u = _half(count, GROUPS, HALF, 0), _half(count, GROUPS, HALF, 1)
-        mean, m2, count = _combined_by_division(mean_l, m2_l, count_l, mean_u, m2_u, count_u)
-        return mean, m2, count, count
-    else:
-        mean_l, mean_u = _halves(mean, GROUPS, HALF)
-        m2_l, m2_u = _halves(m2, GROUPS, HALF)
-        count_l, count_u = _halves(count, GROUPS, HALF)
-        alike_l, alike_u = _halves(alike, GROUPS, HALF)
-        return combined(mean_l, m2_l, count_l, mean_u, m2_u, count_u, alike_l, alike_u)
+def halves(mean, m2, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """[GROUPS * 2 * HALF] -> lane i of each group and lane i + HALF: both means and the sum of their M2, [GROUPS * HALF] each."""
+    m2_of_both = tl.sum(tl.reshape(m2, [GROUPS, 2, HALF]), axis=1)
+    return _half(mean, GROUPS, HALF, 0), _half(mean, GROUPS, HALF, 1), tl.reshape(m2_of_both, [GROUPS * HALF])
 
 
 @triton.jit
-def welford_of_block(
-    mean,
-    m2,
-    count,
-    LANES: tl.constexpr,
-    alike=None,
-    BY_DIVISION: tl.constexpr = False,
-    BLOCKS: tl.constexpr = 1,
-    EMPTY: tl.constexpr = 0,
-):
-    """Each lane's mean, M2 and count [BLOCKS * LANES] -> mean and M2 [BLOCKS] of all, by halving trees over each warp's
-    lanes, then over the warps.
+def _halves_by_division(mean, m2, count, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """Lane i of each group combines its moments with those of lane i + HALF."""
+    mean_l, mean_u = _half(mean, GROUPS, HALF, 0), _half(mean, GROUPS, HALF, 1)
+    m2_l, m2_u = _half(m2, GROUPS, HALF, 0), _half(m2, GROUPS, HALF, 1)
+    count_l, count_u = _half(count, GROUPS, HALF, 0), _half(count, GROUPS, HALF, 1)
+    return _combined_by_division(mean_l, m2_l, count_l, mean_u, m2_u, count_u)
 
-    Args:
-        alike: counts to compute shares from, instead of `count`. Within each warp they give the same shares. A warp whose lanes
-            are all empty may have any positive equal counts: its means and M2 are zero.
-        EMPTY: how often the warps are halved before: the upper halves have no elements, and are left out of LANES.
-    """
+
+@triton.jit
+def welford_of_block(mean, m2, count, LANES: tl.constexpr):
+    """Each lane's mean, M2 and count [LANES] -> mean and M2 [1] of all, by halving trees over each warp's lanes, then over the
+    warps."""
     WARPS: tl.constexpr = LANES // 32
-    tl.static_assert(alike is None or not BY_DIVISION)
-    if alike is None:
-        alike = count
     for level in tl.static_range(5):
-        mean, m2, count, alike = _welford_of_halves(mean, m2, count, alike, BLOCKS * WARPS, 16 >> level, BY_DIVISION)
-    tl.static_assert(EMPTY == 0 or not BY_DIVISION)
-    for _ in tl.static_range(EMPTY):
-        nothing = tl.zeros([BLOCKS * WARPS], tl.float32)
-        mean, m2, count, alike = combined(mean, m2, count, nothing, nothing, nothing, count, nothing)
+        mean, m2, count = _halves_by_division(mean, m2, count, WARPS, 16 >> level)
     for level in tl.static_range(5):
         if (WARPS >> level) > 1:
-            mean, m2, count, alike = _welford_of_halves(
-                mean, m2, count, count, BLOCKS, WARPS >> (level + 1), BY_DIVISION
-            )
+            mean, m2, count = _halves_by_division(mean, m2, count, 1, WARPS >> (level + 1))
     return mean, m2
-
-
-@triton.jit
-def combined_equal(mean_b, mean_a, m2_of_both, COUNT: tl.constexpr):
-    """`combined` of two that have COUNT elements each, `m2_of_both` the sum of their M2. COUNT * (1 / (2 * COUNT)) must be 1/2 in fp32."""
-    delta = mean_b - mean_a
-    half = tl.full(delta.shape, 0.5, tl.float32)
-    return tl.fma(mean_a, half, 0.5 * mean_b), tl.fma(half, COUNT * (delta * delta), m2_of_both)
-
-
-@triton.jit
-def welford_of_equal_halves(mean, m2, COUNT: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr):
-    """`_welford_of_halves` of lanes that have COUNT elements each. Threads exchange by sums: of `tl.split` the compiler would
-    make a computation of all lanes in each thread."""
-    lower, upper = _half(mean, GROUPS, HALF, 0), _half(mean, GROUPS, HALF, 1)
-    of_both = tl.sum(tl.reshape(m2, [GROUPS, 2, HALF]), axis=1)
-    return combined_equal(lower, upper, tl.reshape(of_both, [GROUPS * HALF]), COUNT)

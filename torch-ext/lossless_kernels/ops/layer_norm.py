@@ -147,13 +147,12 @@ _MIN_SIZE, _MAX_SIZE = 64, 16384
 _VECTOR = 4
 # The kernels of torch 2.11 count elements in 32 bits.
 _MAX_ELEMENTS = 1 << 32
-# Warps of a program by the most bytes of a row, and rows of a program by the most elements (H100, bf16 and fp32). One warp
-# exchanges nothing through shared memory.
-_WARPS = {4 << 10: 1, 8 << 10: 2, 32 << 10: 4, 64 << 10: 16}
-_ROWS = {128: 4, 256: 2, 1 << 14: 1}
-# By the bytes of an element: the most elements of a row whose lanes are taken by halves, the most elements of its program, and
-# the most rows of that (H200).
-_HALVES = {2: (768, 1536, 16), 4: (512, 1024, 8)}
+# Rows of a program by the most bytes of a row, of many rows and of few, and its warps by the most bytes of many rows and the most
+# elements of few (H200, with Triton 3.6 and 3.9).
+_ROWS = {160: 16, 256: 8, 512: 4, 2047: 2, 64 << 10: 1}
+_ROWS_OF_FEW = {256: 2, 64 << 10: 1}
+_WARPS = {4095: 1, 5119: 2, 64 << 10: 4}
+_WARPS_OF_FEW = {1023: 1, 2047: 2, 1 << 14: 4}
 # Fewer rows or elements are few (H200).
 _FEW_ROWS, _FEW_ELEMENTS = 1024, 1 << 21
 
@@ -193,22 +192,30 @@ class Kind:
             "BIAS": self.bias,
         }
         dtypes = (*(self.dtype,) * 4, torch.float32, torch.float32)
-        warps = next(warps for most, warps in _WARPS.items() if self.size * self.dtype.itemsize <= most)
         scalars = rows, row_stride // self.unit, int(store_statistics), eps
-        return launch.bind(layer_norm_forward, constants, warps, device, dtypes, -(-rows // self.rows), *scalars)
+        return launch.bind(layer_norm_forward, constants, self.warps, device, dtypes, -(-rows // self.rows), *scalars)
 
     @property
     def by_halves(self) -> bool:
         """Whether a program's tiles are of halves of its lanes."""
-        return not self.few and self.size % 64 == 0 and self.size <= _HALVES[self.dtype.itemsize][0]
+        return self.warps < 4
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        if self.few:
+            return _first(_WARPS_OF_FEW, self.size)
+        return _first(_WARPS, self.size * self.dtype.itemsize)
 
     @property
     def rows(self) -> int:
         """Rows of a program."""
-        if self.by_halves:
-            _, elements, rows = _HALVES[self.dtype.itemsize]
-            return min(rows, 1 << (elements // self.size).bit_length() - 1)
-        return next(rows for most, rows in _ROWS.items() if self.size <= most)
+        return _first(_ROWS_OF_FEW if self.few else _ROWS, self.size * self.dtype.itemsize)
+
+
+def _first(table: dict[int, int], number: int) -> int:
+    """What a table has for the smallest of its numbers that is not less."""
+    return next(value for most, value in table.items() if number <= most)
 
 
 def _fewest_rows(size: int) -> int:
