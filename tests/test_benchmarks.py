@@ -374,6 +374,8 @@ def test_the_shipped_page_is_that_of_the_shipped_measurements(tmp_path):
     assert reporting.markdown(shipped) == (ROOT / "docs/peers/peers.md").read_text(encoding="utf-8")
     shipped.save(tmp_path / "peers.json")
     assert json.loads((tmp_path / "peers.json").read_text()) == json.loads((ROOT / "docs/peers/peers.json").read_text())
+    other = Report.load(ROOT / "docs/peers/torch_2_15.json")
+    assert reporting.markdown(other) == (ROOT / "docs/peers/torch_2_15.md").read_text(encoding="utf-8")
     assert len(shipped.results) == 352
     for found in shipped.results:
         fractions = (found.roofline_fraction, found.median_ms), (found.device_roofline_fraction, found.device_ms)

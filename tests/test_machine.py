@@ -322,7 +322,7 @@ def test_layer_norm_moves_16_bytes_at_a_time_and_has_cudas_fmas(compiled):
         parts = 2 if constants["HALVES"] else 1
         # All warps of a set, two of four or one, have the same elements.
         in_sets = constants["HALVES"] and size % 64 == 0 and size % 512 and size <= 1024
-        sets = (2 if size % 256 == 0 else lanes // 32) if in_sets else 1
+        sets = (2 if size % 256 == 0 else 1 if constants["FEW"] else lanes // 32) if in_sets else 1
         columns = 4 * lanes // (parts * sets)
         of_tile = rows * columns // (32 * entry["num_warps"])
         # A tile has every `parts * sets`-th part of 32 // parts vectors, those of a set's warps beside each other.

@@ -217,6 +217,13 @@ def rms_norm_backward(
         dy = dy.to(tl.float32)
         h = x.to(tl.float32)
         d_normalized = _grad_of_normalized(dy, weight, SCALE, input_dtype, output_dtype)
+        if SUM_CHAINS:
+            normalized = product(h, rstd, PACKED)
+            chain = sum_of_two(chain, _weight_gradient(dy, normalized, SCALE, input_dtype, output_dtype), PACKED)
+            if (turn + 1) % length == 0:
+                # The chains are added from the first on: 0 + a0 is a0, which is never -0.
+                threads += chain
+                chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
         products = product(d_normalized, h, PACKED)
         d_rstd = row_sum(products, ROWS, LOG2_STEPS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS)
         tl.store(d_rstd_ptr + row, d_rstd, mask=mask_if(in_range, store_d_rstd))
@@ -225,13 +232,6 @@ def rms_norm_backward(
         if ADD:
             d_sum = tl.load(d_sum_ptr + offset, mask=mask, other=0.0)
         _store_dx(dx_ptr, dx_mean_ptr, offset, mask, d_normalized, h, rstd, d_square, d_sum, TWO_EDGES, ADD, PACKED, "")
-        if SUM_CHAINS:
-            normalized = product(h, rstd, PACKED)
-            chain = sum_of_two(chain, _weight_gradient(dy, normalized, SCALE, input_dtype, output_dtype), PACKED)
-            if (turn + 1) % length == 0:
-                # The chains are added from the first on: 0 + a0 is a0, which is never -0.
-                threads += chain
-                chain = tl.zeros([ROWS, STEPS, COLUMNS], dtype=tl.float32)
     if SUM_CHAINS:
         part = block_sum(tl.reshape(threads, [ROWS, STEPS * COLUMNS]), ROWS, STEPS * COLUMNS)
         flat = tl.arange(0, STEPS * COLUMNS)

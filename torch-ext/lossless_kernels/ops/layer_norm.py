@@ -149,7 +149,7 @@ _VECTOR = 4
 _MAX_ELEMENTS = 1 << 32
 # Rows of a program by the most bytes of a row, of many rows and of few, and its warps by the most bytes of many rows and the most
 # elements of few (H200, with Triton 3.6 and 3.9).
-_ROWS = {160: 16, 256: 8, 512: 4, 2047: 2, 64 << 10: 1}
+_ROWS = {160: 16, 256: 8, 768: 4, 2047: 2, 64 << 10: 1}
 _ROWS_OF_FEW = {256: 2, 64 << 10: 1}
 _WARPS = {4095: 1, 5119: 2, 64 << 10: 4}
 _WARPS_OF_FEW = {1023: 1, 2047: 2, 1 << 14: 4}
