@@ -83,11 +83,12 @@ SPILLED = {
     ("group_norm_backward", "bfloat16", None): 4,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
-    # Gradients of 32768 elements, some bytes more of masked scores and jsd.
+    # Gradients of 32768 elements, some bytes more of masked scores, jsd and GroupNorm.
     SPILLED |= {("softmax_backward_of_block", "float32", None): 124}
     SPILLED |= {("masked_softmax_forward_of_block", "bfloat16", None): 8}
     SPILLED |= {("jsd_forward", "float32", None): 28}
     SPILLED |= {("jsd_backward", "bfloat16", None): 32}
+    SPILLED |= {("group_norm_forward", "bfloat16", None): 244}
 # The same on the other generations: rows of 32768 elements spill more there.
 SPILLED_ELSEWHERE = {
     **SPILLED,
