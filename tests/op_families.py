@@ -579,8 +579,8 @@ def _layer_norm_operators(given):
 
 
 def _layer_norm_launches(kernel, machine):
-    # Four and two rows of a program, a part of a step, and one, two, four and (fp32) 16 warps. Rows of 16384 elements compile
-    # for 50 seconds, which `make test` leaves out.
+    # Programs of several rows and of one, a part of a step, and one, two and four warps. Rows of 16384 elements compile for 50
+    # seconds, which `make test` leaves out.
     longest = 12292 if machine.dtype == torch.float32 else 16384 if os.environ.get("LOSSLESS_MACHINES") else 8192
     sizes = ((64, 0), (256, 0), (768, 0), (1024, 2), (1280, 0), (4096, 0), (longest, 0))
     # Halves of lanes with different counts, of one set of warps and of four.

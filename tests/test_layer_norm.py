@@ -60,6 +60,9 @@ def rows_of_blocks(x, choose):
             row[:] = row[::length].repeat_interleave(length)[: len(row)]
         if choose.random() < 0.2 and x.dtype != torch.float16:
             row *= choose.choice((1e25, 3e38 / 300))
+        elif choose.random() < 0.2 and x.dtype != torch.float16:
+            # One warp's lanes or the others'.
+            row[choose.choice((slice(128), slice(128, None)))] = 1e25
     return x
 
 
@@ -270,7 +273,7 @@ def test_threads_are_atens(module):
 
 
 def test_each_of_two_equal_counts_has_half_of_both():
-    """`layer_norm_forward` relies on it for lanes with up to 40 vectors of four elements."""
+    """`layer_norm_forward` relies on it for warps whose lanes have as many elements: up to 33 vectors of four each."""
     vectors = torch.arange(1, 42, dtype=torch.float32)
     for lanes in (1, 2, 4, 8, 16):
         count = 4 * vectors * lanes

@@ -9,7 +9,7 @@ from .summation import combined, halves, in_vectors, unstack, welford_step
 
 @triton.jit
 def _with_vectors(mean, m2, x, step: tl.constexpr, lane, WITH: tl.constexpr, ALL: tl.constexpr):
-    """Step `step`: each lane adds its vector of four to its mean and M2. Lanes from WITH on have none; ALL is the number of lanes."""
+    """Step `step`: each lane adds its vector of four to its mean and M2. Lanes from WITH on have none; no lane is ALL or more."""
     before, m2_before = mean, m2
     values = in_vectors(tl.reshape(widened(x), [mean.numel * 4]), mean.numel)
     for position in tl.static_range(4):
@@ -44,7 +44,8 @@ def _of_counts(mean_b, mean_a, m2_of_both, COUNT_B: tl.constexpr, COUNT_A: tl.co
 def _of_lanes(mean_b, mean_a, m2_of_both, warp, lane, HALF: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
     """`combined` of lane i and lane i + HALF, where each warp has 2 * HALF lanes left.
 
-    Of `SIZE // 4` vectors the first warps have one more in each lane than the last. The lanes of one warp, MIXED, may have both.
+    Of `SIZE // 4` vectors the first warps have one more in each lane than the last. In one warp, MIXED, the first IN_MIXED lanes
+    have one more. A lane that is left has the elements of OF_LANE lanes: LOW of them in the mixed warp, or one vector more, HIGH.
     """
     OF_LANE: tl.constexpr = 16 // HALF
     FEWER: tl.constexpr = SIZE // 4 // LANES * OF_LANE * 4
@@ -60,8 +61,8 @@ def _of_lanes(mean_b, mean_a, m2_of_both, warp, lane, HALF: tl.constexpr, SIZE: 
     share_a = tl.where(high_b, _share(LOW, HIGH + LOW), _share(LOW, LOW + LOW))
     share_a = tl.where(high_a, _share(HIGH, HIGH + HIGH), share_a)
     count_a = tl.where(high_a, HIGH, LOW).to(tl.float32)
-    of_others = tl.where(warp < MIXED, _share(MORE, MORE + MORE), _share(FEWER, FEWER + FEWER))
-    share_b, share_a = tl.where(warp == MIXED, share_b, of_others), tl.where(warp == MIXED, share_a, of_others)
+    # n / 2n is 1/2 in fp32 for lanes of up to 40 vectors each, and of no elements the moments are zero.
+    share_b, share_a = tl.where(warp == MIXED, share_b, 0.5), tl.where(warp == MIXED, share_a, 0.5)
     count_a = tl.where(warp == MIXED, count_a, tl.where(warp < MIXED, MORE, FEWER).to(tl.float32))
     return combined(mean_b, mean_a, m2_of_both, share_b, share_a, count_a)
 
@@ -107,7 +108,8 @@ def _of_warps(sets, SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr)
             halves_of_row = (_of_two(warps, 0, 2, COUNT_0, COUNT_2), _of_two(warps, 1, 3, COUNT_1, COUNT_3))
         return _of_two(halves_of_row, 0, 1, COUNT_0 + COUNT_2, COUNT_1 + COUNT_3)
     else:
-        # ATen's block has 128 threads: the moments of each warp are combined with those of warps without elements.
+        # ATen's block has 128 threads: the moments of each warp are combined with those of a warp without elements. The share is
+        # 1; an infinite square times no elements is NaN. Of one warp ATen does so twice, which changes nothing.
         if len(sets) == 1 and LANES == 64:
             mean, m2 = sets[0]
             warps = _by_warp(mean, m2, ROWS, 2)
@@ -120,8 +122,7 @@ def _of_warps(sets, SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr)
             mean, m2 = warps[1]
             return _of_two((first, _of_counts(mean, nothing, m2, COUNT_1, 0)), 0, 1, COUNT_0, COUNT_1)
         else:
-            mean, m2 = first
-            return _of_counts(mean, nothing, m2, COUNT_0, 0)
+            return first
 
 
 @triton.jit
@@ -148,10 +149,15 @@ def _moments(
             mean = tl.zeros([ROWS * WARPS * OF_WARP], tl.float32)
             m2 = tl.zeros([ROWS * WARPS * OF_WARP], tl.float32)
             for tile in tl.static_range(of_set * PARTS + part, TILES, STEP):
-                # That many of the part's lanes, empty ones between its warps included, have a vector in this step.
-                with_one = SIZE // 4 - tile // STEP * LANES - of_set * WARPS * 32 - part * OF_WARP
                 mean, m2 = _with_vectors(
-                    mean, m2, tiles[tile], tile // STEP, 32 * warp + lane, with_one, 32 * (WARPS - 1) + OF_WARP
+                    mean,
+                    m2,
+                    tiles[tile],
+                    tile // STEP,
+                    32 * warp + lane,
+                    # Vectors of this step from the part's first lane on.
+                    SIZE // 4 - tile // STEP * LANES - of_set * WARPS * 32 - part * OF_WARP,
+                    32 * (WARPS - 1) + OF_WARP,
                 )
             parts = parts + ((mean, m2),)
         sets = sets + (parts,)
@@ -177,7 +183,7 @@ def _halved(
     LANES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """The moments of lanes i and i + HALF combined, of WARPS warps from FIRST on. They are in two parts or in one."""
+    """The moments of lanes i and i + HALF combined, of WARPS warps from FIRST on: one part, of two parts or of one."""
     if len(parts) == 2:
         mean_b, m2_b = parts[0]
         mean_a, m2_a = parts[1]
@@ -245,7 +251,7 @@ def layer_norm_forward(
     Args:
         x_row_stride: in units of STRIDE_UNIT elements, which show the compiler the alignment.
         store_statistics: mean and rstd are stored if this is 1.
-        HALVES: see `_moments_of_halves`; SIZE is a multiple of 64.
+        HALVES: a tile has half of the lanes of each of its warps, see `_moments`.
         FEW: rows are so few that waiting decides their time: weight and bias of up to eight tiles are loaded with x.
         WEIGHT, BIAS: without them `weight_ptr` and `bias_ptr` are not accessed. A bias needs a weight.
     """

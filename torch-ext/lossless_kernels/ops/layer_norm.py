@@ -399,9 +399,10 @@ def _comparisons(kind, device):
     values = (normal + 8.0 * spread * spread.abs()) * scales
     values[0], values[1], values[2], values[3, 0], values[4, -1] = 0.0, -0.0, 3.0, math.nan, math.inf
     values[5, ::2], values[6], values[7, 0] = 6e4, -math.inf, 6e4
-    # Lanes that differ in their means alone, and a square that is infinite when lanes without elements are combined.
-    values[8] = proof.normal(source, -(-kind.size // 64)).repeat_interleave(64)[: kind.size]
-    values[9] = 1e25
+    # Lanes that differ in their means alone, and a square that is infinite when a warp is combined with one without elements.
+    blocks = proof.normal(source, 4, -(-kind.size // 64)).repeat_interleave(64, dim=1)
+    values[-4:], values[8] = blocks[:, : kind.size], blocks[0, : kind.size]
+    values[9, :128], values[10, 128:] = 1e25, 1e25
     x = torch.zeros(rows, row_stride, dtype=kind.dtype, device=device)[:, : kind.size].copy_(values)
     weight = proof.normal(source, kind.size).to(kind.dtype) if kind.weight else None
     for part, bias in _biases(kind, x, weight, source):
@@ -421,7 +422,7 @@ def _biases(kind, x, weight, source):
         return
     yield x, proof.normal(source, kind.size).to(kind.dtype)
     # The first rows have infinities and NaN.
-    for part in x[10 : 11 + _CANCELLED_ELEMENTS // kind.size].split(1):
+    for part in x[11 : 12 + _CANCELLED_ELEMENTS // kind.size].split(1):
         yield part, -torch.native_layer_norm(part, (kind.size,), weight, None, _PROOF_EPS)[0][0]
 
 
