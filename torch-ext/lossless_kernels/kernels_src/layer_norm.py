@@ -183,7 +183,8 @@ def _halved(
     LANES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """The moments of lanes i and i + HALF combined, of WARPS warps from FIRST on: one part, of two parts or of one."""
+    """Lanes i and i + HALF combined, in WARPS warps from FIRST on. Two parts hold one of the lanes each, one part holds both. The
+    result is one part."""
     if len(parts) == 2:
         mean_b, m2_b = parts[0]
         mean_a, m2_a = parts[1]
@@ -259,14 +260,14 @@ def layer_norm_forward(
     # ATen's block has 128 threads, which read vectors of four elements. Whole warps of lanes without elements are left out.
     LANES: tl.constexpr = 32 if SIZE <= 128 else 64 if SIZE <= 256 else 128
     PARTS: tl.constexpr = 2 if HALVES else 1
-    # In a tile of a set all lanes have an element, or none, if rows of this size can be cut so. A single row of few would have
-    # tiles of two elements in a thread.
+    # Several sets, where this makes all lanes of a tile have elements. Of few rows a program takes one: tiles of a single warp
+    # would leave two elements to a thread.
     ONE_SET: tl.constexpr = not HALVES or SIZE % 512 == 0 or SIZE % 64 != 0 or SIZE > 1024
     SETS: tl.constexpr = 1 if ONE_SET else 2 if SIZE % 256 == 0 else 1 if FEW else LANES // 32
     WARPS: tl.constexpr = LANES // 32 // SETS
     COLUMNS: tl.constexpr = 4 * LANES // SETS // PARTS
-    # After the steps of all lanes the first REST lanes have one more vector, and their tiles are those of whole sets and of the
-    # parts that begin within the next set.
+    # After the steps of all lanes the first REST lanes have one more vector. Their tiles are those of whole sets, and of the next
+    # set those parts that begin among these lanes.
     REST: tl.constexpr = SIZE // 4 % LANES
     IN_SET: tl.constexpr = (REST % (LANES // SETS) + 32 // PARTS - 1) // (32 // PARTS)
     OF_REST: tl.constexpr = REST // (LANES // SETS) * PARTS + (IN_SET if IN_SET < PARTS else PARTS)

@@ -351,7 +351,7 @@ def welford_step_by_division(mean, m2, value, count, reciprocal, DIVIDED: tl.con
 
 @triton.jit
 def combined(mean_b, mean_a, m2_of_both, share_b, share_a, count_a):
-    """The moments of both, `m2_of_both` the sum of their M2 and the shares those of the number of both (`cuWelfordCombine`)."""
+    """The moments of both (`cuWelfordCombine`). `m2_of_both` is the sum of their M2; the shares are each one's of the count of both."""
     delta = mean_b - mean_a
     mean = tl.fma(mean_a, share_a, share_b * mean_b)
     return mean, tl.fma(share_b, count_a * (delta * delta), m2_of_both)

@@ -197,7 +197,7 @@ class Kind:
 
     @property
     def by_halves(self) -> bool:
-        """Whether a program's tiles are of halves of its lanes."""
+        """Whether a program's tiles are of halves of its lanes: with four warps a thread would have two elements of a tile."""
         return self.warps < 4
 
     @property
@@ -214,7 +214,7 @@ class Kind:
 
 
 def _first(table: dict[int, int], number: int) -> int:
-    """What a table has for the smallest of its numbers that is not less."""
+    """The value of a table's first limit that the number does not exceed."""
     return next(value for most, value in table.items() if number <= most)
 
 
