@@ -63,8 +63,6 @@ _PREFETCHED, _PREFETCHED_ADDED = range(1024, 8192 + 1), range(1024, 5120 + 1)
 # Prefetch distance. Times are equal from 1 to 4 MB, and best at 4 for 8192 and 16384 columns. At 8 MB a part is evicted
 # before it is read (H200, L2 of 60 MB).
 _BYTES_AHEAD = 4 << 20
-# Two programs of 32 warps then fit a multiprocessor. Triton 3.9 would use 38.
-_MAX_REGISTERS = 32
 
 
 TUNING = {"rms_norm": Plan, "add_rms_norm": Plan}
@@ -239,6 +237,5 @@ def forward(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     inputs, sums = (dtype,) * (1 + added), (dtype,) * added
     dtypes = *inputs, weight_dtype, variant.output_dtype(dtype, weight_dtype), *sums, torch.float32
-    programs, scalars = plan.programs(rows), (rows, *stride, int(store_rstd), eps)
-    most = _MAX_REGISTERS if plan.num_warps == 32 and plans.gpu(device).compute_capability else None
-    return launch.bind(kernel, constants, plan.num_warps, device, dtypes, programs, *scalars, max_registers=most)
+    scalars = rows, *stride, int(store_rstd), eps
+    return launch.bind(kernel, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)
