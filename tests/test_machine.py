@@ -80,7 +80,8 @@ SPILLED = {
     # Groups that a lane reads in two steps, with 64 registers.
     ("group_norm_forward", "bfloat16", None): 236,
     ("group_norm_forward", "float32", None): 236,
-    ("group_norm_backward", "bfloat16", None): 4,
+    # Vectors of 16 bytes, as torch 2.15 reads them. Its Triton, 3.9, spills none there.
+    ("group_norm_backward", "bfloat16", None): 20,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     # Gradients of 32768 elements, some bytes more of masked scores, jsd and GroupNorm.

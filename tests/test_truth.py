@@ -440,7 +440,10 @@ def test_rows_that_are_prefetched(kernel, module, refusals, monkeypatch, seed):
     monkeypatch.setattr(
         launch,
         "bind",
-        lambda kernel, constants, *given: (bound.add(constants.get("AHEAD")), bind(kernel, constants, *given))[1],
+        lambda kernel, constants, *given, **more: (
+            bound.add(constants.get("AHEAD")),
+            bind(kernel, constants, *given, **more),
+        )[1],
     )
     for hidden_size, dtype in itertools.product((choose.choice((1004, 4100)), 4096, 8192), DTYPES[::2]):
         plan = norm.Plan(choose.choice((1, 2)), choose.choice((4, 8)), hidden_size == 8192 and choose.random() < 0.5)

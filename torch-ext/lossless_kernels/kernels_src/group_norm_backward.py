@@ -89,8 +89,9 @@ def _channel_sums(
     if whole < vectors:
         sums = _add_steps(sums, dy_ptr, x_ptr, channel, whole, channels, vectors, LANES, STEPS, VECTOR, MASKED=True)
     ds, db = sums
-    ds = sum_of_tile(tl.reshape(ds, [CHANNELS * LANES]), CHANNELS, LANES)
-    return ds, sum_of_tile(tl.reshape(db, [CHANNELS * LANES]), CHANNELS, LANES)
+    ONCE: tl.constexpr = CHANNELS <= 4
+    ds = sum_of_tile(tl.reshape(ds, [CHANNELS * LANES]), CHANNELS, LANES, EXCHANGE_ONCE=ONCE)
+    return ds, sum_of_tile(tl.reshape(db, [CHANNELS * LANES]), CHANNELS, LANES, EXCHANGE_ONCE=ONCE)
 
 
 @triton.jit

@@ -322,7 +322,7 @@ def rms_norm_backward_streamed(
                     # Not at the start, where it would delay the loads that the sum waits for.
                     prefetch(d_sum_ptr + dx_row + line)
             d_rstd = sum_of_columns(
-                tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True, NEIGHBOURS, EXCHANGE_ONCE=not ADD
+                tl.reshape(total, [1, COLUMNS]), 1, WIDTH, HEIGHT, True, NEIGHBOURS, EXCHANGE_ONCE=False
             )  # fmt: skip
             tl.store(d_rstd_ptr + this_row + tl.arange(0, 1), d_rstd, mask=tl.arange(0, 1) < store_d_rstd)
             d_square = _gradient_of_squares(d_rstd, rstd, HIDDEN_SIZE)

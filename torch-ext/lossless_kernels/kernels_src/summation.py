@@ -132,8 +132,13 @@ def row_sum(
     """
     COLUMNS: tl.constexpr = (4 if VECTORIZED else 1) * WIDTH * HEIGHT
     # Like ATen it starts from zero: negative zeros sum to +0.
-    zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, COLUMNS, SQUARES)
+    if LOG2_STEPS == 1 and not VECTORIZED:
+        # A split would make Triton 3.9 exchange steps and lanes through shared memory.
+        steps = values.to(tl.float32)
+        total = tl.sum(steps * steps if SQUARES else steps, axis=1) + 0.0
+    else:
+        zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        total = _sum_in_sequence(zero, values, ROWS, LOG2_STEPS, COLUMNS, SQUARES)
     FEW_STEPS: tl.constexpr = LOG2_STEPS == 1 or LOG2_STEPS == 2
     return sum_of_columns(total, ROWS, WIDTH, HEIGHT, VECTORIZED, NEIGHBOURS, EXCHANGE_ONCE=FEW_STEPS)
 
@@ -287,10 +292,10 @@ def sum_of_block(lanes, LANES: tl.constexpr):
 
 
 @triton.jit
-def sum_of_tile(lanes, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+def sum_of_tile(lanes, BLOCKS: tl.constexpr, LANES: tl.constexpr, EXCHANGE_ONCE: tl.constexpr = False):
     """[BLOCKS * LANES] -> [BLOCKS]: the same for several blocks of whole warps. Like eager's it is never -0: eager adds zeros
-    for the warps that a block of 32 would have."""
-    total = _sum_of_lanes(tl.reshape(lanes, [BLOCKS, LANES]), BLOCKS, 32, LANES // 32, EXCHANGE_ONCE=False)
+    for the warps that a block of 32 would have. EXCHANGE_ONCE is that of `sum_of_columns`."""
+    total = _sum_of_lanes(tl.reshape(lanes, [BLOCKS, LANES]), BLOCKS, 32, LANES // 32, EXCHANGE_ONCE)
     return total + 0.0
 
 

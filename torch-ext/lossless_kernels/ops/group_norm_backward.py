@@ -27,9 +27,11 @@ if launch.AVAILABLE:
 # ATen's operator.
 eager = torch.ops.aten.native_group_norm_backward
 
-# Warps of a program by the most bytes of a group of dy, and the most elements that a lane reads at once.
+# Warps of a program by the most bytes of a group of dy, the most elements that a lane reads at once, and, of vectors, the elements
+# of a thread and the least channels of a tile.
 _WARPS = {2 << 10: 1, 40 << 10: 4, 96 << 10: 8}
 _MOST_WARPS, _STEPS = 16, 8
+_OF_THREAD_IN_VECTORS, _LEAST_CHANNELS_IN_VECTORS = 32, 2
 # The L2 of a multiprocessor's share that holds the groups of its programs, the least programs that are launched for a
 # multiprocessor, and the most warps.
 _L2_BYTES, _LEAST_PROGRAMS, _WARPS_OF_MULTIPROCESSOR = 256 << 10, 2, 64
@@ -82,8 +84,13 @@ class Kind:
         bytes_of_group = shape.size * dtype.itemsize
         warps = next((warps for most, warps in _WARPS.items() if bytes_of_group <= most), _MOST_WARPS)
         warps = min(warps, _SPLIT_WARPS) if split else warps
-        channels = min(next_power_of_two(shape.channels), max(32 * warps * elements // (lanes * vector), 1))
         steps = min(next_power_of_two(-(-shape.positions // (lanes * vector))), max(_STEPS // vector, 1))
+        if vector == 1:
+            channels = max(32 * warps * elements // lanes, 1)
+        else:
+            of_program = 32 * warps * _OF_THREAD_IN_VECTORS
+            channels = max(of_program // (lanes * vector * steps), _LEAST_CHANNELS_IN_VECTORS)
+        channels = min(next_power_of_two(shape.channels), channels)
         threads = norms.sample_threads(shape.samples) if any(needs[1:]) else 0
         unit, of_lane = math.gcd(shape.positions, elements), (steps, vector)
         return cls(dtype, unit, lanes, channel_lanes, channels, *of_lane, warps, weight, needs, threads, split)

@@ -63,6 +63,8 @@ _PREFETCHED, _PREFETCHED_ADDED = range(1024, 8192 + 1), range(1024, 5120 + 1)
 # Prefetch distance. Times are equal from 1 to 4 MB, and best at 4 for 8192 and 16384 columns. At 8 MB a part is evicted
 # before it is read (H200, L2 of 60 MB).
 _BYTES_AHEAD = 4 << 20
+# Two programs of 32 warps then fit a multiprocessor. Triton 3.9 would use 38. Rows of fp32 would spill.
+_MAX_REGISTERS = 32
 
 
 TUNING = {"rms_norm": Plan, "add_rms_norm": Plan}
@@ -237,5 +239,7 @@ def forward(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     inputs, sums = (dtype,) * (1 + added), (dtype,) * added
     dtypes = *inputs, weight_dtype, variant.output_dtype(dtype, weight_dtype), *sums, torch.float32
-    scalars = rows, *stride, int(store_rstd), eps
-    return launch.bind(kernel, constants, plan.num_warps, device, dtypes, plan.programs(rows), *scalars)
+    programs, scalars = plan.programs(rows), (rows, *stride, int(store_rstd), eps)
+    fits = plan.num_warps == 32 and dtype.itemsize == 2 and plans.gpu(device).compute_capability
+    most = _MAX_REGISTERS if fits else None
+    return launch.bind(kernel, constants, plan.num_warps, device, dtypes, programs, *scalars, max_registers=most)
