@@ -469,7 +469,7 @@ def test_vectors_are_found_out(module, monkeypatch):
 
 
 def test_an_m2_combined_without_fma_is_seen_in_some_groups(seed):
-    # One group in 75 shows it: none of 1,500 does once in 10^8 times.
+    # One group in 75 shows it. All of 1,500 hide it once in 10^8 runs.
     x = torch.randn(1500, 700, generator=torch.Generator().manual_seed(seed))
     found, expected = (
         each(x, aten_model.fused_multiply_add) for each in (*SELDOM_SEEN.values(), aten_model.group_norm_moments)

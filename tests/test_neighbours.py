@@ -93,7 +93,7 @@ def test_an_mlp_computes_what_its_forward_says(layers, launched, chooser):
         mlps.append((mlp, copy.deepcopy(mlp)))
     for mlp, _ in mlps:
         bound(layers.LlamaMLP, mlp)
-    for mlp, original in chooser.sample(mlps * 4, k=4 * len(mlps)):  # each of them four times, in any order
+    for mlp, original in chooser.sample(mlps * 4, k=4 * len(mlps)):  # Each four times, in any order.
         x = torch.randn(chooser.choice((1, 3)), HIDDEN_SIZE, requires_grad=True)
         found, expected = mlp(x), original(x)
         assert_bits_equal(found, expected)

@@ -27,8 +27,8 @@ if launch.AVAILABLE:
 # ATen's operator.
 eager = torch.ops.aten.native_group_norm_backward
 
-# Warps of a program by the most bytes of a group of dy, the most elements that a lane reads at once, and, of vectors, the elements
-# of a thread and the least channels of a tile.
+# Warps of a program by the most bytes of a group of dy, and the most elements that a lane reads at once. Where lanes read vectors,
+# a thread has this many elements, and a program at least this many channels, at a time.
 _WARPS = {2 << 10: 1, 40 << 10: 4, 96 << 10: 8}
 _MOST_WARPS, _STEPS = 16, 8
 _OF_THREAD_IN_VECTORS, _LEAST_CHANNELS_IN_VECTORS = 32, 2
@@ -85,11 +85,8 @@ class Kind:
         warps = next((warps for most, warps in _WARPS.items() if bytes_of_group <= most), _MOST_WARPS)
         warps = min(warps, _SPLIT_WARPS) if split else warps
         steps = min(next_power_of_two(-(-shape.positions // (lanes * vector))), max(_STEPS // vector, 1))
-        if vector == 1:
-            channels = max(32 * warps * elements // lanes, 1)
-        else:
-            of_program = 32 * warps * _OF_THREAD_IN_VECTORS
-            channels = max(of_program // (lanes * vector * steps), _LEAST_CHANNELS_IN_VECTORS)
+        of_thread, least = (_OF_THREAD_IN_VECTORS, _LEAST_CHANNELS_IN_VECTORS) if vector > 1 else (elements * steps, 1)
+        channels = max(32 * warps * of_thread // (lanes * vector * steps), least)
         channels = min(next_power_of_two(shape.channels), channels)
         threads = norms.sample_threads(shape.samples) if any(needs[1:]) else 0
         unit, of_lane = math.gcd(shape.positions, elements), (steps, vector)

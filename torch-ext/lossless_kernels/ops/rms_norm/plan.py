@@ -63,7 +63,8 @@ _PREFETCHED, _PREFETCHED_ADDED = range(1024, 8192 + 1), range(1024, 5120 + 1)
 # Prefetch distance. Times are equal from 1 to 4 MB, and best at 4 for 8192 and 16384 columns. At 8 MB a part is evicted
 # before it is read (H200, L2 of 60 MB).
 _BYTES_AHEAD = 4 << 20
-# Two programs of 32 warps then fit a multiprocessor. Triton 3.9 would use 38. Rows of fp32 would spill.
+# Of a thread of 32 warps, so that two programs fit a multiprocessor. Triton 3.9 would use 38. Rows of fp32 have no limit: they
+# would spill.
 _MAX_REGISTERS = 32
 
 
