@@ -72,7 +72,7 @@ def test_the_page_keeps_other_rows_and_has_one_line_for_each(page):
     ours = [table[(row.torch, row.triton, row.transformers, row.kernels)] for row in (first, second)]
     assert "cannot be installed" in ours[0] and ours[0].startswith("| 2.11.0+cpu |")
     assert "5 passed, 0 failed" in ours[1] and lines.index(ours[0]) < lines.index(ours[1])
-    assert page.read_text().startswith("# Versions") and "## Policy" in page.read_text()
+    assert page.read_text().startswith("# Tested versions") and "## Policy" in page.read_text()
 
 
 def test_reasons_of_failures_follow_the_table_until_the_row_is_green(page):
