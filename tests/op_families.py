@@ -193,6 +193,8 @@ def _norms_of(kernel, machine, hidden_size):
         if rows > 16 and hidden_size in (64, 128, 4096, 8192, 32768):
             add.replacement(x, residual, weight, 1e-6, variants.EAGER[llama])
             backward.gradients(llama, x, x, weight, rstd, True, True, True, residual)
+        if rows > 16 and hidden_size == 32768 and machine.dtype == torch.bfloat16:
+            kernel.rms_norm(x, weight.float(), 1e-6)
         if rows == 16 and hidden_size == 32768 and machine.dtype == torch.bfloat16:
             # Long rows are streamed if there are enough for all multiprocessors: here for fewer.
             machine.gpu = dataclasses.replace(gpu, multiprocessors=1)
@@ -644,7 +646,7 @@ def _group_norm_launches(kernel, machine):
         family._calls.clear()
         for samples, channels, positions, groups in [
             *shapes,
-            *([(2, 64, 49, 8), (2, 4096, 1, 4)] * machine.every_case),
+            *([(2, 64, 49, 8), (2, 4096, 1, 4), (2, 64, 512, 32)] * machine.every_case),
         ]:
             leaves = [
                 empty(*size).requires_grad_() for size in ((samples, channels, positions), (channels,), (channels,))

@@ -95,7 +95,7 @@ def test_the_kernels_equal_the_transcription(module, seed):
     for case in range(CASES):
         x, groups, weight, bias = random_call(choose, generator)
         eps, rounded = choose.choice((EPS, 0.3, -1.0)), x.dtype != torch.float32 and choose.random() < 0.5
-        split, in_vectors = choose.random() < 0.3 and x.shape[2] > 1, choose.random() < 0.5
+        split, in_vectors = choose.random() < 0.3, choose.random() < 0.5
         label = f"case {case}, {list(x.shape)} {x.dtype}, {groups} groups, {weight is not None} {bias is not None}"
         for found, expected, what in zip(
             launched(family, x, groups, weight, bias, eps, rounded, split, in_vectors),
@@ -121,6 +121,21 @@ def test_long_groups_equal_the_transcription(module, seed, dtype, in_vectors):
     assert long.vector == (16 // dtype.itemsize if in_vectors else 1)
     ours = launched(family, x, 1, *vectors, in_vectors=in_vectors)
     for found, expected in zip(ours, transcribed(x, 1, *vectors, in_vectors=in_vectors)):
+        assert_bits_equal(found, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_position_of_many_channels(module, seed, dtype):
+    """Each element has a weight of its own, which the kernels of a split group do not have: such a group is not split."""
+    family, generator = module("ops.group_norm"), torch.Generator().manual_seed(seed)
+    channels = 2 * family.SPLIT_SIZE
+    x, vectors = (
+        torch.randn(1, channels, 1, generator=generator).to(dtype),
+        torch.randn(2, channels, generator=generator),
+    )
+    vectors = vectors.to(dtype).unbind()
+    for found, expected in zip(launched(family, x, 2, *vectors, split=True), transcribed(x, 2, *vectors)):
         assert_bits_equal(found, expected)
 
 

@@ -80,7 +80,7 @@ SPILLED = {
     # Groups that a lane reads in two steps, with 64 registers.
     ("group_norm_forward", "bfloat16", None): 236,
     ("group_norm_forward", "float32", None): 236,
-    # Of vectors, which torch 2.15 reads, with Triton 3.9.
+    # Of vectors, as torch 2.15 reads them.
     ("group_norm_backward", "bfloat16", None): 20,
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):

@@ -89,7 +89,7 @@ def _channel_sums(
     if whole < vectors:
         sums = _add_steps(sums, dy_ptr, x_ptr, channel, whole, channels, vectors, LANES, STEPS, VECTOR, MASKED=True)
     ds, db = sums
-    # With eight channels an exchange at each level takes less time (H200).
+    # With eight channels or more an exchange at each level takes less time (H200).
     ONCE: tl.constexpr = CHANNELS <= 4
     ds = sum_of_tile(tl.reshape(ds, [CHANNELS * LANES]), CHANNELS, LANES, EXCHANGE_ONCE=ONCE)
     return ds, sum_of_tile(tl.reshape(db, [CHANNELS * LANES]), CHANNELS, LANES, EXCHANGE_ONCE=ONCE)

@@ -177,7 +177,7 @@ class Kind:
         positions: of a tile of the output.
         single: whether a channel has one position.
         rounded: whether the output is computed with the mean and rstd of the dtype.
-        split: whether several programs write a group.
+        split: whether several programs write a group; never if `single`.
     """
 
     dtype: torch.dtype
@@ -209,8 +209,8 @@ class Kind:
         of_channels = min(next_power_of_two(channels), tile // of_positions)
         unit = math.gcd(positions, 16 // dtype.itemsize)
         single = weight and shape.positions == 1
-        tile = of_channels, of_positions
-        return cls(dtype, lanes, warps, steps, vector, unit, *tile, weight, bias, single, rounded, split)
+        properties = weight, bias, single, rounded, split and not single
+        return cls(dtype, lanes, warps, steps, vector, unit, of_channels, of_positions, *properties)
 
     @property
     def max_registers(self) -> Optional[int]:

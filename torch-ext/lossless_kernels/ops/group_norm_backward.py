@@ -28,7 +28,7 @@ if launch.AVAILABLE:
 eager = torch.ops.aten.native_group_norm_backward
 
 # Warps of a program by the most bytes of a group of dy, and the most elements that a lane reads at once. Where lanes read vectors,
-# a thread has this many elements, and a program at least this many channels, at a time.
+# a thread has about this many elements, and a program of several warps at least this many channels, at a time.
 _WARPS = {2 << 10: 1, 40 << 10: 4, 96 << 10: 8}
 _MOST_WARPS, _STEPS = 16, 8
 _OF_THREAD_IN_VECTORS, _LEAST_CHANNELS_IN_VECTORS = 32, 2
@@ -39,7 +39,7 @@ _L2_BYTES, _LEAST_PROGRAMS, _WARPS_OF_MULTIPROCESSOR = 256 << 10, 2, 64
 _SPLIT_SIZE = 1 << 13
 # By the threads for samples the channels of a program, the samples that a thread reads at once, and the warps.
 _OF_VECTORS = {1: (8, 16, 1), norms.WARP: (4, 16, 4)}
-# The most warps of a program of a split group. Each sums a single channel.
+# The most warps of a program of a split group. Where ATen's threads fill a block, each sums a single channel.
 _SPLIT_WARPS = 8
 
 
@@ -85,7 +85,8 @@ class Kind:
         warps = next((warps for most, warps in _WARPS.items() if bytes_of_group <= most), _MOST_WARPS)
         warps = min(warps, _SPLIT_WARPS) if split else warps
         steps = min(next_power_of_two(-(-shape.positions // (lanes * vector))), max(_STEPS // vector, 1))
-        of_thread, least = (_OF_THREAD_IN_VECTORS, _LEAST_CHANNELS_IN_VECTORS) if vector > 1 else (elements * steps, 1)
+        of_thread = _OF_THREAD_IN_VECTORS if vector > 1 else elements * steps
+        least = _LEAST_CHANNELS_IN_VECTORS if vector > 1 and warps > 1 else 1
         channels = max(32 * warps * of_thread // (lanes * vector * steps), least)
         channels = min(next_power_of_two(shape.channels), channels)
         threads = norms.sample_threads(shape.samples) if any(needs[1:]) else 0

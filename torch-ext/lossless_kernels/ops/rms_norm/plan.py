@@ -63,8 +63,8 @@ _PREFETCHED, _PREFETCHED_ADDED = range(1024, 8192 + 1), range(1024, 5120 + 1)
 # Prefetch distance. Times are equal from 1 to 4 MB, and best at 4 for 8192 and 16384 columns. At 8 MB a part is evicted
 # before it is read (H200, L2 of 60 MB).
 _BYTES_AHEAD = 4 << 20
-# Of a thread of 32 warps, so that two programs fit a multiprocessor. Triton 3.9 would use 38. Rows of fp32 have no limit: they
-# would spill.
+# Of a thread of 32 warps, so that two programs fit a multiprocessor. Triton 3.9 would use 38. With rows, weights or outputs of
+# fp32 there is no limit: they would spill.
 _MAX_REGISTERS = 32
 
 
@@ -241,6 +241,7 @@ def forward(
     inputs, sums = (dtype,) * (1 + added), (dtype,) * added
     dtypes = *inputs, weight_dtype, variant.output_dtype(dtype, weight_dtype), *sums, torch.float32
     programs, scalars = plan.programs(rows), (rows, *stride, int(store_rstd), eps)
-    fits = plan.num_warps == 32 and dtype.itemsize == 2 and plans.gpu(device).compute_capability
-    most = _MAX_REGISTERS if fits else None
+    in_16_bits = all(each.itemsize == 2 for each in dtypes[:-1])
+    limited = in_16_bits and plan.num_warps == 32 and plans.gpu(device).compute_capability
+    most = _MAX_REGISTERS if limited else None
     return launch.bind(kernel, constants, plan.num_warps, device, dtypes, programs, *scalars, max_registers=most)
