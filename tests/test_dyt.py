@@ -159,6 +159,16 @@ def test_parts_are_added_one_after_the_other(family, backward, module, its_fma, 
             assert_bits_equal(found, wanted, f"{what}, {list(x.shape)}, parts of {limit} bytes")
 
 
+def test_parts_of_several_orders_are_left_to_eager(module):
+    """ATen sums 255 rows of so many columns with one thread a column, and 256 with 16."""
+    column_sum = module("ops.column_sum")
+    for rows, columns, itemsize in ((511, 2032169, 4), (2043, 1213585, 4)):
+        with pytest.raises(module("core.calls").Outside, match="several orders"):
+            column_sum.check_parts(rows, columns, itemsize, CPU)
+    for rows, columns, itemsize in ((511, 2032169, 2), (512, 2032169, 4), (1 << 20, 4096, 4), (4, 4096, 2)):
+        column_sum.check_parts(rows, columns, itemsize, CPU)
+
+
 # The proof
 
 

@@ -12,7 +12,7 @@ from ..core.domain import allocator
 from ..core.inspection import functions_of
 from ..core.layout import contiguous_strides
 from ..core.reduction import ROW_CLASSES, last_power_of_two, row_class, row_reduction
-from .column_sum import ColumnSum, kind_of
+from .column_sum import ColumnSum, check_parts, kind_of
 from .rms_norm.proof import PROOF_EPS, PROOF_ROWS, proof_calls, spike, stand_in, subnormal_row
 
 if launch.AVAILABLE:
@@ -220,6 +220,8 @@ def resolve(x, weight, owner: type, needs: tuple[bool, bool]) -> Optional[Backwa
     rows, weight_rows = x.numel() // size, weight.numel() // size
     of_input = OfInput(x.dtype, weight.dtype, size, row_class(rows))
     of_weight = OfWeight.of(x.dtype, weight, rows // weight_rows)
+    if needs[1]:
+        check_parts(rows // weight_rows, weight.numel(), torch.float32.itemsize, device)
     if needs[0] and not _proved(of_input, f"{of_input.rows} rows", _comparisons_of_dx, owner, device):
         return None
     if needs[1] and not _proved(

@@ -6,6 +6,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from ..core import launch, plans
+from ..core.calls import Outside
 from ..core.domain import allocator
 from ..core.layout import contiguous_strides
 from ..core.reduction import ColumnReduction, column_reduction, fewest_rows, split_rows
@@ -39,6 +40,16 @@ def kind_of(
         of_program = _FEW_COLUMNS
     least = fewest_rows(rows, columns, gpu.multiprocessors, gpu.threads, gpu.build)
     return least, math.gcd(of_program, of_row) if of_row else of_program
+
+
+def check_parts(rows: int, columns: int, itemsize: int, device: torch.device) -> None:
+    """Raises Outside where the parts of more than 2 GiB need several kernels, while a kind is that of the first part.
+
+    A part has a row more than another; ATen may give it other threads from a million columns on.
+    """
+    parts = {count for _, count in split_rows(rows, columns, itemsize)}
+    if len({order_of(count, columns, device).height for count in parts}) > 1:
+        raise Outside("gradients of more than 2 GiB whose parts ATen sums in several orders")
 
 
 def bind_sum_blocks(
