@@ -15,6 +15,7 @@ from bits import assert_bits_equal, bits_equal
 from interpreter import the_fma
 from kernels import Mode, kernelize, use_kernel_mapping
 from places import modeling
+from proved import record_kernels
 
 pytestmark = [
     pytest.mark.usefixtures("proof_off"),
@@ -45,7 +46,9 @@ def its_fma(monkeypatch):
 def drawn(choose, generator, device=CPU, dtypes=DTYPES):
     """x as from a projection, fused or transposed, freqs_cis of one sequence or of all, and the heads' dimension."""
     make = functools.partial(torch.randn, generator=generator, device=device)
-    batch, tokens, heads, head_dim = (choose.choice(each) for each in ((1, 2, 3), (1, 2, 5), (1, 2, 8, 9), HEAD_DIMS))
+    batch, tokens, heads, head_dim = (
+        choose.choice(each) for each in ((1, 2, 3), (1, 2, 5), (1, 2, 3, 8, 9, 17), HEAD_DIMS)
+    )
     unsqueeze_dim, layout, dtype = choose.choice((1, 2)), choose.choice("cptf"), choose.choice(dtypes)
     x = make(batch, tokens, heads + 2 * (layout == "f"), head_dim + 2 * (layout == "p"))
     x.view(-1)[:4] = torch.tensor((-0.0, math.inf, math.nan, 0.0))[: x.numel()]
@@ -97,6 +100,19 @@ def test_the_kernel_equals_the_transcription(family, its_fma, seed, cases):
     assert None not in [*family._calls.resolved.values(), *family._gradient_calls.resolved.values()]
 
 
+@interpreted
+def test_a_proof_has_every_kernel_of_its_calls(family, module, monkeypatch, seed):
+    """The heads of a program are a constant."""
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    bound, proved = record_kernels(module, monkeypatch)
+    for _ in range(10):
+        for each in (family._calls, family._gradient_calls, bound, proved):
+            each.clear()
+        x, freqs, dim = drawn(choose, generator)
+        family.replacement(x.detach().requires_grad_(), freqs, dim).sum().backward()
+        assert bound and bound <= proved, (x.shape, x.stride(), dim, bound - proved)
+
+
 class Transcribed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, freqs, unsqueeze_dim):
@@ -141,7 +157,7 @@ WRONG = ("no FMA", "the other product", "not conjugated")
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_the_proof_tells_another_product(family, monkeypatch, dtype, conjugate, wrong):
     differs = wrong is not None and (conjugate or wrong != "not conjugated")
-    assert tells(family, monkeypatch, family.Kind(dtype, 64, 8, 4, conjugate), wrong) == differs
+    assert tells(family, monkeypatch, family.Kind(dtype, 64, 8, 4, conjugate, 8), wrong) == differs
 
 
 # So many proofs: `LOSSLESS_PROOFS=1000 pytest tests/test_complex_rotary.py -k power -rP` for docs/numerics.md.
@@ -154,7 +170,8 @@ def test_the_power_of_the_proof(family, monkeypatch, seed):
     for _ in range(PROOFS):
         conjugate, of_proof = choose.random() < 0.5, choose.randrange(1 << 30)
         wrong = choose.choice(WRONG if conjugate else WRONG[:2])
-        kind = family.Kind(choose.choice((*DTYPES, torch.bfloat16)), choose.choice((32, 64, 128)), 8, 4, conjugate)
+        dtype, half = choose.choice((*DTYPES, torch.bfloat16)), choose.choice((32, 64, 128))
+        kind = family.Kind(dtype, half, 8, 4, conjugate, family.heads_of_program(half, choose.choice((1, 4, 32))))
         with monkeypatch.context() as patch:
             patch.setattr(
                 family.proof, "generator", lambda device, _, of=of_proof: torch.Generator(device).manual_seed(of)

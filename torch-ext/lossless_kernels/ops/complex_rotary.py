@@ -24,6 +24,7 @@ from ..core.domain import (
 )
 from ..core.inspection import function_behind, helpers_of
 from ..core.layout import Output, contiguous_strides, divider
+from ..core.reduction import next_power_of_two
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
 
 if launch.AVAILABLE:
@@ -122,13 +123,18 @@ _ELEMENTS, _ELEMENTS_PER_THREAD = 1024, 8
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties that a kernel is compiled for; units are the elements by which strides are counted."""
+    """The properties that a kernel is compiled for; units are the elements by which strides are counted.
+
+    Attributes:
+        heads: of a program.
+    """
 
     dtype: torch.dtype
     half: int
     unit: int
     freqs_unit: int
     conjugate: bool
+    heads: int
 
     def launch(self, batch, tokens, heads, steps, freqs_steps, device) -> launch.Launch:
         """The launch for x, freqs as real numbers and the output.
@@ -137,18 +143,17 @@ class Kind:
             steps: strides of x and of the output over batch, tokens and heads.
             freqs_steps: those of freqs, in real numbers, over batch and tokens.
         """
-        block = 1 << (self.half - 1).bit_length()
-        heads_per_program = min(max(_ELEMENTS // (2 * block), 1), 1 << (heads - 1).bit_length())
+        block = next_power_of_two(self.half)
         constants = {
             "HALF": self.half,
             "HALF_BLOCK": block,
             "UNIT": self.unit,
             "FREQS_UNIT": self.freqs_unit,
-            "HEADS": heads_per_program,
+            "HEADS": self.heads,
             "CONJUGATE": self.conjugate,
         }
-        groups = -(-heads // heads_per_program)
-        warps = max(heads_per_program * 2 * block // (_ELEMENTS_PER_THREAD * 32), 1)
+        groups = -(-heads // self.heads)
+        warps = max(self.heads * 2 * block // (_ELEMENTS_PER_THREAD * 32), 1)
         in_units = [step // self.unit for step in steps] + [step // self.freqs_unit for step in freqs_steps]
         dtypes = self.dtype, torch.float32, self.dtype
         programs = batch * tokens * groups
@@ -156,6 +161,10 @@ class Kind:
             raise Outside("too many heads")
         scalars = tokens, groups, divider(tokens), divider(groups), heads, *in_units
         return launch.bind(complex_rotary, constants, warps, device, dtypes, programs, *scalars)
+
+
+def heads_of_program(half: int, heads: int) -> int:
+    return min(max(_ELEMENTS // (2 * next_power_of_two(half)), 1), next_power_of_two(heads))
 
 
 def _steps(strides, shape, unsqueeze_dim) -> tuple[int, ...]:
@@ -184,7 +193,8 @@ def _bind(x, freqs_cis, unsqueeze_dim, out_strides, conjugate, strides) -> launc
     freqs_steps = [2 * stride if size != 1 else 0 for stride, size in zip(freqs_cis.stride(), freqs_cis.shape[:2])]
     if any(step % 2 for step in steps):
         raise Outside("odd strides, of which eager makes no complex numbers without a copy")
-    kind = Kind(x.dtype, half, math.gcd(8, head_dim, *steps), math.gcd(4, head_dim, *freqs_steps), conjugate)
+    units = math.gcd(8, head_dim, *steps), math.gcd(4, head_dim, *freqs_steps)
+    kind = Kind(x.dtype, half, *units, conjugate, heads_of_program(half, heads))
     if not _proved(kind, x.device):
         raise Outside("eager has other bits here")
     return kind.launch(batch, tokens, heads, steps, freqs_steps, x.device)
@@ -351,13 +361,13 @@ _PROOF_TOKENS = 64
 
 
 def _comparisons(kind, device):
-    """Of one head and of several; a gap of a unit follows each row.
+    """Of a program's heads and of one more, which another program takes; a gap of a unit follows each row.
 
     In half of the tokens pairs of equal numbers, or of opposite ones, are turned by nearly 45 degrees. Two products cancel to
     the rounding of one, which 16 bits show too.
     """
     generator, dim = proof.generator(device, kind.half), 2 * kind.half
-    for heads in (1, 5):
+    for heads in (kind.heads, kind.heads + 1):
         x = proof.normal(generator, 2, _PROOF_TOKENS, heads, dim + kind.unit)
         x[:, ::4, :, 1:dim:2], x[:, 2::4, :, 1:dim:2] = x[:, ::4, :, 0:dim:2], -x[:, 2::4, :, 0:dim:2]
         x[0, 0, 0, 0], x[0, 1, 0, 0], x[0, 2, 0, 1], x[0, 3] = math.inf, math.nan, -0.0, 0.0

@@ -342,7 +342,8 @@ def _resolve(first, second, *labels_and_arguments) -> Optional[_Call]:
             raise Outside("labels that are not contiguous")
     dtypes = first.dtype, second.dtype
     call = _Call(form, first.shape, dtypes, first.device, reduction, bool(labels))
-    return call if _proved(form, dtypes, first.device, reduction, first.numel(), bool(labels), gradients) else None
+    classes = first.shape[-1] if labels else 0
+    return call if _proved(form, dtypes, first.device, reduction, first.numel(), classes, gradients) else None
 
 
 _calls = Calls(_resolve)
@@ -401,25 +402,29 @@ _apply = apply_of(Divergences)
 # Proof
 
 
-def _proved(form, dtypes, device, reduction: str, elements: int, labels: bool, gradients) -> bool:
-    """Whether the kernels are proved: the sum for all tensors whose blocks have as many threads, and what is elementwise."""
+def _proved(form, dtypes, device, reduction: str, elements: int, classes: int, gradients) -> bool:
+    """Whether the kernels are proved: the sum for all tensors whose blocks have as many threads, and what is elementwise.
+
+    Args:
+        classes: of a row that has a label; 0 without labels.
+    """
     dtype = torch.promote_types(*dtypes)
     width = order_of(elements, dtype, device).width if reduction != "none" else 0
     of = gradients if True in gradients else None
+    unit = math.gcd(elements, _MOST_UNIT)
     return proof.kernel_is_proved(
-        ("divergence", form.name, dtypes, device, reduction, width, labels, of),
+        ("divergence", form.name, dtypes, device, reduction, width, unit, classes, of),
         proof.Subject(
             form.original,
             device,
-            f"{' and '.join(map(str, dtypes))}, {form.name}, {reduction}{', labels' if labels else ''}"
+            f"{' and '.join(map(str, dtypes))}, {form.name}, {reduction}{', labels' if classes else ''}"
             + (f", sums of {width} threads" if width else "")
             + (", gradient" if of else ""),
         ),
-        functools.partial(_comparisons, form, dtypes, device, reduction, width, labels, gradients),
+        functools.partial(_comparisons, form, dtypes, device, reduction, width, unit, classes, gradients),
     )
 
 
-_PROOF_CLASSES = 40
 _ELEMENTWISE = 5000
 
 
@@ -434,31 +439,51 @@ def _operands(form, dtypes, elements: int, source, device) -> list[torch.Tensor]
     return [each.to(dtype) for each, dtype in zip((first, second), dtypes)]
 
 
-def _comparisons(form, dtypes, device, reduction, width, labels, gradients):
+def _length(least: int, unit: int, classes: int) -> int:
+    """A number of elements of whole rows, at least so many, that has this unit."""
+    rows = unit // math.gcd(classes, unit)
+    return classes * rows * (-(-least // (classes * rows)) | 1)
+
+
+def _lengths(width: int, classes: int, dtype, device) -> list[int]:
+    """`lengths_of_proof` in whole rows, of whole vectors and of others."""
+    lengths = lengths_of_proof(width, dtype, device) if width else []
+    if not classes:
+        return lengths
+    of_vectors = math.lcm(classes, 16 // dtype.itemsize)
+    lengths = {-(-each // rows) * rows for each in lengths for rows in (classes, of_vectors)}
+    lengths |= {each + classes for each in lengths}
+    return [each for each in sorted(lengths) if order_of(each, dtype, device).width == width]
+
+
+def _comparisons(form, dtypes, device, reduction, width, unit, classes, gradients):
     source = proof.generator(device, width)
-    dtype = torch.promote_types(*dtypes)
-    for elements in lengths_of_proof(width, dtype, device) if width else [_ELEMENTWISE]:
+    lengths = _lengths(width, classes, torch.promote_types(*dtypes), device)
+    for elements in lengths:
         for repetition in range(sums_of_proof(elements) if reduction != "none" else 1):
             first, second = _operands(form, dtypes, elements, source, device)
-            yield from _compared(form, first, second, reduction, labels, gradients, source, device, repetition)
-    first, second = _operands(form, dtypes, max(width, _ELEMENTWISE), source, device)
+            yield from _compared(form, first, second, reduction, classes, gradients, source, device, repetition)
+    # Of the elementwise kernels' unit, and of three rows at least.
+    elements = _length(max(width, _ELEMENTWISE, 3 * classes), unit, classes or 1)
+    first, second = _operands(form, dtypes, elements, source, device)
     specials = torch.tensor(_SPECIAL, dtype=torch.float32, device=device)
     first[: len(_SPECIAL) ** 2] = specials.repeat(len(_SPECIAL))
     second[: len(_SPECIAL) ** 2] = specials.repeat_interleave(len(_SPECIAL))
-    yield from _compared(form, first, second, reduction, labels, gradients, source, device, 0)
+    yield from _compared(form, first, second, reduction, classes, gradients, source, device, 0)
 
 
 _SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -1.0, 1e-40)
 
 
-def _compared(form, first, second, reduction, labels, gradients, source, device, repetition):
+def _compared(form, first, second, reduction, classes, gradients, source, device, repetition):
     """The sum in fp32, where 16 bits would hide its last bits, and once for each length the result and the gradients."""
-    columns = 1 + labels * (math.gcd(len(first), _PROOF_CLASSES) - 1)
     if form is _VARIATION:
-        first, second = first.view(-1, columns), second.view(-1, columns)
-    label = torch.randint(3, first.shape[:1], device=device, generator=source) - 1 if labels else None
-    count = int((label >= 0).sum()) or 1 if labels else None
-    call = _Call(form, first.shape, (first.dtype, second.dtype), device, reduction, labels)
+        first, second = first.view(-1, classes or 1), second.view(-1, classes or 1)
+    label = torch.randint(3, first.shape[:1], device=device, generator=source) - 1 if classes else None
+    if classes:
+        label[0] = 1  # One that counts.
+    count = int((label >= 0).sum()) if classes else None
+    call = _Call(form, first.shape, (first.dtype, second.dtype), device, reduction, classes > 0)
     total = torch.full((1,), math.nan, dtype=torch.float32, device=device)
     found = call(first, second, label, -1, count, total=total)
     if reduction != "none":
