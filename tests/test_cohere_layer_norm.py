@@ -223,19 +223,21 @@ def in_the_kernels_place(family, backward, patch, seed, row_sum=aten_model.row_s
 
     def forward(kind, rows, weight_rows, device, eps, store_statistics):
         def run(x, weight, *outs):
-            for out, value in zip(outs, aten_model.cohere_layer_norm(x, weight, eps, row_sum=row_sum)):
-                out.copy_(value)
+            found = aten_model.cohere_layer_norm(x.view(-1, x.shape[-1]), weight, eps, row_sum=row_sum)
+            for out, value in zip(outs, found):
+                out.copy_(value.view(out.shape))
 
         return run
 
     def of_input(kind, rows, weight_rows, device, store_sums):
         def run(dy, x, weight, mean, rstd, dx, dx_variance, dx_mean, d_rstd, d_mean):
-            found = compute(dy, x, weight, mean, rstd)
+            rows = [each.view(-1, each.shape[-1]) for each in (dy, x)]
+            found = compute(*rows, weight, *(each.view(-1, 1) for each in (mean, rstd)))
             for out, value in zip(
                 (dx, dx_variance, dx_mean, d_rstd, d_mean), (*found.dx, *[None] * 2)[:3] + found[1:3]
             ):
                 if value is not None:
-                    out.copy_(value)
+                    out.copy_(value.view(out.shape))
 
         return run
 
@@ -254,7 +256,9 @@ def in_the_kernels_place(family, backward, patch, seed, row_sum=aten_model.row_s
         return [each.view(*x.shape[:-1], 1) for each in found]
 
     def formula(dy, x, weight, mean, rstd, needs_dx, needs_dweight, sums):
-        sums += aten_model.cohere_layer_norm_backward(dy, x, weight, mean, rstd)[1:3]
+        given = [each.reshape(-1, each.shape[-1]) for each in (dy, x)]
+        found = aten_model.cohere_layer_norm_backward(*given, weight, mean.view(-1, 1), rstd.view(-1, 1))
+        sums += [each.view(mean.shape) for each in found[1:3]]
 
     patch.setattr(family.proof, "generator", lambda device, _: torch.Generator(device).manual_seed(seed))
     patch.setattr(family.Kind, "launch", forward)
@@ -292,6 +296,34 @@ def test_the_proofs_tell_a_wrong_order_of_few_rows(family, backward, monkeypatch
             in_the_kernels_place(family, backward, patch, seed, WRONG_SUMS.get(name, aten_model.row_sum))
             assert tells(family._comparisons, family.Kind(*properties)) == (name is not None)
             assert tells(backward._comparisons_of_dx, backward.OfInput(*properties)) == (name is not None)
+
+
+@pytest.mark.parametrize("rows", (2, 16))
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_proofs_tell_another_row_of_the_weight(family, backward, monkeypatch, seed, wrong, rows):
+    """A kernel that has the weight's first row for all rows."""
+    right, properties = aten_model._weight_of_rows, (torch.float16, torch.float32, 256, rows)
+    in_the_kernels_place(family, backward, monkeypatch, seed)
+    of_kernels = family.Kind.launch, backward.OfInput.launch
+
+    def first_row(launch):
+        def of_first(kind, rows, weight_rows, *arguments):
+            run = launch(kind, rows, weight_rows, *arguments)
+
+            def compute(*tensors):
+                with monkeypatch.context() as patch:
+                    repeated = lambda weight, x: right(weight.view(-1, x.shape[1])[:1], x)  # noqa: E731
+                    patch.setattr(aten_model, "_weight_of_rows", repeated if wrong else right)
+                    run(*tensors)
+
+            return compute
+
+        return of_first
+
+    for each, launch in zip((family.Kind, backward.OfInput), of_kernels):
+        monkeypatch.setattr(each, "launch", first_row(launch))
+    assert tells(family._comparisons, family.Kind(*properties)) == wrong
+    assert tells(backward._comparisons_of_dx, backward.OfInput(*properties)) == wrong
 
 
 @pytest.mark.parametrize("name", [None, *COLUMN_SUMS])

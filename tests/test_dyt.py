@@ -159,6 +159,14 @@ def test_parts_are_added_one_after_the_other(family, backward, module, its_fma, 
             assert_bits_equal(found, wanted, f"{what}, {list(x.shape)}, parts of {limit} bytes")
 
 
+def test_parts_that_begin_inside_of_vectors_are_left_to_eager(module):
+    full_sum = module("ops.full_sum")
+    with pytest.raises(module("core.calls").Outside, match="inside of vectors"):
+        full_sum.check_parts(262147 * 4099, torch.bfloat16, CPU)
+    for elements in (262148 * 4104, 4099):
+        full_sum.check_parts(elements, torch.bfloat16, CPU)
+
+
 def test_parts_of_several_orders_are_left_to_eager(module):
     """ATen sums 255 rows of so many columns with one thread a column, and 256 with 16."""
     column_sum = module("ops.column_sum")
@@ -505,10 +513,9 @@ def test_output_and_gradients_are_those_of_eager(kernel, family, seed, monkeypat
 
 @pytest.mark.gpu
 def test_sums_of_more_than_2_gib_are_those_of_eager(kernel, family, seed):
-    """The second part begins within a vector."""
     generator = torch.Generator("cuda").manual_seed(seed)
     make = functools.partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
-    tensors, dy = [make(262147, 4099), make(1), make(4099), make(4099)], make(262147, 4099)
+    tensors, dy = [make(262148, 4104), make(1), make(4104), make(4104)], make(262148, 4104)
     found = gradients_of(kernel.dyt, tensors, dy)
     (call,) = family._calls.resolved.values()
     assert len(call.backward.of_input.parts) == len(call.backward.of_vectors.parts) == 2

@@ -293,7 +293,7 @@ def told(family, patch, kind, seed, places):
         class Call:
             """The kernel with these orders."""
 
-            def __init__(self, kind, rows, levels, beta, temperature, device):
+            def __init__(self, kind, rows, levels, beta, temperature, device, most_programs):
                 self.beta, self.temperature = beta, temperature
 
             def __call__(self, student, teacher, place, count):

@@ -33,7 +33,7 @@ from ..core.inspection import are_current, code_of, functions_of
 from ..core.layout import Output, contiguous_strides
 from ..core.reduction import ROW_CLASSES, row_class
 from ..core.torch_internals import apply_of, dispatch_modes, forward_ad
-from .cohere_layer_norm_backward import Backward, OfRows, formula, statistics, tokens_of_every_kind
+from .cohere_layer_norm_backward import Backward, OfRows, calls_of_proof, formula, statistics, tokens_of_every_kind
 from .cohere_layer_norm_backward import resolve as resolve_backward
 from .rms_norm.formulas import EPS_NAME
 from .rms_norm.proof import (
@@ -41,7 +41,6 @@ from .rms_norm.proof import (
     formula_cases,
     leaves,
     output_and_gradients,
-    proof_calls,
     spike,
     stand_in,
     subnormal_row,
@@ -331,15 +330,18 @@ def _proved(kind: Kind, owner: type, device) -> bool:
 def _comparisons(kind, owner, device):
     """The output, and the statistics in fp32, where another order of additions shows."""
     make = functools.partial(proof.normal, proof.generator(device, kind.size))
-    calls, rows = proof_calls(kind.rows)
-    for call in range(calls):
+    for call, rows, weight_rows, is_last in calls_of_proof(kind.rows):
         x = spike(make(rows, kind.size) + make(rows, 1), call).to(kind.dtype)
-        if call == calls - 1:  # Sums of subnormal numbers are exact in every order.
+        if is_last:  # Sums of subnormal numbers are exact in every order.
             subnormal_row(x)
-        weight = make(kind.size).to(kind.weight_dtype)
-        mean, rstd = torch.full((2, rows, 1), math.nan, dtype=torch.float32, device=device).unbind()
+        weight = make(weight_rows, kind.size).to(kind.weight_dtype)
+        if weight_rows > 1:
+            x = x.view(-1, weight_rows, kind.size)
+        else:
+            (weight,) = weight
+        mean, rstd = torch.full((2, *x.shape[:-1], 1), math.nan, dtype=torch.float32, device=device).unbind()
         ours = torch.full_like(x, math.nan)
-        kind.launch(rows, 1, device, PROOF_EPS, True)(x, weight, ours, mean, rstd)
+        kind.launch(rows, weight_rows, device, PROOF_EPS, True)(x, weight, ours, mean, rstd)
         yield from zip(("the fp32 mean", "the fp32 rstd"), (mean, rstd), statistics(x, PROOF_EPS))
         yield "the output", ours, owner.forward(stand_in(owner, weight, PROOF_EPS), x)
 

@@ -261,20 +261,33 @@ def _through_autograd(owner, x, weight, dy) -> tuple[torch.Tensor, torch.Tensor]
         return torch.autograd.grad(out, (leaf, weight), dy)
 
 
+def calls_of_proof(kind_rows: int) -> list[tuple[int, int, int, bool]]:
+    """Of a proof for a row class: the number of each call, its rows, those of the weight, and whether it is the last of its kind.
+
+    The first call is repeated with a weight of two rows, where there are two.
+    """
+    calls, rows = proof_calls(kind_rows)
+    return [(0, rows, 2, False)][: rows > 1] + [(call, rows, 1, call == calls - 1) for call in range(calls)]
+
+
 def _comparisons_of_dx(kind: OfInput, owner, device):
     """dx, and the row sums in it, in fp32, where another order of additions shows."""
     make = functools.partial(proof.normal, proof.generator(device, kind.size))
-    calls, rows = proof_calls(kind.rows)
-    for call in range(calls):
+    for call, rows, weight_rows, is_last in calls_of_proof(kind.rows):
         x = spike(make(rows, kind.size) + make(rows, 1), call).to(kind.dtype)
-        if call == calls - 1:  # Sums of subnormal numbers are exact in every order.
+        if is_last:  # Sums of subnormal numbers are exact in every order.
             subnormal_row(x)
-        weight, dy = make(kind.size).to(kind.weight_dtype), spike(make(rows, kind.size), call + 1).to(kind.dtype)
+        weight = make(weight_rows, kind.size).to(kind.weight_dtype)
+        dy = spike(make(rows, kind.size), call + 1).to(kind.dtype)
+        if weight_rows > 1:
+            x, dy = (each.view(-1, weight_rows, kind.size) for each in (x, dy))
+        else:
+            (weight,) = weight
         mean, rstd = statistics(x, PROOF_EPS)
         terms = [torch.full_like(x, math.nan) for _ in range(3 if x.dtype == torch.float32 else 1)]
         d_rstd, d_mean = torch.full((2, *rstd.shape), math.nan, dtype=torch.float32, device=device).unbind()
         others = terms[1:] or (rstd, rstd)
-        kind.launch(rows, 1, device, True)(dy, x, weight, mean, rstd, terms[0], *others, d_rstd, d_mean)
+        kind.launch(rows, weight_rows, device, True)(dy, x, weight, mean, rstd, terms[0], *others, d_rstd, d_mean)
         sums = []
         formula(dy, x, weight, mean, rstd, True, False, sums)
         yield from zip(("the fp32 gradient of rstd", "the fp32 gradient of the mean"), (d_rstd, d_mean), sums)

@@ -390,7 +390,7 @@ class CrossEntropy(torch.autograd.Function):
             formula = functools.partial(eager, target=target, ignore_index=call.ignore_index, reduction=call.reduction)
             return None, *gradients_apart(formula, (logits,), d_loss), None, None
         # Another backward pass would read the logits again.
-        dx = logits.detach() if ctx.owned and not keeps_graph() else None
+        dx = logits.detach() if ctx.owned and logits.is_contiguous() and not keeps_graph() else None
         return None, call.gradient(logits, target, maxima, log_sums, d_loss, count, dx), None, None
 
 

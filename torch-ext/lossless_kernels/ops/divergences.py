@@ -28,7 +28,7 @@ from ..core.domain import (
 from ..core.layout import contiguous_strides
 from ..core.reduction import reciprocal
 from ..core.torch_internals import apply_of, dispatch_modes
-from .full_sum import CUDA_ONLY, FullSum, lengths_of_proof, order_of, sums_of_proof
+from .full_sum import CUDA_ONLY, FullSum, check_parts, lengths_of_proof, order_of, sums_of_proof
 
 if launch.AVAILABLE:
     from ..kernels_src.divergences import divergence_backward, divergence_blocks, divergence_forward
@@ -200,6 +200,8 @@ _BLOCK = 1024
 _NUM_WARPS = 4
 # Elements of an access: 16 bytes of 16 bits.
 _MOST_UNIT = 8
+# Of a row that has a label, as columns have 32 bits.
+_MOST_CLASSES = 1 << 30
 # Launches that a call keeps.
 _MOST_BOUND = 16
 
@@ -338,9 +340,11 @@ def _resolve(first, second, *labels_and_arguments) -> Optional[_Call]:
     for each in labels:
         if each.dtype != torch.int64 or each.shape != first.shape[:1] or each.device != first.device:
             raise Outside("labels that are no int64, not one for each row, or on another device")
-        if not each.is_contiguous():
-            raise Outside("labels that are not contiguous")
+        if not each.is_contiguous() or first.shape[-1] > _MOST_CLASSES:
+            raise Outside("labels that are not contiguous, or of more than 2**30 classes")
     dtypes = first.dtype, second.dtype
+    if reduction != "none":
+        check_parts(first.numel(), torch.promote_types(*dtypes), first.device)
     call = _Call(form, first.shape, dtypes, first.device, reduction, bool(labels))
     classes = first.shape[-1] if labels else 0
     return call if _proved(form, dtypes, first.device, reduction, first.numel(), classes, gradients) else None

@@ -75,8 +75,9 @@ def eager(input, alpha, weight, bias) -> torch.Tensor:
 
 # The most columns of a program, and the fewest elements (H200).
 _BLOCK, _FEWEST = 2048, 512
-# In shorter rows up to 256 of ATen's threads share a column, and a thread of ours would have up to 1,024 elements.
-_FEWEST_COLUMNS = 16
+# In shorter rows up to 256 of ATen's threads share a column, and a thread of ours would have up to 1,024 elements. Columns of longer
+# ones need more than 32 bits.
+_FEWEST_COLUMNS, _MOST_COLUMNS = 16, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,8 @@ def _resolve(input, alpha, weight, bias, needs) -> Optional[_Call]:
         raise Outside("alpha is not [1], or weight or bias not [hidden_size]")
     if any(needs) and (input.dim() == 1 or input.shape[-1] < _FEWEST_COLUMNS):
         raise Outside("gradients of a vector, or of rows of few elements")
+    if any(needs) and input.shape[-1] > _MOST_COLUMNS:
+        raise Outside("gradients of rows of more than 2**30 elements")
     kind = Kind(input.dtype, input.shape[-1])
     rows = input.numel() // kind.size
     if kind.programs(rows) > launch.MAX_PROGRAMS:

@@ -11,8 +11,9 @@ from torch.nn import functional
 from ..core import launch, proof
 from ..core.domain import allocator
 from ..core.layout import contiguous_strides
+from . import column_sum, full_sum
 from .activation import all_inputs
-from .column_sum import ColumnSum, check_parts, kind_of
+from .column_sum import ColumnSum, kind_of
 from .full_sum import FullSum, lengths_of_proof, order_of, sums_of_proof
 
 if launch.AVAILABLE:
@@ -196,9 +197,11 @@ def resolve(input: torch.Tensor, eager: Callable, needs: tuple[bool, ...]) -> Op
     device, rows = input.device, input.numel() // input.shape[-1]
     of_input, of_vectors = OfInput.of(input), OfVectors.of(input)
     of_input = of_input if needs[0] or needs[1] else None
+    if of_input:
+        full_sum.check_parts(input.numel(), input.dtype, device)
     of_vectors = of_vectors if needs[2] or needs[3] else None
     if of_vectors:
-        check_parts(rows, of_vectors.size, input.dtype.itemsize, device)
+        column_sum.check_parts(rows, of_vectors.size, input.dtype.itemsize, device)
     if of_input and not _proved(of_input, _BLOCKS[of_input.stored], _comparisons_of_dx, eager, device):
         return None
     if of_vectors and not _proved(

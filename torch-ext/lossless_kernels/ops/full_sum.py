@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 
 from ..core import launch, plans
+from ..core.calls import Outside
 from ..core.domain import allocator
 from ..core.reduction import FullReduction, full_reduction
 
@@ -40,6 +41,14 @@ def lengths_of_proof(width: int, dtype: torch.dtype, device: torch.device) -> li
 def sums_of_proof(elements: int) -> int:
     """How many sums of this length a proof compares."""
     return _PROOF_SUMS if elements <= _MOST_REPEATED else 1
+
+
+def check_parts(elements: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises Outside where a part of more than 2 GiB begins inside a vector: proofs have no such sums."""
+    gpu = plans.gpu(device)
+    parts = full_reduction(elements, dtype.itemsize, gpu.multiprocessors, gpu.threads)
+    if any(part.begin % part.vector for part in parts):
+        raise Outside("a sum of more than 2 GiB whose parts begin inside of vectors")
 
 
 class FullSum:

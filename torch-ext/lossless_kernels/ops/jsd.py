@@ -107,9 +107,19 @@ class _Call:
 
     Args:
         levels: rows of a group, then for student and teacher the strides of groups and of rows, all in units.
+        most_programs: of the backward pass, which take rows in turn.
     """
 
-    def __init__(self, kind: Kind, rows: int, levels: tuple, beta: float, temperature: float, device: torch.device):
+    def __init__(
+        self,
+        kind: Kind,
+        rows: int,
+        levels: tuple,
+        beta: float,
+        temperature: float,
+        device: torch.device,
+        most_programs: int = launch.MAX_PROGRAMS,
+    ):
         self.kind, self.rows, self.device, self.shape = kind, rows, device, (rows, kind.vocabulary)
         self.weights = torch.stack(_weights(beta, kind.dtype, device)).float()
         if device.type == "cuda":  # Calls on other streams read them, too.
@@ -117,7 +127,7 @@ class _Call:
         # As ATen divides by a number.
         factor = float(1.0 / torch.tensor(temperature, dtype=torch.float32, device="cpu"))
         self.scalars = kind.vocabulary // kind.unit, *levels, factor
-        self.programs = min(rows, plans.gpu(device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR)
+        self.programs = min(rows, plans.gpu(device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR, most_programs)
         self.scratch = self.programs, sum(kind.wanted), -(-kind.vocabulary // 16) * 16
         constants = kind.constants(aten.softmax_forward(kind.vocabulary, kind.dtype), _FORWARD_WARPS)
         constants["STATISTICS"] = True in kind.wanted
@@ -364,7 +374,8 @@ def _comparisons(kind: Kind, device):
     for beta in {"teacher": (0.0,), "student": (1.0,)}.get(kind.form, (0.5, 0.3)):
         student, teacher = (_placed(each, kind) for each in proof_logits(kind, temperature, source, device))
         rows, stride = len(student), student.stride(0) // kind.unit
-        call = _Call(kind, rows, (1, stride, 0, stride, 0), beta, temperature, device)
+        # Programs take several rows, as those of large calls do, one after the other in the same scratch memory.
+        call = _Call(kind, rows, (1, stride, 0, stride, 0), beta, temperature, device, most_programs=max(rows // 3, 1))
         mask = proof.uniform(source, rows) < 0.9 if kind.labels else None
         place, count = torch.arange(rows, device=device), rows
         if kind.labels:
