@@ -119,7 +119,7 @@ MATRICES = [
     [(90, (4096,) if ONE else EVERY_SIZE)],
     [(arch, (4096, 32768)) for arch in (75, 80, 86, 89, 100, 120)] if ALL else [],
 ]
-SHARE = 1.0 if ALL or ONE else 0.1
+SHARE = 1.0 if ALL or ONE else 0.25
 ARCHS = [arch for matrix in MATRICES for arch, _ in matrix]
 
 
