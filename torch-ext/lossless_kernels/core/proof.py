@@ -10,6 +10,7 @@ tensors in another order than CUDA tensors) or `strict` (raise instead of fallin
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import time
@@ -188,6 +189,12 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator, exponents: int
     signs = torch.randint(0, 2, (count,), device=tensor.device, generator=generator) * 2 - 1
     numbers = torch.ldexp((uniform(generator, count) + 1) * signs, powers).to(tensor.dtype)
     return numbers.as_strided(tensor.shape, tensor.stride(), first)
+
+
+def unwritten(count: int, shape, device: torch.device, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Tensors full of NaN for a kernel to write, each in memory of its own, as those of a call are: Triton compiles another
+    kernel for pointers that are no multiples of 16, and the rows of one tensor may be such."""
+    return [torch.full(shape, math.nan, dtype=dtype, device=device) for _ in range(count)]
 
 
 class Failure(str):
@@ -416,7 +423,11 @@ def _first_equal(device, candidates, held, refuse) -> tuple[Any, Optional[str]]:
     reasons = []
     for candidate, comparisons in candidates.items():
         reason = _disproof(device, comparisons, held)
-        if reason is None and refuse is not None and (reason := _disproof(device, lambda: refuse() or (), held)):
+        if (
+            reason is None
+            and refuse is not None
+            and (reason := _disproof(device, lambda: refuse() or (), held, needed=False))
+        ):
             return None, reason
         if reason is None:
             return candidate, None
@@ -428,8 +439,12 @@ def _first_equal(device, candidates, held, refuse) -> tuple[Any, Optional[str]]:
 _FEW_ELEMENTS = 1 << 16
 
 
-def _disproof(device, comparisons, held) -> Optional[str]:
-    """Why the kernel may not replace the original; None if it may. `held` gets the bytes in use at each comparison."""
+def _disproof(device, comparisons, held, needed=True) -> Optional[str]:
+    """Why the kernel may not replace the original; None if it may. `held` gets the bytes in use at each comparison.
+
+    Args:
+        needed: whether something must be compared.
+    """
     memory = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
     try:
         with undisturbed(device):
@@ -453,6 +468,8 @@ def _disproof(device, comparisons, held) -> Optional[str]:
         if is_shortage(error):
             return "the GPU's memory was full during verification; call warmup() while memory is free"
         return f"{type(error).__name__}: {error}".strip()
+    if needed and not wrong:
+        return "nothing was compared"
     wrong = {what: count for what, count in wrong.items() if count}
     if wrong and (found := _other_arithmetic(device, comparisons)):
         return f"eager itself has other arithmetic here: {', '.join(found)}"

@@ -339,7 +339,7 @@ def _comparisons(kind, owner, device):
             x = x.view(-1, weight_rows, kind.size)
         else:
             (weight,) = weight
-        mean, rstd = torch.full((2, *x.shape[:-1], 1), math.nan, dtype=torch.float32, device=device).unbind()
+        mean, rstd = proof.unwritten(2, (*x.shape[:-1], 1), device)
         ours = torch.full_like(x, math.nan)
         kind.launch(rows, weight_rows, device, PROOF_EPS, True)(x, weight, ours, mean, rstd)
         yield from zip(("the fp32 mean", "the fp32 rstd"), (mean, rstd), statistics(x, PROOF_EPS))

@@ -285,7 +285,7 @@ def _comparisons_of_dx(kind: OfInput, owner, device):
             (weight,) = weight
         mean, rstd = statistics(x, PROOF_EPS)
         terms = [torch.full_like(x, math.nan) for _ in range(3 if x.dtype == torch.float32 else 1)]
-        d_rstd, d_mean = torch.full((2, *rstd.shape), math.nan, dtype=torch.float32, device=device).unbind()
+        d_rstd, d_mean = proof.unwritten(2, rstd.shape, device)
         others = terms[1:] or (rstd, rstd)
         kind.launch(rows, weight_rows, device, True)(dy, x, weight, mean, rstd, terms[0], *others, d_rstd, d_mean)
         sums = []

@@ -524,6 +524,8 @@ def _proof_inputs(dtype, kind, device):
     if one_row:
         gate, up = gate.contiguous(), up.clone()
         return Layout(1, gate.numel(), gate.numel()), both, gate, up
+    if not packed:  # As the gate does, it begins at a multiple of 16 bytes.
+        up = torch.ones_like(both)[:, : columns + unit].copy_(up)
     return Layout(rows, columns + unit, 2 * (columns + unit), (0,), packed), both, gate, up
 
 

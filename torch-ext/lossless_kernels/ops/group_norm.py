@@ -472,8 +472,8 @@ def _proof_shapes(kind: Kind, in_vectors: bool = False) -> list[tuple[int, int]]
     Args:
         in_vectors: as `takes_vectors` returns it.
     """
-    of_steps = kind.lanes * kind.steps * kind.vector // 2 + 1 if kind.steps > 1 else 2
-    of_warps = {1: 2, _SHORT_WARPS: norms.BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
+    of_steps = kind.lanes * kind.steps * kind.vector // 2 + 1 if kind.steps > 1 else 1
+    of_warps = {1: 1, _SHORT_WARPS: norms.BLOCK, _LONG_WARPS: _SHORT_BYTES // kind.dtype.itemsize + 1}
     least = max(of_steps, of_warps[kind.warps], SPLIT_SIZE * kind.split)
 
     def numbers(tile, others, step):
@@ -540,13 +540,12 @@ def _comparisons(kind, device) -> Iterator[proof.Comparison]:
         shape = Shape(2, groups, channels, positions)
         source = proof.generator(device, shape.size)
         x = _samples_of(kind, shape, device, source)
-        vectors = proof.normal(source, 2, groups * channels).to(kind.dtype)
-        weight, bias = vectors[0] if kind.weight else None, vectors[1] if kind.bias else None
+        weight, bias = (
+            proof.normal(source, groups * channels).to(kind.dtype) if there else None
+            for there in (kind.weight, kind.bias)
+        )
         for eps in _PROOF_EPS:
-            out, mean, rstd = (
-                torch.full_like(x, math.nan),
-                *torch.full((2, 2, groups), math.nan, dtype=x.dtype, device=device),
-            )
+            out, (mean, rstd) = torch.full_like(x, math.nan), proof.unwritten(2, (2, groups), device, x.dtype)
             # A program takes one group or several in turn: here both.
             kind.launch(shape, device, eps, True, shape.rows - shape.rows // 3)(
                 x, x if weight is None else weight, x if bias is None else bias, out, mean, rstd

@@ -407,7 +407,7 @@ def _comparisons(kind, device):
     weight = proof.normal(source, kind.size).to(kind.dtype) if kind.weight else None
     for part, bias in _biases(kind, x, weight, source):
         out = torch.full(part.shape, math.nan, dtype=kind.dtype, device=device)
-        mean, rstd = torch.full((2, len(part), 1), math.nan, dtype=torch.float32, device=device).unbind()
+        mean, rstd = proof.unwritten(2, (len(part), 1), device)
         launched = kind.launch(len(part), row_stride, device, _PROOF_EPS, True)
         launched(part, part if weight is None else weight, part if bias is None else bias, out, mean, rstd)
         expected = _eager_with_statistics(part, (kind.size,), weight, bias, _PROOF_EPS)
@@ -421,8 +421,9 @@ def _biases(kind, x, weight, source):
         yield x, None
         return
     yield x, proof.normal(source, kind.size).to(kind.dtype)
-    # The first rows have infinities and NaN.
-    for part in x[11 : 12 + _CANCELLED_ELEMENTS // kind.size].split(1):
+    # The first rows have infinities and NaN. A copy is aligned; of a row that is not, ATen's bits would be another kernel's.
+    for row in x[11 : 12 + _CANCELLED_ELEMENTS // kind.size].split(1):
+        part = row.clone()
         yield part, -torch.native_layer_norm(part, (kind.size,), weight, None, _PROOF_EPS)[0][0]
 
 

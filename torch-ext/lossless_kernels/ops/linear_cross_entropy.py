@@ -135,7 +135,7 @@ def _in_chunks(hidden_states, weight, bias, target, ignore_index, reduction, siz
 @torch.no_grad()
 def _loss(calls, size, hidden_states, weight, bias, target):
     """The loss, and of all tokens maxima, log sums and the number of those that count."""
-    maxima, log_sums, logp = torch.empty(3, len(target), dtype=torch.float32, device=target.device).unbind()
+    maxima, log_sums, logp = (torch.empty(len(target), dtype=torch.float32, device=target.device) for _ in range(3))
     statistics = maxima, log_sums, logp, torch.empty_like(target)
     for hidden, *of_tokens in _split(size, hidden_states.view(-1, weight.shape[1]), target, *statistics):
         call = calls[len(hidden)]

@@ -75,18 +75,17 @@ def kernel_is_proved(variant, dtype, cos_dtype, sizes: Sizes, device, gradients=
 
 
 def _sample(variant, dtype, cos_dtype, sizes, device):
-    """q and k as slices of one projection's output, cos and sin.
+    """q and k as projections return them, cos and sin.
 
     A gap of at least a unit of elements follows each row. The last program of a token's query has one head.
     """
     make = functools.partial(_numbers, generator=proof.generator(device, 5))
     head_dim, rotary_dim, unit = sizes
     heads = launch_plan(head_dim, dtype).heads_per_program + 1
-    states = make((2, 7, heads + 2, head_dim + unit), dtype)[..., :head_dim].transpose(1, 2)
+    states = [make((2, 7, each, head_dim + unit), dtype)[..., :head_dim].transpose(1, 2) for each in (heads, 2)]
     size = rotary_dim // 2 if variant.table == ONE_EACH else rotary_dim
     tables = (make((2, 7, size + unit), cos_dtype)[..., :size] for _ in range(2))
-    q, k = states[:, :heads], states[:, heads:]
-    return q, k, *tables
+    return *states, *tables
 
 
 def _launch_sample(step, variant, dtypes, sizes, q, k, cos, sin, *outs):
