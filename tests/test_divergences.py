@@ -12,7 +12,6 @@ import numpy
 import pytest
 import torch
 from bits import assert_bits_equal, bits_equal
-from proved import record_kernels
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from wrong_orders import FULL_SUMS
@@ -269,26 +268,6 @@ def test_a_proof_is_of_the_kernels_that_will_run(family, module, monkeypatch, fo
                 torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-4, atol=1e-4)
             for width_of in family.lengths_of_proof(width, torch.float32, CPU) if width else ():
                 assert family.order_of(width_of, torch.float32, CPU).width == width
-
-
-@interpreted
-@pytest.mark.parametrize("reduction", ["none", "sum", "batchmean"])
-def test_a_proof_has_every_kernel_of_its_calls(family, module, monkeypatch, seed, reduction):
-    """Their constants have the greatest unit that divides the elements, and with labels the number of classes."""
-    monkeypatch.setattr(module("ops.full_sum"), "_MOST_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(module("ops.full_sum"), "_PROOF_SUMS", 1)
-    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    bound, proved = record_kernels(module, monkeypatch)
-    for _ in range(12):
-        for each in (family._calls, bound, proved):
-            each.clear()
-        shape = choose.randint(1, 60), choose.choice((1, 2, 37, 40, 100, 102))
-        labels = torch.zeros(shape[0], dtype=torch.int64) if choose.random() < 0.5 else None
-        form = family._VARIATION if labels is not None else choose.choice([*family._DIVERGENCES.values()])
-        given = [torch.rand(shape, generator=generator).requires_grad_() for _ in range(2)]
-        out = family.replacement(form, *given, labels, -100, reduction, None if labels is None else len(labels))
-        out.backward(torch.ones_like(out))
-        assert bound and bound <= proved, (shape, form.name, labels is not None, bound - proved)
 
 
 # What surrounds the kernels

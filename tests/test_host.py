@@ -982,6 +982,11 @@ def test_a_kernel_that_differs_is_refused_for_ever_with_one_warning(proof):
     assert comparisons.calls == 2
 
 
+def test_a_proof_that_compares_nothing_refuses(proof):
+    with pytest.warns(RuntimeWarning, match="nothing was compared$"):
+        assert not proof.kernel_is_proved("key", subject(proof), lambda: ())
+
+
 def test_tensors_that_are_compared_together_are_counted_one_by_one(proof):
     x, large = torch.arange(6.0), torch.full((1 << 17,), math.nan)
 

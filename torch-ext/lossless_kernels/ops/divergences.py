@@ -434,7 +434,7 @@ _ELEMENTWISE = 5000
 
 def _operands(form, dtypes, elements: int, source, device) -> list[torch.Tensor]:
     """Random distributions of a few classes each; some numbers are zero, infinite or NaN if the sum is not compared."""
-    first, second = proof.normal(source, 2, elements) * 2.0 - 4.0
+    first, second = (proof.normal(source, elements) * 2.0 - 4.0 for _ in range(2))
     if form is not _KL_LOG_TARGET:
         second = second.exp_()
         second[::7] = 0.0
