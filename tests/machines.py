@@ -13,7 +13,7 @@ from bits import fresh_seed
 from filelock import FileLock
 
 COMPILE = r"""
-    import contextlib, io, json, os, random, re, sys, traceback
+    import contextlib, io, itertools, json, os, random, re, sys, traceback
     from pathlib import Path
 
     os.environ["LOSSLESS_PROOF"] = "off"
@@ -35,7 +35,7 @@ COMPILE = r"""
     domain, launch, backward = map(module, ("domain", "launch", "rms_norm_backward"))
     families = [family for family in FAMILIES if family.rocm or not rocm]
     POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
-    seen, kinds, chance = set(), set(), random.Random(seed)
+    seen, seen_pairs, chance = set(), set(), random.Random(seed)
     compiled = []
     # Triton then prints what its own call of ptxas says of registers and spills.
     triton.knobs.nvidia.dump_ptxas_log = True
@@ -63,13 +63,15 @@ COMPILE = r"""
         if key in seen:
             return
         seen.add(key)
-        # Constants that decide which instructions there are. The others are sizes.
-        kind = {name: value for name, value in launcher.constants.items() if type(value) is not int or name in ("UNIT", "WIDTH")}
-        by_lanes = "TILE" in launcher.constants and launcher.constants["TILE"] == launcher.constants["WIDTH"]
-        kind = (function, machine.arch, machine.dtype, launcher.num_warps == 1, by_lanes, *kind.items())
-        if kind in kinds and chance.random() >= share:
+        # What decides which instructions there are; the other constants are sizes. Each pair of values is compiled.
+        facts = {name: value for name, value in launcher.constants.items() if type(value) is not int or name in ("UNIT", "WIDTH")}
+        least = {"AHEAD": 0, "PROGRAMS_PER_ROW": 1, "TILE": launcher.constants.get("WIDTH")}
+        facts |= {name: launcher.constants[name] > of for name, of in least.items() if name in launcher.constants}
+        facts |= {"dtype": machine.dtype, "one warp": launcher.num_warps == 1}
+        pairs = {(function, machine.arch, *pair) for pair in itertools.combinations(facts.items(), 2)}
+        if pairs <= seen_pairs and chance.random() >= share:
             return
-        kinds.add(kind)
+        seen_pairs.update(pairs)
         # On ROCm Triton tells storages below 2 GB apart.
         for below_2_gb in (True, False) if rocm and function.__name__ == "rms_norm_forward" else (rocm,):
             compile_for(launcher, function, signature, tensors, len(pointers), below_2_gb)
@@ -205,7 +207,7 @@ def compile_all(run_python, tmp_path_factory, name, matrices, only="", share=1.0
     Each matrix is compiled in a process of its own. Once for all workers of a run.
 
     Args:
-        share: of the kernels that differ from an earlier one in sizes alone, how many are compiled, at random.
+        share: of the kernels whose constants, but for sizes, earlier ones have in pairs, how many are compiled, at random.
     """
     base = tmp_path_factory.getbasetemp()
     kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}.json"
