@@ -23,12 +23,12 @@ def unproved(run_python, build, seed):
 def test_proofs_have_every_kernel_of_their_calls(unproved, calls):
     ((found, kernels),) = unproved(([*CALLS], calls, None))
     assert not found, "\n".join(found)
-    assert kernels > 150, kernels
+    assert kernels > 100, kernels
 
 
 def test_what_is_planted_is_found(unproved):
     planted = {
-        "outputs in one tensor": "cohere_layer_norm",
+        "outputs that begin anywhere": "cohere_layer_norm",
         "few rows for many": "layer_norm",
         "no shapes": "group_norm",
     }
