@@ -49,14 +49,15 @@ class Drawn:
     def gap(self) -> int:
         return self.one_of(0, 0, 0, 1, 2, 4, 8)
 
-
-def backward(outputs) -> None:
-    """The gradients of those outputs that have some, in their layout or expanded."""
-    if isinstance(outputs, torch.Tensor):
-        outputs = (outputs,)
-    outputs = [each for each in outputs or () if each.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.zeros((), dtype=each.dtype).expand(each.shape) for each in outputs])
+    def backward(self, outputs) -> None:
+        """The gradients of those outputs that have some, dense or expanded."""
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        outputs = [each for each in outputs or () if each.requires_grad]
+        if outputs:
+            dense = self.is_so(0.8)
+            dy = [torch.zeros(each.shape if dense else (), dtype=each.dtype).expand(each.shape) for each in outputs]
+            torch.autograd.backward(outputs, dy)
 
 
 def _rms_norm(draw: Drawn):
@@ -158,6 +159,14 @@ def _cross_entropy(draw: Drawn):
     return draw.module("cross_entropy").replacement(logits, target, -100, draw.one_of("mean", "sum"))
 
 
+def _linear_cross_entropy(draw: Drawn):
+    """In chunks of tokens, of a head that needs no gradient."""
+    dtype, vocabulary = draw.dtype(), draw.choose.randint(2, 3000)
+    hidden = draw.zeros(draw.choose.randint(17, 100), 64, dtype=dtype)
+    weight, target = draw.zeros(vocabulary, 64, dtype=dtype, leaf=0), torch.zeros(len(hidden), dtype=torch.int64)
+    return draw.kernel.linear_cross_entropy(hidden, weight, target, chunk_size=16)
+
+
 def _softmax(draw: Drawn):
     size = draw.size(1, 16384)
     x = draw.zeros(draw.rows(size, 1 << 19), size, dtype=draw.dtype(), gap=draw.gap())
@@ -199,7 +208,7 @@ def _layer_norm(draw: Drawn):
 
 def _group_norm(draw: Drawn):
     dtype, groups, channels = draw.dtype(), draw.one_of(1, 2, 8, 32), draw.one_of(1, 2, 3, 10, 16, 64)
-    positions = draw.one_of(1, 2, 7, 49, 64, 100, 1024, draw.choose.randint(1, 3000))
+    positions = draw.one_of(1, 2, 7, 49, 64, 100, 1024, 1 << 14, draw.choose.randint(1, 3000))
     samples = draw.choose.randint(1, max(min(200, (1 << 19) // (groups * channels * positions)), 1))
     x = draw.zeros(samples, groups * channels, positions, dtype=dtype)
     weight, bias = (draw.zeros(groups * channels, dtype=dtype) for _ in range(2))
@@ -230,7 +239,7 @@ CALLS = {
     "activation": (_activation, _gated_activation),
     "complex_rotary": (_complex_rotary,),
     "rotary": (_rotary, _rotary_tables),
-    "cross_entropy": (_cross_entropy,),
+    "cross_entropy": (_cross_entropy, _linear_cross_entropy),
     "layer_norm": (_layer_norm,),
     "group_norm": (_group_norm,),
     "cohere_layer_norm": (_cohere_layer_norm,),

@@ -13,10 +13,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from drawn_calls import CALLS, Drawn, backward
+from drawn_calls import CALLS, Drawn
 from kernels import get_local_kernel
 from machines import GPUS
+from op_families import FAMILIES
 from places import forget_calls, python_module
+from triton import JITFunction
 
 
 class Record:
@@ -61,17 +63,28 @@ class Record:
         return True
 
 
+# Where eager on a GPU is asked which of two arithmetics it has.
+_ARITHMETICS = ("group_norm", "group_norm_backward"), ("softmax", "masked_softmax")
+
+
 @contextlib.contextmanager
 def pretended(module, choose):
     """A GPU that records launches and passes all proofs. Yields the record."""
     domain, launch, proof, plans, reduction = map(module, ("domain", "launch", "proof", "plans", "reduce_config"))
     norm, layer_norm = module("rms_norm_backward"), module("ops.layer_norm_backward")
+    group_norm, softmax = ([module(f"ops.{name}") for name in names] for names in _ARITHMETICS)
     multiprocessors, threads, shared_memory, _ = GPUS[90]
     gpu = plans.Gpu(9, shared_memory, multiprocessors, threads, reduction.CUDA)
     record, compare = Record(), norm._compare
 
     def find_out(key, *asked) -> bool:
         return record.answers.setdefault(key, choose.random() < 0.5)
+
+    def takes_vectors(device) -> bool:
+        return find_out("GroupNorm's vectors")
+
+    def has_long_warps(dtype, device) -> bool:
+        return dtype == torch.float16 and find_out("softmax's warps")
 
     def compared(*call):
         """RMSNorm's gradients in other layouts have a proof of their own."""
@@ -90,6 +103,8 @@ def pretended(module, choose):
         proof: {"kernel_is_proved": record.kernel_is_proved, "find_out": find_out},
         norm: {"_compare": compared},
         layer_norm: {"eager": eager_gradients},
+        **dict.fromkeys(group_norm, {"takes_vectors": takes_vectors}),
+        **dict.fromkeys(softmax, {"has_long_warps": has_long_warps}),
         # As many kernels, in less time.
         module("ops.full_sum"): {"_MOST_ELEMENTS": 1 << 17, "_PROOF_SUMS": 1},
     }
@@ -119,8 +134,9 @@ def planted(module, error):
     return mock.patch.object(owner, name, wrong)
 
 
-def unproved(families, calls: int, seed: int, error=None) -> tuple[list, int]:
-    """What calls have launched without a proof, and proofs without comparisons; and how many kernels were launched.
+def unproved(families, calls: int, seed: int, error=None) -> tuple[list, list]:
+    """What is wrong: kernels that calls have launched without a proof, proofs without comparisons, and functions that have
+    launched nothing; and the names of the families' kernels that no call has launched.
 
     Args:
         families: keys of `CALLS`.
@@ -128,19 +144,32 @@ def unproved(families, calls: int, seed: int, error=None) -> tuple[list, int]:
         error: see `planted`.
     """
     kernel, choose = get_local_kernel(Path("build")), random.Random(seed)
-    found, launched = [], set()
+    found, names = [], set()
 
     def module(name):
         return python_module(kernel, name)
 
     with planted(module, error) if error else contextlib.nullcontext(), pretended(module, choose) as record:
-        for draw in [each for family in families for each in CALLS[family] for _ in range(calls)]:
-            forget_calls(module)
-            record.clear()
-            backward(draw(Drawn(kernel, module, choose)))
-            launched |= record.called
-            found += [f"{draw.__name__}: {name}, {dict(of)}, {how}" for name, of, *how in record.called - record.proved]
-    return found + [f"nothing compared: {key}" for key in record.empty], len(launched)
+        for function in [each for family in families for each in CALLS[family]]:
+            of_function = set()
+            for _ in range(calls):
+                forget_calls(module)
+                record.clear()
+                draw = Drawn(kernel, module, choose)
+                draw.backward(function(draw))
+                of_function |= record.called
+                unproved = record.called - record.proved
+                found += [f"{function.__name__}: {name}, {dict(of)}, {how}" for name, of, *how in unproved]
+            names |= {name for name, *_ in of_function}
+            found += [] if of_function else [f"{function.__name__} launched nothing"]
+    sources = [module(f"kernels_src.{name}") for of in FAMILIES if of.sources[0] in families for name in of.sources]
+    there = {
+        name
+        for source in sources
+        for name, member in vars(source).items()
+        if isinstance(member, JITFunction) and member.fn.__module__ == source.__name__ and name[0] != "_"
+    }
+    return found + [f"nothing compared: {key}" for key in record.empty], sorted(there - names)
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def kernel_is_proved(variant, dtype, cos_dtype, sizes: Sizes, device, gradients=
 
 
 def _sample(variant, dtype, cos_dtype, sizes, device):
-    """q and k as projections return them, cos and sin.
+    """q and k with tokens before heads in memory, cos and sin.
 
     A gap of at least a unit of elements follows each row. The last program of a token's query has one head.
     """
