@@ -2,7 +2,7 @@
 
 import random
 from types import ModuleType
-from typing import Callable, Optional
+from typing import Callable
 
 import torch
 from places import modeling
@@ -41,8 +41,8 @@ class Drawn:
         rows = self.one_of(1, *(self.choose.randint(*each) for each in ((2, 40), (41, 2000), (2000, 70000))))
         return max(min(rows, most_elements // size), 1)
 
-    def zeros(self, *shape: int, dtype: torch.dtype, gap: int = 0, leaf: Optional[float] = 0.7) -> torch.Tensor:
-        """Of rows with `gap` elements between them; one that requires gradients with this probability."""
+    def zeros(self, *shape: int, dtype: torch.dtype, gap: int = 0, leaf: float = 0.7) -> torch.Tensor:
+        """Zeros in rows with `gap` elements between them. They require gradients with the probability `leaf`."""
         tensor = torch.zeros(*shape[:-1], shape[-1] + gap, dtype=dtype)[..., : shape[-1]]
         return tensor.requires_grad_() if self.is_so(leaf) else tensor
 
@@ -216,11 +216,8 @@ def _group_norm(draw: Drawn):
 
 
 def _cohere_layer_norm(draw: Drawn):
-    family, dtype, size = (
-        draw.module("ops.cohere_layer_norm"),
-        draw.dtype(),
-        draw.size(2, 12288, step=draw.one_of(1, 4)),
-    )
+    family, dtype = draw.module("ops.cohere_layer_norm"), draw.dtype()
+    size = draw.size(2, 12288, step=draw.one_of(1, 4))
     x = draw.zeros(draw.one_of(1, 2, 3), draw.rows(size, 1 << 20), size, dtype=dtype)
     of = draw.one_of(dtype, torch.float32)
     weight = draw.zeros(*draw.one_of((size,), x.shape[1:]), dtype=of)

@@ -63,7 +63,7 @@ COMPILE = r"""
         if key in seen:
             return
         seen.add(key)
-        # What decides which instructions there are; the other constants are sizes. Each pair of values is compiled.
+        # What decides which instructions there are; the other constants are sizes. A kernel with a new pair of values is compiled.
         facts = {name: value for name, value in launcher.constants.items() if type(value) is not int or name in ("UNIT", "WIDTH")}
         least = {"AHEAD": 0, "PROGRAMS_PER_ROW": 1, "TILE": launcher.constants.get("WIDTH")}
         facts |= {name: launcher.constants[name] > of for name, of in least.items() if name in launcher.constants}
@@ -207,7 +207,7 @@ def compile_all(run_python, tmp_path_factory, name, matrices, only="", share=1.0
     Each matrix is compiled in a process of its own. Once for all workers of a run.
 
     Args:
-        share: of the kernels whose constants, but for sizes, earlier ones have in pairs, how many are compiled, at random.
+        share: the part of the kernels without a new pair of values that is compiled, at random.
     """
     base = tmp_path_factory.getbasetemp()
     kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}.json"

@@ -1,6 +1,6 @@
 """Which kernels calls launch on an H200 that is not here, and which of them their proofs have launched.
 
-A fresh interpreter makes calls at random (`drawn_calls.py`) and all of their proofs. No kernel runs: launches are recorded.
+A fresh Python makes calls at random (`drawn_calls.py`), and each call's proofs. No kernel runs: launches are recorded.
 """
 
 import contextlib
@@ -158,8 +158,8 @@ def unproved(families, calls: int, seed: int, error=None) -> tuple[list, list]:
                 draw = Drawn(kernel, module, choose)
                 draw.backward(function(draw))
                 of_function |= record.called
-                unproved = record.called - record.proved
-                found += [f"{function.__name__}: {name}, {dict(of)}, {how}" for name, of, *how in unproved]
+                others = record.called - record.proved
+                found += [f"{function.__name__}: {name}, {dict(of)}, {how}" for name, of, *how in others]
             names |= {name for name, *_ in of_function}
             found += [] if of_function else [f"{function.__name__} launched nothing"]
     sources = [module(f"kernels_src.{name}") for of in FAMILIES if of.sources[0] in families for name in of.sources]

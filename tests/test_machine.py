@@ -113,7 +113,7 @@ SPILLED_ELSEWHERE = {
     ("masked_softmax_backward_of_block", "float32", None): 600,
 }
 EVERY_SIZE = (64, 128, 4096, 8192, 16384, 32768)
-# `make test` compiles for the first, and a share of the kernels that have nothing new. `make test-machines` compiles all.
+# `make test` compiles for the first, and a share of the kernels without a new pair of values. `make test-machines` compiles all.
 # Two processes take about as long.
 MATRICES = [
     [(90, (4096,) if ONE else EVERY_SIZE)],
