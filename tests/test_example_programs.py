@@ -109,7 +109,7 @@ def test_help_says_what_happens_on_a_gpu(name):
     done = run(name, "--help")
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
-    assert "n a CPU" in printed and ("not yet run on a GPU" if name == "train_trl" else "NVIDIA H200") in printed
+    assert "n a CPU" in printed and "NVIDIA H200" in printed
     for option in ("--model", "--hub", "--build", "--device", "--dtype", "--seed", "default: "):
         assert option in done.stdout
 
