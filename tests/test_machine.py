@@ -85,7 +85,7 @@ SPILLED = {
 }
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 if TRITON < (3, 7):
-    # Gradients by vectors, which torch 2.15 computes, whose Triton is 3.9.
+    # torch 2.15 alone computes GroupNorm's gradients by vectors. It runs with Triton 3.9.
     SPILLED |= {("group_norm_vector_gradients", dtype, None): 8 for dtype in ("bfloat16", "float32")}
 if TRITON >= (3, 9):
     # Gradients of 32768 elements, some bytes more of masked scores, jsd and GroupNorm.
